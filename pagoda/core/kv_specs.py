@@ -1,0 +1,32 @@
+"""What a model's layers ask of the KV cache, as plain facts."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class KVGroupKind(Enum):
+    FULL = "full"  # attends to every earlier token
+    WINDOW = "window"  # attends to the last `window` tokens, itself included
+    CROSS = "cross"  # attends to the encoder's output; filled once, never grows
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    """Layers that share one block table.
+
+    All groups draw block ids from one pool. A block of any group holds `block_size` tokens of as many layers as the
+    largest group has (`layers_per_block`), so blocks are interchangeable: the i-th layer of each group lives in
+    the i-th KV tensor, at the block ids of its own group's table.
+
+    kind: what the layers attend to.   window: tokens, for WINDOW (0 otherwise).
+    layers: indices of the model's layers, ascending.
+    """
+
+    kind: KVGroupKind = KVGroupKind.FULL
+    window: int = 0
+    layers: tuple[int, ...] = (0,)
+
+
+def layers_per_block(groups: tuple[KVGroupSpec, ...]) -> int:
+    """How many layers' KV one pool block carries: the size of the largest group."""
+    return max(len(group.layers) for group in groups)

@@ -1,0 +1,118 @@
+"""Ops: the whole vocabulary a model may use, as one object given to it.
+
+Models call nothing of torch in `forward` but what stands here, so that the same declarative model runs on the reference
+kernels, on the native CPU ones, on Triton, or is recorded once and replayed. `kernels.select.select_ops` picks one.
+
+Shapes: T tokens, H query heads, K KV heads, D head size, S rows that want logits. x may be float32, bfloat16 or float16;
+sums are in float32. Unless it says "in place", an op returns a new tensor. Every op gives each row the same bits
+whatever rows stand beside it (the fast versions; the torch reference up to its library's GEMM).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pagoda.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer:
+    """One layer's paged cache: `k` and `v`, [num_blocks + 1, K, block_size, D]; block 0 is the null block.
+
+    Only kernels look inside; everything else moves whole blocks along dimension 0.
+    k_scale, v_scale: float32 [num_blocks + 1, K, block_size], for an int8 cache, else None.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+class LinearWeight(Protocol):
+    """A weight [out_features, in_features] prepared for `linear` (packed, quantised, ...), with its bias."""
+
+    out_features: int
+    in_features: int
+
+
+class Ops(Protocol):
+    """See the module's page. Each method's reference is `kernels/<op>/reference.py`."""
+
+    name: str
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        """Pack once at load. weight [out, in] in compute dtype, bias [out] or None. May keep or drop the original."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """[T, in] -> [T, out] = x @ weight.T + bias, in x's dtype."""
+        ...
+
+    def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """[S, in] -> float32 [S, vocab]."""
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """int32 [T], [vocab, hidden] -> [T, hidden]; scale is rounded to the table's dtype first (Gemma does)."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension (weight [D]; x any leading shape); unit_offset: * (1 + weight)."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed."""
+        ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor: ...
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q [T, H, D] and k [T, K, D] (NeoX halves). cos, sin float32 [max_position, D / 2]."""
+        ...
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata) -> None:
+        """Put k, v [T, K, D] at slot_mapping."""
+        ...
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Causal paged attention, q [T, H, D] -> [T, H * D]. window: the last `window` tokens, itself included (0: all).
+
+        softcap: scores become softcap * tanh(score / softcap) (0: off). Reads the pages in place.
+        """
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 I] (gate then up) -> silu(gate) * up, [T, I]."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 I] (gate then up) -> gelu_tanh(gate) * up, [T, I]."""
+        ...
+
+    def split_qkv(
+        self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]; views where possible."""
+        ...
+
+    def select_rows(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], int64 [S] -> [S, hidden]."""
+        ...
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """cap * tanh(x / cap)."""
+        ...
