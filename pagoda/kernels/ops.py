@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from pagoda.attention.metadata import AttentionMetadata
+from pagoda.kernels.batch import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What attention must know of a batch: one AttentionMetadata per KV group, passed as an argument."""
+"""What a forward pass must know of its batch: one AttentionMetadata per KV group, passed as an argument."""
 
 from dataclasses import dataclass
 
