@@ -1,13 +1,14 @@
 """Ops: the whole vocabulary a model may use, as one object given to it.
 
 Models call nothing of torch in `forward` but what stands here, so that the same declarative model runs on the reference
-kernels, on the native CPU ones, on Triton, or is recorded once and replayed. `kernels.select.select_ops` picks one.
+kernels, on the native CPU ones, on Triton, or is recorded once and replayed; `kernels.select.select_ops` picks one.
 
-Shapes: T tokens, H query heads, K KV heads, D head size, S rows that want logits. x may be float32, bfloat16 or float16;
-sums are in float32. Unless it says "in place", an op returns a new tensor. Every op gives each row the same bits
-whatever rows stand beside it (the fast versions; the torch reference up to its library's GEMM).
+Shapes: T tokens, H query heads, K KV heads, D head size, S rows that want logits. x may be float32, bfloat16 or
+float16; sums are in float32. Unless it says "in place", an op returns a new tensor. Every op gives each row the same
+bits whatever rows stand beside it (the native kernels; the torch versions as far as torch's own library does).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +34,11 @@ class KVLayer:
 class LinearWeight(Protocol):
     """A weight [out_features, in_features] prepared for `linear` (packed, quantised, ...), with its bias."""
 
-    out_features: int
-    in_features: int
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
 
 
 class Ops(Protocol):
@@ -59,7 +63,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension (weight [D]; x any leading shape); unit_offset: * (1 + weight)."""
+        """x [..., D] / rms(x) * weight [D], over the last dimension; unit_offset: * (1 + weight)."""
         ...
 
     def add_rms_norm(
@@ -80,6 +84,10 @@ class Ops(Protocol):
         """Put k, v [T, K, D] at slot_mapping."""
         ...
 
+    def copy_blocks(self, cache: KVLayer, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) of one layer, one pair after the other."""
+        ...
+
     def attention(
         self,
         q: torch.Tensor,
@@ -89,9 +97,10 @@ class Ops(Protocol):
         window: int = 0,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Causal paged attention, q [T, H, D] -> [T, H * D]. window: the last `window` tokens, itself included (0: all).
+        """Causal paged attention, q [T, H, D] -> [T, H * D].
 
-        softcap: scores become softcap * tanh(score / softcap) (0: off). Reads the pages in place.
+        window: the last `window` tokens, itself included (0: all).   softcap: scores become softcap * tanh(score / softcap)
+        (0: off). Reads the pages in place.
         """
         ...
 

@@ -1,0 +1,105 @@
+"""Paged attention in plain torch, a chunk of the context at a time: no copy of a whole context is ever made."""
+
+import torch
+
+from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.ops import KVLayer
+
+CHUNK_TOKENS = 512
+"""Positions of context that are gathered and scored at once."""
+
+
+def attention(
+    q: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention, q [T, H, D] -> [T, H * D]; rows with as many new tokens as each other are computed together."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for rows, tokens in _rows_by_query_len(metadata):
+        part = _attend(q[tokens], cache, metadata, rows, scale, window, softcap)
+        out[tokens] = part.to(q.dtype)
+    return out.view(q.shape[0], -1)
+
+
+def _rows_by_query_len(metadata: AttentionMetadata) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows int64 [R], tokens int64 [R, Q]) for each number Q of new tokens in the batch."""
+    device = metadata.seq_lens.device
+    num_rows = metadata.seq_lens.shape[0]
+    if metadata.max_query_len == 1:
+        every = torch.arange(num_rows, device=device)
+        return [(every, metadata.query_start[:-1].long().unsqueeze(1))]
+    query_lens = metadata.query_start.diff()
+    groups: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for query_len in query_lens.unique().tolist():
+        if query_len:
+            rows = (query_lens == query_len).nonzero().squeeze(1)
+            first = metadata.query_start[rows].long().unsqueeze(1)
+            groups.append((rows, first + torch.arange(query_len, device=device)))
+    return groups
+
+
+def _attend(
+    q: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+    rows: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D]."""
+    num_rows, query_len, num_heads, head_dim = q.shape
+    num_kv_heads = cache.k.shape[1]
+    seq_lens = metadata.seq_lens[rows].long()
+    query_at = (seq_lens - query_len).unsqueeze(1) + torch.arange(query_len, device=q.device)
+    # [R, K, Q * G, D]: the G query heads of one KV head are scored together.
+    grouped = q.view(num_rows, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4)
+    group = grouped.shape[3]
+    grouped = grouped.reshape(num_rows, num_kv_heads, query_len * group, head_dim).float() * scale
+    top = torch.full((*grouped.shape[:3], 1), float("-inf"), device=q.device)
+    total = torch.zeros_like(top)
+    acc = torch.zeros_like(grouped)
+    last = int(seq_lens.max()) if num_rows < metadata.seq_lens.shape[0] else metadata.max_seq_len
+    first = 0 if window == 0 else max(0, int(seq_lens.min()) - query_len - window + 1)
+    for start in range(first - first % CHUNK_TOKENS, last, CHUNK_TOKENS):
+        k, v = _gather_chunk(cache, metadata, rows, start, min(CHUNK_TOKENS, last - start))
+        key_at = torch.arange(start, start + k.shape[2], device=q.device)
+        hidden = key_at > query_at.unsqueeze(-1)
+        if window:
+            hidden |= key_at <= query_at.unsqueeze(-1) - window
+        # A weight of 0 does not silence a nan: what no query of the row may see must not reach the product.
+        v = v.masked_fill(hidden.all(dim=1)[:, None, :, None], 0.0)
+        scores = grouped @ k.transpose(-1, -2)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores.masked_fill_(hidden.repeat_interleave(group, dim=1).unsqueeze(1), float("-inf"))
+        new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+        # A query that has seen nothing yet keeps top = -inf; its weights must come out 0, not nan.
+        shift = new_top.nan_to_num(neginf=0.0)
+        weights = torch.exp(scores - shift)
+        keep = torch.exp(top - shift)
+        total = total * keep + weights.sum(dim=-1, keepdim=True)
+        acc = acc * keep + weights @ v
+        top = new_top
+    out = (acc / total).view(num_rows, num_kv_heads, query_len, group, head_dim)
+    return out.permute(0, 2, 1, 3, 4).reshape(num_rows, query_len, num_heads, head_dim)
+
+
+def _gather_chunk(
+    cache: KVLayer, metadata: AttentionMetadata, rows: torch.Tensor, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions start .. start + length - 1 of each row as float32 k, v [R, K, length, D]; junk past a row's end."""
+    positions = torch.arange(start, start + length, device=rows.device)
+    blocks = metadata.block_table[rows][:, positions // metadata.block_size].long()
+    offsets = (positions % metadata.block_size).expand_as(blocks)
+    pair: list[torch.Tensor] = []
+    for pages, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        chunk = pages[blocks, :, offsets].float()
+        if scales is not None:
+            chunk = chunk * scales[blocks, :, offsets].unsqueeze(-1)
+        pair.append(chunk.transpose(1, 2))
+    return pair[0], pair[1]

@@ -1,0 +1,52 @@
+"""The definition of paged attention: gather a row's whole context, score it in float32, one softmax."""
+
+import torch
+
+from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.ops import KVLayer
+
+
+def attention(
+    q: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention, q [T, H, D] -> [T, H * D] in q's dtype; see `Ops.attention`."""
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = metadata.query_start.tolist()
+    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        first_read = 0 if window == 0 else max(0, seq_len - (end - begin) - window + 1)
+        k, v = gather_context(cache, metadata.block_table[row], metadata.block_size, seq_len)
+        k, v = k[:, first_read:], v[:, first_read:]
+        group = num_heads // k.shape[0]
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        scores = torch.einsum("qhd,hcd->hqc", q[begin:end].float(), k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        query_at = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
+        key_at = torch.arange(first_read, seq_len, device=q.device).unsqueeze(0)
+        hidden = key_at > query_at
+        if window:
+            hidden |= key_at <= query_at - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        out[begin:end] = torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
+    return out.view(num_tokens, num_heads * head_dim)
+
+
+def gather_context(
+    cache: KVLayer, blocks: torch.Tensor, block_size: int, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `seq_len` positions of one row as float32 (k, v), each [K, seq_len, D]."""
+    used = blocks[: -(-seq_len // block_size)].long()
+    pair: list[torch.Tensor] = []
+    for pages, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        context = pages[used].float()
+        if scales is not None:
+            context = context * scales[used].unsqueeze(-1)
+        pair.append(context.transpose(0, 1).flatten(1, 2)[:, :seq_len])
+    return pair[0], pair[1]

@@ -1,0 +1,1 @@
+"""Writing the paged KV cache, and copying whole blocks of it."""

@@ -1,0 +1,1 @@
+"""RMS normalisation, alone and fused with the residual sum."""

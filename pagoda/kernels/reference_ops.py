@@ -1,0 +1,44 @@
+"""ReferenceOps: every op as its reference defines it."""
+
+import torch
+
+from pagoda.kernels.activation import reference as activation
+from pagoda.kernels.attention import reference as attention
+from pagoda.kernels.embedding import reference as embedding
+from pagoda.kernels.kv_cache import reference as kv_cache
+from pagoda.kernels.linear import reference as linear
+from pagoda.kernels.norm import reference as norm
+from pagoda.kernels.ops import LinearWeight
+from pagoda.kernels.rotary import reference as rotary
+from pagoda.kernels.rows import reference as rows
+
+
+class ReferenceOps:
+    """The definition of `Ops`: plain torch on any device, slow and obvious."""
+
+    name = "reference"
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        return linear.PlainLinear(weight, bias)
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, linear.PlainLinear)
+        return linear.linear(x, weight)
+
+    def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, linear.PlainLinear)
+        return linear.logits(x, weight)
+
+    embedding = staticmethod(embedding.embedding)
+    rms_norm = staticmethod(norm.rms_norm)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    add = staticmethod(rows.add)
+    rotary = staticmethod(rotary.rotary)
+    write_kv = staticmethod(kv_cache.write_kv)
+    copy_blocks = staticmethod(kv_cache.copy_blocks)
+    attention = staticmethod(attention.attention)
+    silu_mul = staticmethod(activation.silu_mul)
+    gelu_tanh_mul = staticmethod(activation.gelu_tanh_mul)
+    split_qkv = staticmethod(rows.split_qkv)
+    select_rows = staticmethod(rows.select_rows)
+    softcap = staticmethod(activation.softcap)

@@ -1,0 +1,1 @@
+"""Residual sums, selecting rows, and splitting fused projections."""

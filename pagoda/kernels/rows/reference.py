@@ -1,0 +1,22 @@
+"""The definition of the ops that only move or add rows."""
+
+import torch
+
+
+def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """x + residual, rounded once to their dtype."""
+    return x + residual
+
+
+def split_qkv(
+    qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[T, (H + 2 K) D] -> views q [T, H, D], k [T, K, D], v [T, K, D]."""
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q, k, v
+
+
+def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[T, hidden], int64 [S] -> [S, hidden]."""
+    return x[index]

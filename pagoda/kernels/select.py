@@ -1,0 +1,28 @@
+"""Which Ops a device gets: the one place that chooses between the native, torch and reference kernels."""
+
+import logging
+
+import torch
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.registry import nearest
+from pagoda.kernels.ops import Ops
+from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.kernels.torch_ops import TorchOps
+
+logger = logging.getLogger("pagoda")
+
+NAMES = ("auto", "native", "torch", "reference")
+
+
+def select_ops(name: str, device: torch.device, threads: int) -> Ops:
+    """The kernels called `name` ("auto", "native", "torch", "reference") for `device`.
+
+    threads: how many the native kernels may use. "auto" is native where it compiles, else torch with one warning that
+    says what to install. Raises ConfigError for an unknown name, and for "native" where it cannot be had.
+    """
+    if name == "reference":
+        return ReferenceOps()
+    if name in ("torch", "auto"):
+        return TorchOps()
+    raise ConfigError(f"unknown kernels {name!r}{nearest(name, list(NAMES))}")
