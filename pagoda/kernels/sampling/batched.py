@@ -1,0 +1,152 @@
+"""Sampling over a whole batch in torch: the arithmetic of `reference.py`, without a Python step per row.
+
+Nothing here mixes rows: every sum runs inside one row in an order fixed by the vocabulary, so a row's token does not depend on
+its neighbours. What a batch pays for: all greedy, one argmax; temperature alone, one exp over the vocabulary; top_k or top_p, a
+bounded `topk` instead of a sort, widened for the rows whose answer reaches past it.
+"""
+
+import numpy as np
+import torch
+
+_CHUNK = 128  # vocabulary entries summed at a time when looking for the token that u points at
+_FIRST_CANDIDATES = 128
+_WIDER_CANDIDATES = 2048
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    uniform: np.ndarray,
+    best: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """See reference.sample. best: (values, ids) of `logits.max(-1)` where the caller has them already."""
+    largest, tokens = logits.max(-1) if best is None else best
+    random = temperature > 0
+    if not random.any():
+        return tokens
+    tokens = tokens.clone()
+    filtered = random & ((top_k > 0) | (top_p < 1))
+    plain = np.flatnonzero(random & ~filtered)
+    if plain.size:
+        index = torch.from_numpy(plain).to(logits.device)
+        weights = _weights(logits[index], largest[index], temperature[plain])
+        tokens[index] = _pick(_drop_small(weights, min_p[plain]), uniform[plain])
+    rows = np.flatnonzero(filtered)
+    width = max(_FIRST_CANDIDATES, int(2 * top_k[rows].max(initial=0)))
+    while rows.size:
+        index = torch.from_numpy(rows).to(logits.device)
+        picked, settled = _sample_filtered(
+            logits[index],
+            largest[index],
+            temperature[rows],
+            top_k[rows],
+            top_p[rows],
+            min_p[rows],
+            uniform[rows],
+            width,
+        )
+        tokens[index[settled]] = picked[settled]
+        rows = rows[~settled.cpu().numpy()]
+        width = _WIDER_CANDIDATES if width < _WIDER_CANDIDATES else logits.shape[1]
+    return tokens
+
+
+def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """float64 [S, 1] on the device of `like`."""
+    return torch.from_numpy(values.astype(np.float64)).to(like.device).unsqueeze(1)
+
+
+def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: np.ndarray) -> torch.Tensor:
+    """exp((logit - largest) / temperature), float64 [S, n]."""
+    shifted = logits.double()
+    return shifted.sub_(largest.double().unsqueeze(1)).div_(_column(temperature, logits)).exp_()
+
+
+def _drop_small(weights: torch.Tensor, min_p: np.ndarray) -> torch.Tensor:
+    """Zero the weights under min_p; in place. The largest weight is exactly 1."""
+    if not min_p.any():
+        return weights
+    return weights.masked_fill_(weights < _column(min_p, weights), 0.0)
+
+
+def _chunk_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights [S, n] -> (padded to whole chunks [S, C, _CHUNK], running sums of the chunks [S, C])."""
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _CHUNK))
+    padded = padded.view(weights.shape[0], -1, _CHUNK)
+    return padded, padded.sum(-1).cumsum(-1)
+
+
+def _pick(weights: torch.Tensor, uniform: np.ndarray) -> torch.Tensor:
+    """Index of the first entry at which the running sum exceeds u times the total, int64 [S]."""
+    chunks, reached = _chunk_sums(weights)
+    total = reached[:, -1:]
+    target = torch.minimum(_column(uniform, weights) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # The same total may be met in several chunks of weight zero behind the last: the first that exceeds is the one.
+    chunk = torch.searchsorted(reached, target, right=True)
+    before = torch.where(chunk > 0, reached.gather(1, (chunk - 1).clamp(min=0)), 0.0)
+    inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, 1, _CHUNK)).squeeze(1)
+    running = inside.cumsum(1) + before
+    offset = torch.searchsorted(running, target, right=True)
+    # Rounding may leave the chunk's own running sum a hair under its share: then the last entry with weight is meant.
+    last = _CHUNK - 1 - (inside.flip(1) > 0).to(torch.uint8).argmax(1, keepdim=True)
+    return (chunk * _CHUNK + torch.minimum(offset, last)).squeeze(1)
+
+
+def _ranked(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `width` of the row in rank order (larger first, lower id among equals): values and ids [S, width].
+
+    Among those equal to the last value, which ids are there is not defined unless the whole row is.
+    """
+    if width >= logits.shape[1]:
+        return logits.sort(dim=1, descending=True, stable=True)
+    values, ids = logits.topk(width, dim=1)
+    ids, order = ids.sort(dim=1)
+    values, order_by_value = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, ids.gather(1, order_by_value)
+
+
+def _sample_filtered(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    uniform: np.ndarray,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of rows with top_k or top_p from their `width` best, and which of them are settled (bool [S]).
+
+    A row is not settled when its kept set reaches the end of the candidates, or an equal of their last value.
+    """
+    vocab_size = logits.shape[1]
+    values, ids = _ranked(logits, width)
+    weights = _weights(values, largest, temperature)
+    limit = torch.from_numpy(np.where(top_k > 0, top_k, vocab_size)).to(logits.device).unsqueeze(1)
+    weights.masked_fill_(torch.arange(weights.shape[1], device=logits.device) >= limit, 0.0)
+    num_kept = torch.clamp(limit, max=weights.shape[1])
+    if (top_p < 1).any():
+        reached = weights.cumsum(1)
+        total = reached[:, -1:]
+        whole = np.flatnonzero(
+            (top_k <= 0) & (top_p < 1)
+        )  # their total is that of the vocabulary, not of the candidates
+        if whole.size and width < vocab_size:
+            index = torch.from_numpy(whole).to(logits.device)
+            full = _weights(logits[index], largest[index], temperature[whole])
+            total = total.index_copy(0, index, _chunk_sums(full)[1][:, -1:])
+        share = _column(np.where(top_p < 1, top_p, np.inf), logits)
+        before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
+        outside = before >= share * total
+        weights.masked_fill_(outside, 0.0)
+        num_kept = torch.minimum(num_kept, (~outside).sum(1, keepdim=True))
+    settled = values.gather(1, num_kept - 1) > values[:, -1:]
+    if width >= vocab_size:
+        settled = torch.ones_like(settled)
+    _drop_small(weights, min_p)
+    by_id, order = ids.sort(dim=1)
+    chosen = _pick(weights.gather(1, order), uniform)
+    return by_id.gather(1, chosen.unsqueeze(1)).squeeze(1), settled.squeeze(1)
