@@ -45,16 +45,15 @@ def identify(path: str | Path, name: str | None = None) -> ModelFiles:
         raise ConfigError(f"model {name!r}: {path} has {len(ggufs)} .gguf files ({listed}); name the one to load")
     if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
         raise ConfigError(
-            f"model {name!r}: {path} has pickled PyTorch weights only, which pagoda does not read; convert them to safetensors"
+            f"model {name!r}: {path} has only pickled PyTorch weights, which pagoda does not read; "
+            "convert them to safetensors"
         )
     raise ConfigError(f"model {name!r}: {path} has neither *.safetensors nor *.gguf files")
 
 
 def _identify_file(path: Path, name: str) -> ModelFiles:
     if path.suffix == ".safetensors":
-        raise ConfigError(
-            f"model {name!r}: {path} is one safetensors file; give the folder that holds it and config.json"
-        )
+        raise ConfigError(f"model {name!r}: {path} is a weight file; give the folder that holds it and config.json")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
