@@ -99,8 +99,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Causal paged attention, q [T, H, D] -> [T, H * D].
 
-        window: the last `window` tokens, itself included (0: all).   softcap: scores become softcap * tanh(score / softcap)
-        (0: off). Reads the pages in place.
+        window: the last `window` tokens, itself included (0: all). softcap: scores become
+        softcap * tanh(score / softcap) (0: off). Reads the pages in place.
         """
         ...
 

@@ -6,6 +6,9 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
+from pagoda.kernels.native.build import NativeUnavailable
+from pagoda.kernels.native.library import load
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
@@ -23,6 +26,16 @@ def select_ops(name: str, device: torch.device, threads: int) -> Ops:
     """
     if name == "reference":
         return ReferenceOps()
-    if name in ("torch", "auto"):
+    if name == "torch" or (name == "auto" and device.type != "cpu"):
         return TorchOps()
-    raise ConfigError(f"unknown kernels {name!r}{nearest(name, list(NAMES))}")
+    if name not in NAMES:
+        raise ConfigError(f"unknown kernels {name!r}{nearest(name, list(NAMES))}")
+    if device.type != "cpu":
+        raise ConfigError(f"kernels='native' run on a CPU, not on {device}; take 'auto'")
+    try:
+        return NativeOps(load(), threads)
+    except NativeUnavailable as error:
+        if name == "native":
+            raise ConfigError(f"kernels='native': {error}") from error
+        logger.warning("running on torch's kernels, slower than the native ones: %s", error)
+        return TorchOps()

@@ -1,0 +1,132 @@
+"""Compiling the native kernels on first use, and finding them again.
+
+Every `kernels/<op>/*.cpp` is compiled to an object of its own, all at once, and linked into one library that is kept
+in the user's cache. Its name is a hash of everything that went in: sources, headers,
+compiler, flags, the CPU and torch's OpenMP runtime. So an edited source or a moved home folder never loads a stale or
+foreign library, and there is nothing to invalidate.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.kernels.native.threads import available_cpus
+
+logger = logging.getLogger("pagoda")
+
+KERNELS = Path(__file__).resolve().parent.parent
+COMPILERS = ("g++", "clang++", "c++")
+REMEDY = "install a C++ compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
+# No contraction: whether a * b + c is fused must not depend on how the compiler unrolled the loop around it, or rows
+# computed by different tiles would differ in their last bit. Kernels ask for fused multiply-adds by name.
+FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function", "-Wno-ignored-attributes"),
+)
+
+
+class NativeUnavailable(Exception):
+    """The native kernels cannot be had on this machine; the message says why and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler: its path, and the first line it prints about itself."""
+
+    path: str
+    version: str
+
+
+def default_cache_dir() -> Path:
+    """Where compiled kernels are kept."""
+    return Path.home() / ".cache" / "pagoda" / "native"
+
+
+def find_compiler(search_path: str | None = None) -> Compiler:
+    """The first of COMPILERS on `search_path` (None: PATH) that answers. Raises NativeUnavailable when none does."""
+    for name in COMPILERS:
+        path = shutil.which(name, path=search_path)
+        if path is None:
+            continue
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if answer.returncode == 0 and answer.stdout:
+            return Compiler(path, answer.stdout.splitlines()[0].strip())
+    raise NativeUnavailable(f"no C++ compiler found (looked for {', '.join(COMPILERS)}): {REMEDY}")
+
+
+def sources() -> list[Path]:
+    """Every source of the library, in a fixed order."""
+    return sorted(KERNELS.glob("*/*.cpp"))
+
+
+def build(openmp_runtime: Path, cache_dir: Path, compiler: Compiler, march: str = "native") -> Path:
+    """The compiled library, from the cache or fresh.
+
+    openmp_runtime: the runtime torch has loaded, to link with.   march: what to compile for; tests take lesser ones.
+    Two processes may race: each compiles under a private name and renames, and the last one's equal bytes stay.
+    Raises NativeUnavailable with the compiler's own words if it fails.
+    """
+    flags = [*FLAGS, f"-march={march}", f"-I{KERNELS / 'native'}"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags.append("-mprefer-vector-width=512")
+    library = cache_dir / f"kernels-{_fingerprint(compiler, flags, openmp_runtime)}.so"
+    if library.exists():
+        return library
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        workplace = tempfile.TemporaryDirectory(prefix="build-", dir=cache_dir)
+    except OSError as error:
+        raise NativeUnavailable(f"cannot write compiled kernels to {cache_dir}: {error}") from error
+    logger.warning("compiling the native kernels with %s (once for this machine, some seconds) ...", compiler.version)
+    started = time.perf_counter()
+    with workplace as folder:
+        with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
+            objects = list(pool.map(lambda source: _compile(compiler, flags, source, Path(folder)), sources()))
+        fresh = Path(folder) / "kernels.so"
+        _run([compiler.path, "-shared", "-o", str(fresh), *map(str, objects), str(openmp_runtime)])
+        os.replace(fresh, library)
+    logger.info("native kernels compiled in %.1f s: %s", time.perf_counter() - started, library)
+    return library
+
+
+def _compile(compiler: Compiler, flags: list[str], source: Path, folder: Path) -> Path:
+    target = folder / f"{source.parent.name}_{source.stem}.o"
+    _run([compiler.path, *flags, "-c", str(source), "-o", str(target)])
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise NativeUnavailable(f"compiling the native kernels failed:\n{' '.join(command)}\n{done.stderr[-4000:]}")
+    if done.stderr:
+        logger.debug("%s", done.stderr)
+
+
+def _fingerprint(compiler: Compiler, flags: list[str], openmp_runtime: Path) -> str:
+    digest = hashlib.sha256()
+    for word in (compiler.path, compiler.version, *flags, openmp_runtime.name, cpu_features()):
+        digest.update(word.encode() + b"\0")
+    for path in [*sources(), *sorted(KERNELS.glob("*/*.h"))]:
+        digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def cpu_features() -> str:
+    """What tells CPUs apart for `-march=native`: the first processor's model and feature flags."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    first = text.split("\n\n", 1)[0].splitlines()
+    return "\n".join(line for line in first if line.split(":")[0].strip() in wanted)

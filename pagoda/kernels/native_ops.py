@@ -1,0 +1,52 @@
+"""NativeOps: the compiled CPU kernels, called through ctypes."""
+
+import torch
+
+from pagoda.kernels.activation import reference as activation
+from pagoda.kernels.attention import chunked
+from pagoda.kernels.embedding import reference as embedding
+from pagoda.kernels.kv_cache import reference as kv_cache
+from pagoda.kernels.linear import library
+from pagoda.kernels.native.library import NativeLibrary
+from pagoda.kernels.norm import reference as norm
+from pagoda.kernels.ops import LinearWeight
+from pagoda.kernels.rotary import reference as rotary
+from pagoda.kernels.rows import reference as rows
+
+
+class NativeOps:
+    """`Ops` on a CPU: each native kernel where there is one, torch's where not yet.
+
+    threads: how many of torch's OpenMP threads a kernel uses.
+    """
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary, threads: int) -> None:
+        self.library = library
+        self.threads = threads
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        return library.prepare(weight, bias)
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, library.LibraryLinear)
+        return library.linear(x, weight)
+
+    def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, library.LibraryLinear)
+        return library.logits(x, weight)
+
+    embedding = staticmethod(embedding.embedding)
+    rms_norm = staticmethod(norm.rms_norm)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    add = staticmethod(rows.add)
+    rotary = staticmethod(rotary.rotary)
+    write_kv = staticmethod(kv_cache.write_kv)
+    copy_blocks = staticmethod(kv_cache.copy_blocks)
+    attention = staticmethod(chunked.attention)
+    silu_mul = staticmethod(activation.silu_mul)
+    gelu_tanh_mul = staticmethod(activation.gelu_tanh_mul)
+    split_qkv = staticmethod(rows.split_qkv)
+    select_rows = staticmethod(rows.select_rows)
+    softcap = staticmethod(activation.softcap)
