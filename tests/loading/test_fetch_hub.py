@@ -1,0 +1,116 @@
+import errno
+import sys
+import types
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.loading.fetch_hub import HubModel, fetch_hub, is_complete
+
+MODEL = HubModel("org/name")
+
+
+def hub_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
+    request = httpx.Request("GET", "https://example.invalid")
+    return kind("refused", response=httpx.Response(404, request=request))
+
+
+def answer_online(monkeypatch: pytest.MonkeyPatch, result: Exception | Path) -> None:
+    """The hub library finds nothing in its cache and gives `result` when it may go online."""
+
+    def snapshot_download(*_: object, local_files_only: bool, **__: object) -> str:
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not cached")
+        if isinstance(result, Exception):
+            raise result
+        return str(result)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (hub_error(errors.RepositoryNotFoundError), ConfigError, "the hub has no 'org/name'"),
+        (hub_error(errors.GatedRepoError), ConfigError, "org/name is gated"),
+        (hub_error(errors.RevisionNotFoundError), ConfigError, "org/name has no revision"),
+        (httpx.ConnectError("refused"), ConfigError, "no network: org/name"),
+        (errors.OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), ConfigError, "no network: org/name"),
+        (OSError(errno.ENOSPC, "No space left on device"), CapacityError, "disk full while fetching org/name"),
+    ],
+)
+def test_what_the_hub_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], words: str
+) -> None:
+    answer_online(monkeypatch, error)
+    with pytest.raises(kind, match=words):
+        fetch_hub(MODEL, "huggingface", tmp_path)
+
+
+def test_a_repository_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    answer_online(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.json with its safetensors weights.*ORG/NAME:FILE\.gguf"):
+        fetch_hub(MODEL, "huggingface", tmp_path)
+
+
+def test_a_broken_index_is_not_complete(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    assert is_complete(tmp_path, MODEL)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_ma')
+    assert not is_complete(tmp_path, MODEL)
+
+
+def with_modelscope(monkeypatch: pytest.MonkeyPatch, snapshot_download: object) -> None:
+    module = types.ModuleType("modelscope")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelscope", module)
+
+
+def test_modelscope_is_asked_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        asked.append({"repo_id": repo_id, **options})
+        if options["local_files_only"]:
+            raise ValueError("not cached")
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "m.safetensors").write_bytes(b"")
+        return str(tmp_path)
+
+    with_modelscope(monkeypatch, snapshot_download)
+    assert fetch_hub(HubModel("org/name", revision="v1"), "modelscope", tmp_path) == tmp_path
+    assert [(call["repo_id"], call["revision"], call["local_files_only"]) for call in asked] == [
+        ("org/name", "v1", True),
+        ("org/name", "v1", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ConnectionError("unreachable"), ConfigError, "no network: org/name"),
+        (ValueError("no such model"), ConfigError, "modelscope could not fetch org/name: no such model"),
+        (OSError(errno.ENOSPC, "full"), CapacityError, "disk full"),
+    ],
+)
+def test_what_modelscope_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], words: str
+) -> None:
+    def snapshot_download(*_: object, local_files_only: bool, **__: object) -> str:
+        raise ValueError("not cached") if local_files_only else error
+
+    with_modelscope(monkeypatch, snapshot_download)
+    with pytest.raises(kind, match=words):
+        fetch_hub(MODEL, "modelscope", tmp_path)
+
+
+def test_modelscope_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(ConfigError, match="pip install modelscope"):
+        fetch_hub(MODEL, "modelscope", tmp_path)
