@@ -1,20 +1,39 @@
 """What a caller may ask of the output: SamplingParams and PoolingParams."""
 
+import math
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from pagoda.base.errors import RequestError
+
+GREEDY_EPSILON = 1e-5
+"""Temperatures below this are greedy: dividing logits by them would overflow."""
+
+_MAX_COUNT = 2**31 - 1  # counts live in int32 columns
+_MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How output tokens are chosen and when they end.
 
-    n: output sequences of one prompt.   temperature: 0 is greedy.   top_p in (0, 1], top_k (0 or -1: off), min_p in [0, 1].
+    Every field is checked when the object is made; RequestError names the field, its value and what is allowed.
+    Lists are taken where the field is a tuple, a single string for `stop` and `bad_words`, a mapping for `logit_bias`;
+    the fields always hold the normal form written below.
+
+    n: output sequences of one prompt.   temperature: 0 is greedy.
+    top_p in (0, 1], top_k (0, -1: off), min_p in [0, 1].
     seed: makes the output repeatable, alone or in any batch; branch i of n uses seed + i.
+    max_tokens: longest output; None means as long as the model allows.   min_tokens: no end before so many.
     presence_penalty, frequency_penalty in [-2, 2] look at the output; repetition_penalty > 0 at prompt and output.
-    logit_bias: token id -> added to its logit.   allowed_token_ids: nothing else can be sampled.
+    logit_bias: token id -> added to its logit, in [-100, 100].   allowed_token_ids: nothing else can be sampled.
     bad_words: texts never produced; the engine adds their token ids as `bad_words_token_ids`.
     stop: texts that end the output (cut off unless include_stop_str_in_output).   stop_token_ids: ids that end it.
     logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing).
-    truncate_prompt_tokens: keep only the last so many prompt tokens.
+    detokenize: False leaves the text empty.   spaces_between_special_tokens: kept for compatibility, text is the same.
+    truncate_prompt_tokens: keep only the last so many prompt tokens (-1: as many as the model takes).
     """
 
     n: int = 1
@@ -43,6 +62,57 @@ class SamplingParams:
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # the one moment a frozen record may be brought to its normal form
+        put(self, "n", _integer("n", self.n, 1))
+        temperature = _number("temperature", self.temperature, low=0.0)
+        put(self, "temperature", temperature if temperature >= GREEDY_EPSILON else 0.0)
+        put(self, "top_p", _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True))
+        top_k = _integer("top_k", self.top_k, -1)
+        put(self, "top_k", max(top_k, 0))
+        put(self, "min_p", _number("min_p", self.min_p, low=0.0, high=1.0))
+        put(self, "seed", _optional_integer("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED))
+        put(self, "max_tokens", _optional_integer("max_tokens", self.max_tokens, 1))
+        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0))
+        put(self, "stop", _strings("stop", self.stop))
+        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        put(self, "bad_words", _strings("bad_words", self.bad_words))
+        put(self, "bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, allow_empty=False))
+        put(self, "logit_bias", _logit_bias(self.logit_bias))
+        put(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0))
+        put(self, "frequency_penalty", _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0))
+        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True))
+        put(self, "logprobs", _optional_integer("logprobs", self.logprobs, 0))
+        put(self, "prompt_logprobs", _optional_integer("prompt_logprobs", self.prompt_logprobs, 0))
+        _truncation(self.truncate_prompt_tokens)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "True or False")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Fields that are fine alone but contradict each other."""
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings are looked for in the text: they need detokenize=True", "stop")
+
+    @property
+    def is_greedy(self) -> bool:
+        """The likeliest token is taken, no random number is drawn."""
+        return self.temperature == 0.0
+
+
+_FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
@@ -51,3 +121,106 @@ class PoolingParams:
     task: str = "embed"
     normalize: bool = True
     dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in ("embed", "classify", "score"):
+            raise _refuse("task", self.task, "one of 'embed', 'classify', 'score'")
+        if not isinstance(self.normalize, bool):
+            raise _refuse("normalize", self.normalize, "True or False")
+        _optional_integer("dimensions", self.dimensions, 1)
+
+
+def _refuse(name: str, value: object, allowed: str) -> RequestError:
+    shown = repr(value)
+    return RequestError(f"{name}={shown[:80]} is not allowed: it must be {allowed}", name)
+
+
+def _integer(name: str, value: Any, low: int, high: int = _MAX_COUNT) -> int:
+    allowed = f"an integer of at least {low}" if high >= _MAX_COUNT else f"an integer in [{low}, {high}]"
+    if isinstance(value, bool):
+        raise _refuse(name, value, allowed)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise _refuse(name, value, allowed) from None
+    if not low <= number <= high:
+        raise _refuse(name, value, f"an integer in [{low}, {high}]" if number > high else allowed)
+    return number
+
+
+def _optional_integer(name: str, value: Any, low: int, high: int = _MAX_COUNT) -> int | None:
+    return None if value is None else _integer(name, value, low, high)
+
+
+def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_open: bool = False) -> float:
+    """A finite float between low and high; `low_open` excludes low itself."""
+    if high == math.inf:
+        allowed = f"a finite number {'above' if low_open else 'of at least'} {low:g}"
+    else:
+        allowed = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool | str | bytes):
+        raise _refuse(name, value, allowed)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _refuse(name, value, allowed) from None
+    if not math.isfinite(number) or number > high or number < low or (low_open and number == low):
+        raise _refuse(name, value, allowed)
+    return number
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = (value,) if isinstance(value, str) else value
+    if isinstance(items, bytes | Mapping) or not isinstance(items, Iterable):
+        raise _refuse(name, value, "a text or a list of texts")
+    texts = tuple(items)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise _refuse(name, value, "a text or a list of texts, none of them empty")
+    return texts
+
+
+def _token_ids(name: str, value: Any, *, allow_empty: bool = True) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise _refuse(name, value, "a list of token ids")
+    ids = tuple(_integer(name, item, 0) for item in value)
+    if not ids and not allow_empty:
+        raise _refuse(name, value, "a list of at least one token id, or None")
+    return ids
+
+
+def _bad_words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise _refuse("bad_words_token_ids", value, "a list of lists of token ids")
+    return tuple(_token_ids("bad_words_token_ids", item, allow_empty=False) for item in value)
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs in ascending order of id. JSON has text keys only, so "5" is taken for 5."""
+    allowed = "a mapping of token ids to numbers in [-100, 100]"
+    if value is None:
+        return ()
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise _refuse("logit_bias", value, allowed)
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise _refuse("logit_bias", value, allowed)
+        token, bias = pair
+        if isinstance(token, str) and token.isdecimal():
+            token = int(token)
+        biases[_integer("logit_bias", token, 0)] = _number("logit_bias", bias, low=-100.0, high=100.0)
+    return tuple(sorted(biases.items()))
+
+
+def _truncation(value: Any) -> None:
+    if value == -1 and not isinstance(value, float | bool):
+        return
+    if value is not None and _integer("truncate_prompt_tokens", value, -1) == 0:
+        raise _refuse(
+            "truncate_prompt_tokens", value, "an integer of at least 1, -1 (as many as the model takes) or None"
+        )
