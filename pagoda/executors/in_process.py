@@ -1,0 +1,70 @@
+"""InProcessExecutor: steps run in this process, on the calling thread or on one of their own."""
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from pagoda.base.errors import WorkerDied
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger("pagoda")
+
+
+class StepRunner(Protocol):
+    """What executes steps: worker.Worker, or a fake."""
+
+    def start(self) -> None: ...
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+    def shutdown(self) -> None: ...
+
+
+class InProcessExecutor:
+    """See core.executor.Executor.
+
+    overlap: run steps on one thread of their own, in order, so that the caller plans the next step meanwhile; without it
+        `submit` returns when the step is done, which saves two thread switches a step.
+    """
+
+    def __init__(self, worker: StepRunner, overlap: bool = False) -> None:
+        self._worker = worker
+        self._overlap = overlap
+        self._thread: ThreadPoolExecutor | None = None
+        self._alive = False
+
+    def start(self) -> None:
+        if self._overlap:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagoda-worker")
+            # On that thread, because thread settings of math libraries belong to the thread that makes them.
+            self._thread.submit(self._worker.start).result()
+        else:
+            self._worker.start()
+        self._alive = True
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        if not self._alive:
+            return _failed(WorkerDied("the executor is not running"))
+        if self._thread is not None:
+            return self._thread.submit(self._worker.run, output)
+        future: Future[ModelRunnerOutput] = Future()
+        try:
+            future.set_result(self._worker.run(output))
+        except Exception as error:  # whatever it was, the caller gets it where the result would have been
+            future.set_exception(error)
+        return future
+
+    def shutdown(self) -> None:
+        if not self._alive:
+            return
+        self._alive = False
+        if self._thread is not None:
+            # The step that runs is let finish: the worker's memory must not go while it is used.
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown()
+
+
+def _failed(error: Exception) -> "Future[ModelRunnerOutput]":
+    future: Future[ModelRunnerOutput] = Future()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,137 @@
+"""DeviceTable: the worker's copy of the scheduler's rows. It obeys SchedulerOutput and never decides.
+
+The columns are numpy arrays in host memory: on a CPU that is the device, and for a GPU a step's inputs are gathered
+here and go over in one copy, which costs less than keeping a second table in step with small kernels.
+"""
+
+import numpy as np
+
+from pagoda.base.sampling_params import PoolingParams
+from pagoda.core.scheduler_output import RowFork, RowInit, SchedulerOutput
+from pagoda.worker.constraints import RowConstraints
+
+# Sampling columns: copied by a fork, all one number a row.
+_COLUMNS = (
+    "num_prompt",
+    "num_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence",
+    "frequency",
+    "repetition",
+    "num_logprobs",
+    "constrained",
+    "pooled",
+)
+
+
+class DeviceTable:
+    """What the worker knows of each row, by row number.
+
+    token_ids: int32 [max_rows, max_len], prompt, then the worker's own samples, then drafts of the current step.
+    block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
+    num_tokens: int32 [max_rows], positions of token_ids that are known (without drafts).
+    num_logprobs, num_prompt_logprobs: int32 [max_rows], top entries asked for, -1 for none.
+    constraints, pooling: per row, what only some rows have; None otherwise. constrained, pooled: bool [max_rows],
+    which.
+    """
+
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
+        """max_len: tokens a row may hold, drafts past its end included.   Pages are touched only when rows use them."""
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_rows, max_len), np.int32)
+        max_blocks = -(-max_len // block_size)
+        self.block_tables = tuple(np.zeros((max_rows, max_blocks), np.int32) for _ in range(num_groups))
+        self.seeds = np.zeros(max_rows, np.uint64)
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.num_tokens = np.zeros(max_rows, np.int32)
+        self.temperature = np.zeros(max_rows, np.float32)
+        self.top_k = np.zeros(max_rows, np.int32)
+        self.top_p = np.ones(max_rows, np.float32)
+        self.min_p = np.zeros(max_rows, np.float32)
+        self.presence = np.zeros(max_rows, np.float32)
+        self.frequency = np.zeros(max_rows, np.float32)
+        self.repetition = np.ones(max_rows, np.float32)
+        self.num_logprobs = np.full(max_rows, -1, np.int32)
+        self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
+        self.constrained = np.zeros(max_rows, np.bool_)
+        self.pooled = np.zeros(max_rows, np.bool_)
+        self.constraints: list[RowConstraints | None] = [None] * max_rows
+        self.pooling: list[PoolingParams | None] = [None] * max_rows
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Bring the rows to where this step needs them, in SchedulerOutput's order. Loops over events only."""
+        for row in output.released.tolist():
+            self._forget(row)
+        for init in output.admitted:
+            self._admit(init)
+        delta = output.block_delta
+        if delta.rows.size:
+            for group, table in enumerate(self.block_tables):
+                of_group = delta.groups == group if len(self.block_tables) > 1 else slice(None)
+                table[delta.rows[of_group], delta.index[of_group]] = delta.block_ids[of_group]
+        for fork in output.forks:
+            self._fork(fork)
+        if output.drafts:
+            ends = dict(zip(output.rows.tolist(), (output.start + output.num_new).tolist(), strict=True))
+            for row, drafts in output.drafts.items():
+                self.token_ids[row, ends[row] - len(drafts) : ends[row]] = drafts
+
+    def commit(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Write sampled tokens at their positions; the last one written to a row is its last known token.
+
+        rows, positions, tokens: int [n]; positions of one row ascending.
+        """
+        self.token_ids[rows, positions] = tokens
+        self.num_tokens[rows] = positions + 1
+
+    def _forget(self, row: int) -> None:
+        self.constraints[row] = None
+        self.pooling[row] = None
+        self.constrained[row] = self.pooled[row] = False
+        self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
+
+    def _admit(self, init: RowInit) -> None:
+        row = init.row
+        self._forget(row)
+        num_tokens = len(init.token_ids)
+        self.token_ids[row, :num_tokens] = init.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt[row] = init.num_prompt_tokens
+        self.seeds[row] = init.seed & 0xFFFFFFFFFFFFFFFF
+        for table, ids in zip(self.block_tables, init.block_ids, strict=True):
+            table[row, : len(ids)] = ids
+        self.pooling[row] = init.pooling
+        self.pooled[row] = init.pooling is not None
+        params = init.sampling
+        if params is None:
+            return
+        self.temperature[row] = params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.repetition[row] = params.repetition_penalty
+        if params.logprobs is not None:
+            self.num_logprobs[row] = params.logprobs
+        if params.prompt_logprobs is not None:
+            self.num_prompt_logprobs[row] = params.prompt_logprobs
+        self.constraints[row] = RowConstraints.of(params, init.eos_token_ids)
+        self.constrained[row] = self.constraints[row] is not None
+
+    def _fork(self, fork: RowFork) -> None:
+        src, dst = fork.src, fork.dst
+        num_tokens = self.num_tokens[src]
+        self.token_ids[dst, :num_tokens] = self.token_ids[src, :num_tokens]
+        for table in self.block_tables:
+            table[dst] = table[src]
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            column[dst] = column[src]
+        self.num_prompt_logprobs[dst] = -1  # told once, by the branch that computed the prompt
+        self.seeds[dst] = fork.seed & 0xFFFFFFFFFFFFFFFF
+        self.constraints[dst] = self.constraints[src]
+        self.pooling[dst] = self.pooling[src]

@@ -1,0 +1,21 @@
+"""The CPU as a device: how many threads, and how much memory."""
+
+import torch
+
+from pagoda.worker.memory import available_memory, usable_cpus
+
+
+class CpuDevice:
+    """threads: for torch and the native kernels alike; None takes the cores that affinity and cgroup leave us."""
+
+    def __init__(self, threads: int | None) -> None:
+        self.device = torch.device("cpu")
+        self.threads = threads if threads is not None else usable_cpus()
+
+    def prepare(self) -> None:
+        """Set the process up for running steps."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+    def free_bytes(self) -> int:
+        return available_memory()

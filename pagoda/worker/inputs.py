@@ -1,0 +1,165 @@
+"""From a SchedulerOutput to the tensors of one forward pass: numpy over whole columns, no Python step per row."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.worker.device_table import DeviceTable
+
+_ALIGN = 16  # bytes; every tensor of the bulk copy starts on such a boundary
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """One step, ready to run. A *draw* is one token to sample: one a sample row, and one more for each of its drafts.
+
+    batch: what the model takes; its logits_index holds the draws' positions first, then those of `prompt_rows`, then
+    the
+        last position of each of `pooled_rows`.
+    draw_rows, draw_positions: int32 [num_draws], table row and index in its sequence of each token to sample, row by
+    row.
+    draw_logits: int64 [num_draws], which logits a draw reads, or None when draw i reads logits i (no fork shares any).
+    num_logits: logits the draws need together.   num_draws: int32 [num_samples].
+    prompt_rows: (row, first prompt position, count) of positions whose prompt logprobs were asked for.
+    pooled_rows: rows whose prompt ends in this step and that want its last hidden state.
+    """
+
+    batch: ForwardBatch
+    draw_rows: np.ndarray
+    draw_positions: np.ndarray
+    draw_logits: np.ndarray | None
+    num_logits: int
+    num_draws: np.ndarray
+    prompt_rows: tuple[tuple[int, int, int], ...]
+    pooled_rows: tuple[int, ...]
+
+
+def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.device) -> StepInputs:
+    """Gather the step's inputs. `output` must not be empty and must have been applied to `table`."""
+    rows, start, num_new = output.rows, output.start, output.num_new
+    num_rows = len(rows)
+    query_start = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(num_new, out=query_start[1:])
+    seq_lens = start + num_new
+    max_query_len = int(num_new.max())
+    if max_query_len == 1:
+        row_of_token, positions, slot_of_row = rows, start, np.arange(num_rows)
+    else:
+        row_of_token = np.repeat(rows, num_new)
+        slot_of_row = np.repeat(np.arange(num_rows), num_new)
+        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
+    arrays = [table.token_ids[row_of_token, positions], positions, query_start, seq_lens]
+
+    block_size = table.block_size
+    max_seq_len = int(seq_lens.max())
+    num_blocks = -(-max_seq_len // block_size)
+    logical, offset = np.divmod(positions, block_size)
+    slots = []
+    for block_table in table.block_tables:
+        of_rows = block_table[rows, :num_blocks]
+        arrays.append(of_rows)
+        slots.append(of_rows[slot_of_row, logical].astype(np.int64) * block_size + offset)
+    draws = _draws(output, query_start, seq_lens)
+    extra, prompt_rows, pooled_rows = _extra_logits(table, output, query_start)
+    logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
+
+    tensors = _to_device([*arrays, *slots, logits_index], device)
+    token_ids, positions_t, query_start_t, seq_lens_t, *rest = tensors
+    num_groups = len(slots)
+    metadata = tuple(
+        AttentionMetadata(
+            query_start_t, seq_lens_t, rest[g], rest[num_groups + g], block_size, max_query_len, max_seq_len
+        )
+        for g in range(num_groups)
+    )
+    return StepInputs(
+        batch=ForwardBatch(token_ids, positions_t, metadata, rest[-1]),
+        draw_rows=draws.rows,
+        draw_positions=draws.positions,
+        draw_logits=draws.logits,
+        num_logits=len(draws.logits_index),
+        num_draws=draws.num,
+        prompt_rows=prompt_rows,
+        pooled_rows=pooled_rows,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draws:
+    rows: np.ndarray
+    positions: np.ndarray
+    logits: np.ndarray | None
+    logits_index: np.ndarray
+    num: np.ndarray
+
+
+def _draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarray) -> _Draws:
+    """Which tokens are sampled, and from which token positions of the batch."""
+    index = output.sample_index
+    num = np.ones(len(index), np.int32)
+    last = query_start[index + 1].astype(np.int64) - 1
+    positions = seq_lens[index]
+    if not output.drafts:
+        if not output.forks:
+            return _Draws(output.sample_rows, positions, None, last, num)
+        shared, logits = np.unique(last, return_inverse=True)
+        return _Draws(output.sample_rows, positions, logits, shared, num)
+    num_drafts = np.zeros(len(query_start) - 1, np.int32)
+    for i in np.flatnonzero(np.isin(output.rows, np.fromiter(output.drafts, np.int32, len(output.drafts)))):
+        num_drafts[i] = len(output.drafts[int(output.rows[i])])
+    num += num_drafts[index]
+    ends = np.cumsum(num)
+    # 0, 1, .. num - 1 within each sample row, counted back from its last position.
+    back = np.repeat(ends, num) - 1 - np.arange(ends[-1] if ends.size else 0)
+    shared, logits = np.unique(np.repeat(last, num) - back, return_inverse=True)
+    return _Draws(
+        np.repeat(output.sample_rows, num), (np.repeat(positions, num) - back).astype(np.int32), logits, shared, num
+    )
+
+
+def _extra_logits(
+    table: DeviceTable, output: SchedulerOutput, query_start: np.ndarray
+) -> tuple[np.ndarray, tuple[tuple[int, int, int], ...], tuple[int, ...]]:
+    """Positions wanted besides the draws': those of prompt logprobs, then the last ones of pooled prompts."""
+    rows = output.rows
+    prompt_rows: list[tuple[int, int, int]] = []
+    pooled_rows: list[int] = []
+    index: list[np.ndarray] = []
+    for i in np.flatnonzero(table.num_prompt_logprobs[rows] >= 0):
+        row, first = int(rows[i]), int(output.start[i])
+        count = min(first + int(output.num_new[i]), int(table.num_prompt[row]) - 1) - first
+        if count > 0:
+            prompt_rows.append((row, first, count))
+            index.append(np.arange(query_start[i], query_start[i] + count, dtype=np.int64))
+    for i in np.flatnonzero(table.pooled[rows]):
+        row = int(rows[i])
+        if output.start[i] + output.num_new[i] == table.num_prompt[row]:
+            pooled_rows.append(row)
+            index.append(np.array([query_start[i + 1] - 1], np.int64))
+    positions = np.concatenate(index) if index else np.empty(0, np.int64)
+    return positions, tuple(prompt_rows), tuple(pooled_rows)
+
+
+def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`: views of the same memory on a CPU, else all of them in one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    offsets, size = [], 0
+    for array in arrays:
+        offsets.append(size)
+        size += -(-array.nbytes // _ALIGN) * _ALIGN
+    staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    view = staging.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        view[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    moved = staging.to(device, non_blocking=True)
+    return [
+        moved[offset : offset + array.nbytes].view(_TORCH_TYPES[array.dtype.str]).view(array.shape)
+        for array, offset in zip(arrays, offsets, strict=True)
+    ]
+
+
+_TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64}

@@ -1,0 +1,208 @@
+"""How much memory the machine really has, and how many KV blocks fit in it. No torch: `pagoda plan` uses it as it
+is."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.base.config import CacheConfig
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, layers_per_block
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class KVCapacity:
+    """A pool that fits.
+
+    num_blocks, num_host_blocks: usable blocks.   block_bytes: of one block, all its layers.
+    max_tokens: tokens of one sequence that the pool holds when it is alone.
+    """
+
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    block_bytes: int
+    max_tokens: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still take: the tightest of the machine and the cgroups (v1 or v2) above it.
+
+    root: where /proc and /sys are looked up (tests). Page cache that the kernel would give back counts as available.
+    """
+    found = [_meminfo_available(root), *_cgroup_headrooms(root)]
+    known = [value for value in found if value is not None]
+    if not known:
+        raise ConfigError("cannot read how much memory the machine has; set kv_cache_memory in bytes")
+    return max(0, min(known))
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPU cores that this process may use: its affinity, cut by the cgroup's quota; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for quota in _cgroup_cpu_quotas(root) if quota is not None]
+    return max(1, min([allowed, *(max(1, int(quota)) for quota in quotas)]))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    """The file's number; None if there is no file or no limit ("max")."""
+    text = (_read(path) or "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _meminfo_available(root: Path) -> int | None:
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_dirs(root: Path, controller: str) -> list[tuple[Path, bool]]:
+    """Directories of this process's cgroup and its parents, with whether they are v2."""
+    found: list[tuple[Path, bool]] = []
+    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            base, is_v2 = root / "sys/fs/cgroup", True
+        elif controller in controllers.split(","):
+            base, is_v2 = root / "sys/fs/cgroup" / controller, False
+        else:
+            continue
+        # In a container the path may be the host's and not exist here: then the mount's root is our own group.
+        parts = [part for part in name.split("/") if part not in ("", "..")]
+        found += [(base.joinpath(*parts[:depth]), is_v2) for depth in range(len(parts), -1, -1)]
+    return found
+
+
+def _cgroup_headrooms(root: Path) -> list[int | None]:
+    """Bytes left under each memory limit that holds for this process."""
+    headrooms: list[int | None] = []
+    for directory, is_v2 in _cgroup_dirs(root, "memory"):
+        limit = _read_int(directory / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        used = _read_int(directory / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
+        if limit is None or used is None or limit >= 2**60:  # v1 writes a huge number for "none"
+            continue
+        field = "inactive_file" if is_v2 else "total_inactive_file"
+        stat = dict(line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
+        headrooms.append(limit - used + int(stat.get(field, 0)))
+    return headrooms
+
+
+def _cgroup_cpu_quotas(root: Path) -> list[float | None]:
+    """CPUs granted by each quota that holds for this process."""
+    quotas: list[float | None] = []
+    for directory, is_v2 in _cgroup_dirs(root, "cpu"):
+        if is_v2:
+            quota, _, period = (_read(directory / "cpu.max") or "max").strip().partition(" ")
+        else:
+            quota = str(_read_int(directory / "cpu.cfs_quota_us") or "max")
+            period = str(_read_int(directory / "cpu.cfs_period_us") or "")
+        quotas.append(int(quota) / int(period) if quota.isdigit() and period.isdigit() else None)
+    return quotas
+
+
+def estimate_weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Bytes of a dense decoder's weights in memory, to about a percent (norms and biases are left out)."""
+    attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
+    per_layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    return (spec.num_layers * per_layer + embeddings) * dtype_bytes
+
+
+def kv_bytes_per_slot(spec: ModelSpec, kv_dtype: str) -> int:
+    """Bytes of one token in one layer: K and V, with the scales of an int8 cache."""
+    scales = 4 * spec.num_kv_heads * 2 if kv_dtype == "int8" else 0
+    return 2 * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[kv_dtype] + scales
+
+
+def blocks_for(groups: tuple[KVGroupSpec, ...], num_tokens: int, block_size: int) -> int:
+    """Blocks that one sequence of num_tokens holds at the end of its life, all groups together."""
+    total = 0
+    for group in groups:
+        blocks = -(-num_tokens // block_size)
+        if group.kind is KVGroupKind.WINDOW:  # the window may begin and end inside a block
+            blocks = min(blocks, -(-group.window // block_size) + 1)
+        total += blocks
+    return total
+
+
+def plan_capacity(
+    spec: ModelSpec,
+    groups: tuple[KVGroupSpec, ...],
+    cache: CacheConfig,
+    kv_dtype: str,
+    max_model_len: int,
+    free_bytes: int,
+) -> KVCapacity:
+    """Size the pools: `num_blocks`, else `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
+
+    free_bytes: memory of the device once the weights are loaded.
+    Raises CapacityError when one sequence of max_model_len does not fit; an explicit num_blocks is taken as it is.
+    """
+    block_bytes = layers_per_block(groups) * kv_bytes_per_slot(spec, kv_dtype) * cache.block_size
+    budget = cache.kv_cache_memory
+    if budget is None:
+        budget = int(free_bytes * cache.gpu_memory_utilization)
+    num_blocks = cache.num_blocks
+    if num_blocks is None:
+        num_blocks = max(0, budget // block_bytes - 1)  # one more is the null block
+        if num_blocks < blocks_for(groups, max_model_len, cache.block_size):
+            raise CapacityError(_too_little(groups, cache, block_bytes, max_model_len, budget, num_blocks))
+    host_blocks = cache.num_host_blocks
+    if host_blocks is None:
+        host_blocks = int(cache.swap_space * _GIB) // block_bytes
+    fits = _longest_fit(groups, num_blocks, cache.block_size)
+    return KVCapacity(num_blocks, host_blocks, cache.block_size, block_bytes, fits)
+
+
+def _longest_fit(groups: tuple[KVGroupSpec, ...], num_blocks: int, block_size: int) -> int:
+    """Tokens of the longest single sequence that num_blocks hold (a multiple of block_size)."""
+    low, high = 0, num_blocks  # in blocks of one group
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for(groups, middle * block_size, block_size) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low * block_size
+
+
+def _too_little(
+    groups: tuple[KVGroupSpec, ...],
+    cache: CacheConfig,
+    block_bytes: int,
+    max_model_len: int,
+    budget: int,
+    num_blocks: int,
+) -> str:
+    needed = (blocks_for(groups, max_model_len, cache.block_size) + 1) * block_bytes
+    fits = _longest_fit(groups, num_blocks, cache.block_size)
+    source = (
+        f"kv_cache_memory={cache.kv_cache_memory}"
+        if cache.kv_cache_memory is not None
+        else f"gpu_memory_utilization={cache.gpu_memory_utilization} of the memory that is free"
+    )
+    remedy = f"set max_model_len={fits} or less, or " if fits > 0 else ""
+    return (
+        f"the KV cache gets {_mib(budget)} ({source}), but one sequence of max_model_len={max_model_len} tokens needs "
+        f"{_mib(needed)}; {remedy}give the cache kv_cache_memory={needed} or more"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

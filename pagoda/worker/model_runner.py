@@ -1,0 +1,170 @@
+"""ModelRunner: one SchedulerOutput in, one ModelRunnerOutput out."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.kernels.batch import ForwardBatch
+from pagoda.kernels.ops import KVLayer
+from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.inputs import StepInputs, build_inputs
+from pagoda.worker.sampler import Sampled, Sampler, top_logprobs
+
+_NO_TOKENS = np.empty((0, 1), np.int32)
+_NO_COUNTS = np.empty(0, np.int32)
+_PROMPT_LOGITS_ROWS = 256  # prompt positions whose logits are in memory at once
+
+
+class Model(Protocol):
+    """What the runner asks of a model."""
+
+    @property
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        """Write the batch's KV, attend, and give the last hidden states at batch.logits_index, [num_logits, hidden]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> float32 [S, vocab]."""
+        ...
+
+
+class ModelRunner:
+    """Executes steps one after the other; holds no state but the table and the KV pools."""
+
+    def __init__(
+        self, model: Model, table: DeviceTable, cache: CacheEngine, device: torch.device, sampler: Sampler | None = None
+    ) -> None:
+        self._model = model
+        self._table = table
+        self._cache = cache
+        self._device = device
+        self._sampler = sampler or Sampler()
+
+    @torch.inference_mode()
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Apply the step's events, then compute its rows. Results are on the host when it returns.
+
+        A row whose logits are not finite is reported in `failed` and gets no token; the others are not touched by it.
+        """
+        begin_s = time.perf_counter()
+        self._cache.apply(output)
+        self._table.apply(output)
+        if output.is_empty:
+            return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=time.perf_counter() - begin_s)
+        inputs = build_inputs(self._table, output, self._device)
+        hidden = self._model.forward(inputs.batch, self._cache.layers)
+        sampled, num_sampled, logprobs, failed = self._sample(inputs, output, hidden)
+        prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+        pooled = self._pool(inputs, hidden)
+        return ModelRunnerOutput(
+            step=output.step,
+            sampled=sampled,
+            num_sampled=num_sampled,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
+            failed=failed,
+            duration_s=time.perf_counter() - begin_s,
+        )
+
+    def _sample(
+        self, inputs: StepInputs, output: SchedulerOutput, hidden: torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray, LogprobColumns | None, dict[int, str]]:
+        """Tokens of the step's draws, committed to the table, in the form of ModelRunnerOutput."""
+        if not inputs.draw_rows.size:
+            return _NO_TOKENS, _NO_COUNTS, None, {}
+        logits = self._model.compute_logits(hidden[: inputs.num_logits])
+        if inputs.draw_logits is not None:
+            logits = logits[torch.from_numpy(inputs.draw_logits).to(logits.device)]
+        drawn = self._sampler.sample(logits, self._table, inputs.draw_rows, inputs.draw_positions)
+        accepted = accepted_draws(inputs, drawn, output)
+        rows, positions = inputs.draw_rows[accepted], inputs.draw_positions[accepted]
+        self._table.commit(rows, positions, drawn.tokens[accepted])
+        failed: dict[int, str] = {}
+        if not drawn.finite.all():
+            bad = set(inputs.draw_rows[~drawn.finite].tolist())
+            failed = {row: "the model gave logits that are not finite, or no token was allowed" for row in bad}
+        sampled, num_sampled = _by_sample(inputs.num_draws, drawn.tokens, accepted)
+        logprobs = drawn.logprobs
+        if logprobs is not None and not accepted.all():
+            logprobs = LogprobColumns(
+                logprobs.token_ids[accepted], logprobs.logprobs[accepted], logprobs.ranks[accepted]
+            )
+        return sampled, num_sampled, logprobs, failed
+
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobColumns]:
+        """Of each prompt position computed in this step: how likely the prompt's next token was."""
+        found: dict[int, LogprobColumns] = {}
+        offset = inputs.num_logits
+        for row, first, count in inputs.prompt_rows:
+            k = int(self._table.num_prompt_logprobs[row])
+            parts = []
+            for begin, end in _spans(count, _PROMPT_LOGITS_ROWS):
+                logits = self._model.compute_logits(hidden[offset + begin : offset + end])
+                following = self._table.token_ids[row, first + begin + 1 : first + end + 1]
+                parts.append(top_logprobs(logits, following, k))
+            found[row] = LogprobColumns(
+                np.concatenate([part.token_ids for part in parts]),
+                np.concatenate([part.logprobs for part in parts]),
+                np.concatenate([part.ranks for part in parts]),
+            )
+            offset += count
+        return found
+
+    def _pool(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, np.ndarray]:
+        """The last token's hidden state of prompts that end in this step, cut and scaled as asked."""
+        pooled: dict[int, np.ndarray] = {}
+        offset = hidden.shape[0] - len(inputs.pooled_rows)
+        for i, row in enumerate(inputs.pooled_rows):
+            params = self._table.pooling[row]
+            assert params is not None
+            vector = hidden[offset + i].float()[: params.dimensions]
+            if params.normalize:
+                vector = torch.nn.functional.normalize(vector, dim=0)
+            pooled[row] = vector.cpu().numpy()
+        return pooled
+
+
+def accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) -> np.ndarray:
+    """Which draws stand: bool [num_draws].
+
+    Of a row with k drafts, the draws up to and including the first that differs from the draft at its position. Since
+    a draw's random number belongs to its position, these are the tokens the row would have sampled one step at a
+    time.
+    """
+    stands = drawn.finite.copy()
+    if not output.drafts:
+        return stands
+    begins = np.cumsum(inputs.num_draws) - inputs.num_draws
+    for j in np.flatnonzero(inputs.num_draws > 1).tolist():
+        begin, count = int(begins[j]), int(inputs.num_draws[j])
+        drafts = output.drafts[int(output.rows[output.sample_index[j]])]
+        agree = drawn.tokens[begin : begin + count - 1] == drafts
+        stands[begin + 1 : begin + count] &= np.cumprod(agree).astype(bool)
+        stands[begin : begin + count] &= bool(drawn.finite[begin : begin + count].all())
+    return stands
+
+
+def _by_sample(num_draws: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Flat draws to (int32 [num_samples, most draws] padded with -1, int32 [num_samples] accepted)."""
+    if num_draws.max() == 1:
+        return np.where(accepted, tokens, -1).astype(np.int32)[:, None], accepted.astype(np.int32)
+    sampled = np.full((len(num_draws), int(num_draws.max())), -1, np.int32)
+    sample = np.repeat(np.arange(len(num_draws)), num_draws)
+    column = np.arange(len(tokens)) - np.repeat(np.cumsum(num_draws) - num_draws, num_draws)
+    sampled[sample[accepted], column[accepted]] = tokens[accepted]
+    return sampled, np.bincount(sample[accepted], minlength=len(num_draws)).astype(np.int32)
+
+
+def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """0 .. count in pieces of at most `most`."""
+    for begin in range(0, count, most):
+        yield begin, min(begin + most, count)

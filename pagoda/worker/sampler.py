@@ -1,0 +1,170 @@
+"""Sampler: from the logits of a step's draws to tokens and log-probabilities.
+
+Only rows that ask for a feature pay for it. Order: logit bias, then penalties, then what is forbidden or not allowed;
+the rest is kernels/sampling. Log-probabilities are those of the model, before any of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagoda.core.scheduler_output import LogprobColumns
+from pagoda.kernels.sampling import batched
+from pagoda.kernels.sampling.reference import uniforms
+from pagoda.worker.device_table import DeviceTable
+
+SampleKernel = Callable[
+    [torch.Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, "tuple[torch.Tensor, torch.Tensor]"],
+    torch.Tensor,
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """A token per draw.
+
+    tokens: int64 [n].   logprobs: a row of columns per draw, zeros for those that did not ask; None when none did.
+    finite: bool [n], False where the logits were no numbers or left nothing to choose (the token means nothing).
+    """
+
+    tokens: np.ndarray
+    finite: np.ndarray
+    logprobs: LogprobColumns | None
+
+
+class Sampler:
+    """Applies the table's sampling parameters. Stateless: all it knows of a row is the table's history and seed."""
+
+    def __init__(self, kernel: SampleKernel = batched.sample) -> None:
+        self._kernel = kernel
+
+    def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+        """One token a draw.
+
+        logits: float32 [n, V], may be changed.   rows: int32 [n], table rows (repeated where drafts are verified).
+        positions: int32 [n], index of the token to sample; everything before it is in table.token_ids.
+        """
+        wants_logprobs = table.num_logprobs[rows] >= 0
+        any_logprobs = bool(wants_logprobs.any())
+        constrained = np.flatnonzero(table.constrained[rows])
+        raw = logits
+        if constrained.size:
+            logits = logits.clone() if any_logprobs else logits
+            apply_constraints(logits, table, constrained, rows[constrained], positions[constrained])
+        best = logits.max(-1)
+        finite = torch.isfinite(best.values)
+        if not finite.all():
+            logits = torch.where(finite.unsqueeze(1), logits, 0.0)
+            best = logits.max(-1)
+        temperature = table.temperature[rows]
+        if temperature.any():
+            uniform = uniforms(table.seeds[rows], positions)
+            tokens = self._kernel(
+                logits, temperature, table.top_k[rows], table.top_p[rows], table.min_p[rows], uniform, best
+            )
+        else:
+            tokens = best.indices
+        chosen = tokens.cpu().numpy()
+        columns = None
+        if any_logprobs:
+            columns = _some_logprobs(raw, chosen, wants_logprobs, int(table.num_logprobs[rows].max()))
+        return Sampled(chosen, finite.cpu().numpy(), columns)
+
+
+def apply_constraints(
+    logits: torch.Tensor, table: DeviceTable, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
+) -> None:
+    """Change logits [n, V] in place for the draws (int64 [m]) whose rows (int32 [m]) have constraints."""
+    of_row = [table.constraints[row] for row in rows.tolist()]
+    cells: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for draw, limits in zip(draws.tolist(), of_row, strict=True):
+        if limits is not None and limits.bias_ids.size:
+            cells.append((draw, limits.bias_ids, limits.bias))
+    if cells:
+        at, ids, values = _cells(cells, logits.device)
+        logits.index_put_((at, ids), values, accumulate=True)
+    penalised = np.array([limits is not None and limits.has_penalty for limits in of_row])
+    if penalised.any():
+        _apply_penalties(logits, table, draws[penalised], rows[penalised], positions[penalised])
+    cells = []
+    for draw, row, position, limits in zip(draws.tolist(), rows.tolist(), positions.tolist(), of_row, strict=True):
+        if limits is None:
+            continue
+        if limits.allowed is not None:
+            allowed = torch.from_numpy(limits.allowed).to(logits.device)
+            kept = logits[draw, allowed]
+            logits[draw] = -torch.inf
+            logits[draw, allowed] = kept
+        forbidden = limits.forbidden(table.token_ids[row, table.num_prompt[row] : position])
+        if forbidden.size:
+            cells.append((draw, forbidden, np.full(forbidden.size, -np.inf, np.float32)))
+    if cells:
+        at, ids, values = _cells(cells, logits.device)
+        logits.index_put_((at, ids), values)
+
+
+def _cells(
+    cells: list[tuple[int, np.ndarray, np.ndarray]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(row, ids, values) records as three flat tensors."""
+    at = np.repeat(np.array([row for row, _, _ in cells], np.int64), [len(ids) for _, ids, _ in cells])
+    ids = np.concatenate([ids for _, ids, _ in cells])
+    values = np.concatenate([values for _, _, values in cells])
+    return torch.from_numpy(at).to(device), torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)
+
+
+def _apply_penalties(
+    logits: torch.Tensor, table: DeviceTable, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
+) -> None:
+    """Repetition (over prompt and output), then frequency and presence (over the output), from the history itself.
+
+    Counting anew each step costs a sort of the history, and needs no state that a preemption or a rejected draft could
+    leave wrong.
+    """
+    vocab_size = logits.shape[1]
+    row_of_token = np.repeat(np.arange(len(rows)), positions)
+    column = np.arange(row_of_token.size) - np.repeat(np.cumsum(positions) - positions, positions)
+    keys = row_of_token * vocab_size + table.token_ids[rows[row_of_token], column]
+    is_output = column >= table.num_prompt[rows][row_of_token]
+    seen, inverse = np.unique(keys, return_inverse=True)
+    counts = np.bincount(inverse[is_output], minlength=len(seen)).astype(np.float32)
+    at, ids = np.divmod(seen, vocab_size)
+    repetition = torch.from_numpy(table.repetition[rows][at]).to(logits.device)
+    shift = table.frequency[rows][at] * counts + table.presence[rows][at] * (counts > 0)
+    cell = (torch.from_numpy(draws[at]).to(logits.device), torch.from_numpy(ids).to(logits.device))
+    values = logits[cell]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[cell] = values - torch.from_numpy(shift).to(logits.device)
+
+
+def _some_logprobs(logits: torch.Tensor, chosen: np.ndarray, wanted: np.ndarray, k: int) -> LogprobColumns:
+    """Columns for all draws, computed for the wanted ones only."""
+    if wanted.all():
+        return top_logprobs(logits, chosen, k)
+    index = np.flatnonzero(wanted)
+    some = top_logprobs(logits[torch.from_numpy(index).to(logits.device)], chosen[index], k)
+    token_ids = np.zeros((len(chosen), 1 + k), np.int32)
+    token_ids[:, 0] = chosen
+    logprobs = np.zeros((len(chosen), 1 + k), np.float32)
+    ranks = np.zeros(len(chosen), np.int32)
+    token_ids[index], logprobs[index], ranks[index] = some.token_ids, some.logprobs, some.ranks
+    return LogprobColumns(token_ids, logprobs, ranks)
+
+
+def top_logprobs(logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
+    """Log-softmax of the chosen token and of the k best (k may be 0), with the chosen one's rank.
+
+    logits: float32 [n, V].   chosen: int [n].
+    """
+    ids = torch.from_numpy(chosen.astype(np.int64)).to(logits.device).unsqueeze(1)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, ids)
+    ranks = (logits > own).sum(-1) + 1
+    best, best_ids = logits.topk(min(k, logits.shape[1]), dim=-1)
+    return LogprobColumns(
+        token_ids=torch.cat([ids, best_ids], 1).int().cpu().numpy(),
+        logprobs=(torch.cat([own, best], 1) - normaliser).cpu().numpy(),
+        ranks=ranks.int().cpu().numpy(),
+    )

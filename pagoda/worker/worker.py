@@ -1,0 +1,94 @@
+"""Worker: one device's share of the engine: the model, the KV pools and the runner that joins them."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.base.config import ParallelConfig
+from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.kernels.select import select_ops
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_files import ModelFiles
+from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.devices import select_device
+from pagoda.worker.model_runner import ModelRunner
+
+logger = logging.getLogger("pagoda")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker must know; all of it is decided before it starts.
+
+    dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8".
+    num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
+    max_len: tokens a row may hold, drafts included.
+    """
+
+    files: ModelFiles
+    dtype: str
+    quantization: str | None
+    kv_dtype: str
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    max_rows: int
+    max_len: int
+    parallel: ParallelConfig
+
+
+class Worker:
+    """Loads in `start`, then runs steps in the order they are given. Not thread-safe."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._runner: ModelRunner | None = None
+
+    def start(self) -> None:
+        """Load the weights and reserve the KV pools. Raises ConfigError for what the device cannot do."""
+        begin_s = time.perf_counter()
+        config = self._config
+        device = select_device(config.parallel)
+        device.prepare()
+        ops = select_ops(config.parallel.kernels, device.device, device.threads)
+        model = load_model(config.files, ops, _DTYPES[config.dtype], device.device, config.quantization)
+        loaded_s = time.perf_counter()
+        try:
+            cache = CacheEngine(
+                model.kv_groups,
+                model.spec.num_kv_heads,
+                model.spec.head_dim,
+                config.block_size,
+                config.num_blocks,
+                config.num_host_blocks,
+                _DTYPES[config.kv_dtype],
+                device.device,
+            )
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            raise ConfigError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
+        table = DeviceTable(config.max_rows, config.max_len, config.block_size, len(model.kv_groups))
+        self._runner = ModelRunner(model, table, cache, device.device)
+        logger.info(
+            "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",
+            device.device,
+            ops.name,
+            device.threads,
+            loaded_s - begin_s,
+            time.perf_counter() - loaded_s,
+        )
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Execute one step. Raises WorkerDied before `start` and after `shutdown`."""
+        if self._runner is None:
+            raise WorkerDied("the worker is not running")
+        return self._runner.run(output)
+
+    def shutdown(self) -> None:
+        """Drop model and pools; idempotent."""
+        self._runner = None
