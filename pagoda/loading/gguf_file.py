@@ -1,0 +1,243 @@
+"""GGUFFile: what a GGUF file says of itself, and where its tensors lie. Nothing of the weights is read.
+
+The `gguf` package's own reader builds numpy objects for every string of the vocabulary, 2 s for 49k tokens; this one
+walks over them and decodes on demand (30 ms). Quantisation types and their block sizes do come from that package.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from pagoda.base.errors import ConfigError
+
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS: dict[int, str] = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_MAX_DIMENSIONS = 4
+
+T = TypeVar("T", int, float, str, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor. shape: as torch has it, outermost first.   offset, num_bytes: its place in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    offset: int
+    num_bytes: int
+
+
+class StringArray:
+    """An array of strings in the file, decoded as it is iterated."""
+
+    def __init__(self, data: mmap.mmap, offset: int, count: int, path: Path) -> None:
+        self._data, self._offset, self._count, self._path = data, offset, count, path
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises ConfigError for a string that is not UTF-8."""
+        data, offset = self._data, self._offset
+        length_at = struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(self._count):
+                end = offset + 8 + length_at(data, offset)[0]
+                yield str(data[offset + 8 : end], "utf-8")
+                offset = end
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self._path}: corrupt GGUF: a string near byte {offset} is not UTF-8") from None
+
+
+Value = int | float | bool | str | np.ndarray | StringArray
+
+
+class GGUFFile:
+    """A GGUF file, memory-mapped.
+
+    metadata: key -> scalar, text, numpy array or StringArray.   tensors: name -> GGUFTensor, in file order.
+    Raises ConfigError for a file that is truncated, corrupt, big-endian or of an unknown version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read as GGUF: {error}") from None
+        self._size = len(self._data)
+        if self._data[:4] != b"GGUF":
+            raise ConfigError(f"{path}: not a GGUF file (it starts with {self._data[:4]!r})")
+        cursor = _Cursor(self._data, path)
+        version = cursor.scalar("<I")
+        if version not in _VERSIONS:
+            hint = " (big-endian files are not supported)" if version > 0xFFFF else ""
+            raise ConfigError(f"{path}: GGUF version {version} is not supported{hint}; supported: 2, 3")
+        num_tensors, num_keys = int(cursor.scalar("<Q")), int(cursor.scalar("<Q"))
+        self.metadata: dict[str, Value] = {}
+        for _ in range(num_keys):
+            key = cursor.text()
+            self.metadata[key] = cursor.value(key)
+        self.tensors = self._read_tensors(cursor, num_tensors)
+
+    def _read_tensors(self, cursor: "_Cursor", num_tensors: int) -> dict[str, GGUFTensor]:
+        heads: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
+        for _ in range(num_tensors):
+            name = cursor.text()
+            num_dims = cursor.scalar("<I")
+            if num_dims > _MAX_DIMENSIONS:
+                raise ConfigError(f"{self.path}: corrupt GGUF: tensor {name!r} has {num_dims} dimensions")
+            shape = tuple(int(cursor.scalar("<Q")) for _ in range(int(num_dims)))[::-1]
+            type_id, offset = int(cursor.scalar("<I")), int(cursor.scalar("<Q"))
+            if type_id not in GGMLQuantizationType._value2member_map_:
+                raise ConfigError(f"{self.path}: tensor {name!r} has the unknown quantisation type {type_id}")
+            heads.append((name, shape, GGMLQuantizationType(type_id), offset))
+        alignment = self.get("general.alignment", int) or 32
+        base = -(-cursor.offset // alignment) * alignment
+        tensors: dict[str, GGUFTensor] = {}
+        for name, shape, kind, offset in heads:
+            num_bytes = self._num_bytes(name, shape, kind)
+            if base + offset + num_bytes > self._size:
+                raise ConfigError(
+                    f"{self.path}: truncated: tensor {name!r} ends at byte {base + offset + num_bytes}, "
+                    f"the file at {self._size}; fetch it again"
+                )
+            tensors[name] = GGUFTensor(name, shape, kind, base + offset, num_bytes)
+        return tensors
+
+    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        count = 1
+        for size in shape:
+            count *= size
+        if not shape or shape[-1] % block:
+            raise ConfigError(
+                f"{self.path}: corrupt GGUF: tensor {name!r} {shape} does not divide into {kind.name} blocks"
+            )
+        return count // block * block_bytes
+
+    def bytes_of(self, tensor: GGUFTensor) -> memoryview:
+        """The tensor's bytes in the mapped file (no copy); they live as long as the view does."""
+        return memoryview(self._data)[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """The scalar or text under `key`, None when absent; ConfigError when it is of another kind."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{self.path}: {key} is {type(value).__name__}, expected {kind.__name__}")
+        return value
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """As `get`, and ConfigError when absent."""
+        value = self.get(key, kind)
+        if value is None:
+            raise ConfigError(f"{self.path}: the metadata has no {key!r}")
+        return value
+
+    def strings(self, key: str) -> list[str] | None:
+        """The text array under `key`, None when absent; ConfigError when it is something else."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, StringArray):
+            raise ConfigError(f"{self.path}: {key} is not an array of strings")
+        return list(value)
+
+    def numbers(self, key: str) -> np.ndarray | None:
+        """The number array under `key`, None when absent; ConfigError when it is something else."""
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, np.ndarray):
+            raise ConfigError(f"{self.path}: {key} is not an array of numbers")
+        return value
+
+
+class _Cursor:
+    """Walks the header; every read is checked against the end of the file."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data, self._path = data, path
+        self.offset = 4  # behind the magic
+
+    def scalar(self, form: str) -> int | float | bool:
+        try:
+            (value,) = struct.unpack_from(form, self._data, self.offset)
+        except struct.error:
+            raise self._truncated() from None
+        self.offset += struct.calcsize(form)
+        return value
+
+    def text(self) -> str:
+        length = int(self.scalar("<Q"))
+        self._claim(length)
+        raw = self._data[self.offset : self.offset + length]
+        self.offset += length
+        try:
+            return str(raw, "utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self._path}: corrupt GGUF: a string at byte {self.offset} is not UTF-8") from None
+
+    def value(self, key: str) -> Value:
+        kind = int(self.scalar("<I"))
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise ConfigError(f"{self._path}: corrupt GGUF: {key!r} has the unknown type {kind}")
+        item_kind, count = int(self.scalar("<I")), int(self.scalar("<Q"))
+        if item_kind == _STRING:
+            return self._strings(count)
+        if item_kind not in _SCALARS:
+            raise ConfigError(f"{self._path}: {key!r} is an array of type {item_kind}, which is not supported")
+        item = np.dtype(_SCALARS[item_kind])
+        self._claim(count * item.itemsize)
+        array = np.frombuffer(self._data, item, count, self.offset)
+        self.offset += count * item.itemsize
+        return array
+
+    def _strings(self, count: int) -> StringArray:
+        self._claim(count * 8)
+        start = offset = self.offset
+        length_at = struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                offset += 8 + length_at(self._data, offset)[0]
+        except (struct.error, OverflowError):
+            raise self._truncated() from None
+        self.offset = offset
+        self._claim(0)
+        return StringArray(self._data, start, count, self._path)
+
+    def _claim(self, num_bytes: int) -> None:
+        if self.offset + num_bytes > len(self._data):
+            raise self._truncated()
+
+    def _truncated(self) -> ConfigError:
+        return ConfigError(
+            f"{self._path}: truncated or corrupt GGUF: the header runs past the end of the file; fetch it again"
+        )
