@@ -1,0 +1,65 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both work in their own .venv; stamp files keep a second run
+# from installing again, so it needs no network.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PROMPT ?= In one sentence: why does the moon have phases?
+WORKLOADS ?= offline64 single
+BENCH_DIR := build/bench
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench clean
+
+help:
+	@echo "make demo       install, fetch the default model, answer a prompt (PROMPT='...')"
+	@echo "make test       install with the test tools; lint, types, import contract, tests"
+	@echo "make test-slow  the tests that take longer or need larger models"
+	@echo "make lint       format, lint, types, import contract only"
+	@echo "make bench      throughput of the default model on WORKLOADS='$(WORKLOADS)'"
+	@echo "make clean      remove $(VENV) and build output"
+
+demo: $(VENV)/.installed
+	@$(BIN)/pagoda generate --chat --max-tokens 64 "$(PROMPT)"
+
+test: lint
+	$(BIN)/pagoda models pull
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/pagoda models pull smollm2-135m gemma3-270m
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed
+	@mkdir -p $(BENCH_DIR)
+	@for name in $(WORKLOADS); do \
+	  $(BIN)/python benchmarks/workload.py $$name > $(BENCH_DIR)/$$name.json && \
+	  $(BIN)/pagoda bench throughput --workload $(BENCH_DIR)/$$name.json || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build
+
+# The first Python of 3.11 to 3.13 that runs and can make an environment; PYTHON=... overrides.
+$(BIN)/python:
+	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	  then echo "making $(VENV) with $$python" && exec $$python -m venv $(VENV); fi; \
+	done; \
+	echo "pagoda needs Python 3.11, 3.12 or 3.13 with the venv module (Debian: apt install python3-venv)" >&2; exit 1
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing pagoda into $(VENV)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing pagoda with the test tools into $(VENV)"
+	@$(PIP_INSTALL) --editable ".[test]"
+	@touch $@ $(VENV)/.installed
