@@ -1,0 +1,246 @@
+"""The tokenizer that a GGUF file carries in its metadata, rebuilt for the `tokenizers` library.
+
+Two families are written there: "gpt2", byte-level BPE with explicit merges and the name of the pattern that cuts text
+into words first, and "llama", SentencePiece's BPE, whose merges follow from the scores (Gemma: the order) of tokens.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.registry import Registry
+from pagoda.engine.tokenizer import LibraryTokenizer, bos_eos_template, make_facts
+from pagoda.loading.gguf_file import GGUFFile
+
+_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
+_SPACE = "\u2581"
+
+# Special tokens that end an answer, as model families named them: many files name only one of several.
+_END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+)
+
+
+def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
+    """The tokenizer inside a .gguf file; `chat_template` replaces the file's own.
+
+    Raises ConfigError when the file has none, or one of a kind that is not supported (it is named).
+    """
+    file = GGUFFile(path)
+    tokens = file.strings("tokenizer.ggml.tokens")
+    kind = file.get("tokenizer.ggml.model", str)
+    if kind is None or not tokens:
+        raise ConfigError(f"{path}: the file has no tokenizer inside; name one (option tokenizer)")
+    try:
+        backend = _FAMILIES[kind](file, tokens)
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: the tokenizer inside is inconsistent: {error}") from None
+    names = _special_names(file, tokens)
+    _put_bos_and_eos(file, kind, backend, names)
+    template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
+    bos_id = file.get("tokenizer.ggml.bos_token_id", int)
+    return LibraryTokenizer(backend, make_facts(backend, bos_id, _eos_ids(file, backend), template, names))
+
+
+# ---- families
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Byte-level BPE: explicit merges, words cut by the pattern that the file names."""
+    pre = file.get("tokenizer.ggml.pre", str)
+    if pre is None:
+        raise ConfigError("tokenizer.ggml.pre is missing: the file does not say how its tokenizer cuts words")
+    pre_tokenizer = _PRE_TOKENIZERS[pre]
+    merges = file.strings("tokenizer.ggml.merges")
+    if merges is None:
+        raise ConfigError("tokenizer.ggml.merges is missing")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs = [_pair(merge) for merge in merges]
+    ignore_merges = pre in _WHOLE_WORDS_FIRST
+    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=ignore_merges))
+    if pre in _QWEN_LIKE:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*pre_tokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    _add_marked_tokens(file, backend, tokens)
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """SentencePiece BPE with byte fallback."""
+    prefix_space = file.get("tokenizer.ggml.add_space_prefix", bool)
+    unknown = file.get("tokenizer.ggml.unknown_token_id", int)
+    is_gemma = (file.get("general.architecture", str) or "").startswith("gemma")
+    if is_gemma:
+        # Runs of spaces are written as real spaces there, though the text being matched has U+2581.
+        tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    explicit = file.strings("tokenizer.ggml.merges")
+    pairs = (
+        [_pair(merge) for merge in explicit] if explicit else _merges_of(tokens, vocab, _ranks(file, is_gemma, tokens))
+    )
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab,
+            pairs,
+            unk_token=tokens[unknown] if unknown is not None else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix_space is False or is_gemma:
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    _add_marked_tokens(file, backend, tokens)
+    return backend
+
+
+_FAMILIES = Registry("GGUF tokenizer model", {"gpt2": _byte_level, "llama": _sentencepiece})
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """A merge is written "left right"; the left may itself begin with a space."""
+    at = merge.find(" ", 1)
+    if at < 0:
+        raise ConfigError(f"the merge {merge!r} has no space between its parts")
+    return merge[:at], merge[at + 1 :]
+
+
+def _ranks(file: GGUFFile, by_order: bool, tokens: list[str]) -> np.ndarray:
+    """float [vocab]: which token a merge should rather make, larger first."""
+    if by_order:
+        return -np.arange(len(tokens), dtype=np.float64)
+    scores = file.numbers("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ConfigError("tokenizer.ggml.scores is missing or has another length than the tokens")
+    return scores
+
+
+def _merges_of(tokens: list[str], vocab: dict[str, int], ranks: np.ndarray) -> list[tuple[str, str]]:
+    """All ways to put a token together from two tokens, best result first; equal ones by the order of their parts."""
+    order = np.argsort(-ranks, kind="stable").tolist()
+    merges: list[tuple[str, str]] = []
+    for index in order:
+        token = tokens[index]
+        pairs = [
+            (vocab[token[:cut]], vocab[token[cut:]], cut)
+            for cut in range(1, len(token))
+            if token[:cut] in vocab and token[cut:] in vocab
+        ]
+        merges.extend((token[:cut], token[cut:]) for _, _, cut in sorted(pairs))
+    return merges
+
+
+# ---- special tokens
+
+
+def _add_marked_tokens(file: GGUFFile, backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
+    """Control tokens become special, user-defined ones added: both are matched whole in a text."""
+    types = file.numbers("tokenizer.ggml.token_type")
+    if types is None:
+        return
+    if len(types) != len(tokens):
+        raise ConfigError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    for wanted, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
+        marked = np.flatnonzero(types == wanted).tolist()
+        add([AddedToken(tokens[index], normalized=False, special=wanted == _CONTROL) for index in marked])
+
+
+def _special_names(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
+    """bos_token, eos_token, ... -> text, as chat templates want them."""
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    names: dict[str, str] = {}
+    for name, key in keys.items():
+        token_id = file.get(f"tokenizer.ggml.{key}_token_id", int)
+        if token_id is None:
+            continue
+        if not 0 <= token_id < len(tokens):
+            raise ConfigError(
+                f"{file.path}: {key}_token_id {token_id} is outside the vocabulary of {len(tokens)} tokens"
+            )
+        names[name] = tokens[token_id]
+    return names
+
+
+def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, names: dict[str, str]) -> None:
+    """Where the file has no flag, habit decides: SentencePiece and Llama 3 begin with bos, nobody ends with eos."""
+    by_default = kind == "llama" or file.get("tokenizer.ggml.pre", str) in _BEGINS_WITH_BOS
+    stated = file.get("tokenizer.ggml.add_bos_token", bool)
+    with_bos = by_default if stated is None else stated
+    with_eos = file.get("tokenizer.ggml.add_eos_token", bool) or False
+    bos = names.get("bos_token") if with_bos else None
+    eos = names.get("eos_token") if with_eos else None
+    if bos or eos:
+        backend.post_processor = bos_eos_template(backend, bos, eos)
+
+
+def _eos_ids(file: GGUFFile, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The end the file names, then the ends of turn that its special tokens have."""
+    ids = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")]
+    special = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    ids += [special.get(text) for text in _END_OF_TURN]
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+# ---- how a text is cut into words before BPE: published patterns, by the names GGUF files use
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASED_WORD = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX"
+)
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = _CASED_WORD.replace("SUFFIX", "") + r"|\p{N}" + _CASED_REST
+_GPT4O = _CASED_WORD.replace("SUFFIX", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_REST
+
+
+class _Cut:
+    """Pre-tokenizers made when asked for: a pattern, after single digits where the model wants those alone."""
+
+    def __init__(self, pattern: str, single_digits: bool = False) -> None:
+        self.pattern, self.single_digits = pattern, single_digits
+
+    def __call__(self) -> list[pre_tokenizers.PreTokenizer]:
+        digits: list[pre_tokenizers.PreTokenizer] = (
+            [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
+        )
+        return [*digits, pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")]
+
+
+_PRE_TOKENIZERS = Registry(
+    "GGUF pre-tokenizer",
+    {
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _Cut(_LLAMA3)),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _Cut(_QWEN2)),
+        **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "default", "exaone4"), _Cut(_GPT2)),
+        **dict.fromkeys(
+            ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+            _Cut(_GPT2, single_digits=True),
+        ),
+        "tekken": _Cut(_TEKKEN),
+        **dict.fromkeys(("gpt-4o", "llama4"), _Cut(_GPT4O)),
+    },
+)
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
+_BEGINS_WITH_BOS = _WHOLE_WORDS_FIRST
+_QWEN_LIKE = {"qwen2", "deepseek-r1-qwen", "megrez"}
