@@ -1,0 +1,189 @@
+"""A model's facts, read without torch and without its weights: shapes, rope, norms, and what the weights weigh."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.loading.end_tokens import end_token_ids
+from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.safetensors_header import read_headers
+from pagoda.models.architecture import ArchConfig, Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
+
+_MAX_JSON_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSummary:
+    """What a checkpoint's weights are on disk.
+
+    num_bytes: on disk.   num_parameters: elements.   bytes_by_type: quantisation or dtype name -> bytes on disk, largest
+    first, as in {"Q4_1": 66355200, "Q8_0": 30081024, "F32": 140544} or {"BF16": 269030016}.
+    """
+
+    num_bytes: int
+    num_parameters: int
+    bytes_by_type: dict[str, int]
+
+
+def read_model_spec(files: ModelFiles) -> ModelSpec:
+    """The shapes of a model. Raises ConfigError for what is unsupported, missing or malformed, and names it."""
+    return read_architecture(files)[1].spec
+
+
+def read_architecture(files: ModelFiles) -> tuple[Architecture, ArchConfig]:
+    """Which architecture a model has, and everything its decoder needs to know besides the weights.
+
+    Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
+    """
+    return _read_gguf(GGUFFile(files.path)) if files.format == "gguf" else _read_folder(files.path)
+
+
+def summarize_weights(files: ModelFiles) -> WeightSummary:
+    """Sizes and types of a checkpoint's weights, from its headers alone."""
+    sizes: Counter[str] = Counter()
+    num_parameters = 0
+    if files.format == "gguf":
+        for tensor in GGUFFile(files.path).tensors.values():
+            sizes[tensor.type.name] += tensor.num_bytes
+            num_parameters += _count(tensor.shape)
+    else:
+        for entry in read_headers(files.path).values():
+            sizes[entry.dtype] += entry.num_bytes
+            num_parameters += _count(entry.shape)
+    return WeightSummary(sizes.total(), num_parameters, dict(sizes.most_common()))
+
+
+def weight_bytes(files: ModelFiles) -> int:
+    """Bytes of a checkpoint's weights on disk, from its headers alone."""
+    return summarize_weights(files).num_bytes
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _read_folder(folder: Path) -> tuple[Architecture, ArchConfig]:
+    config = ConfigReader(_read_json(folder / "config.json"), str(folder / "config.json"))
+    names = config.texts("architectures")
+    if not names:
+        raise ConfigError(f"{config.origin}: 'architectures' is missing; it should name the model's class")
+    try:
+        architecture = BY_HF_NAME[names[0]]
+    except ConfigError as error:
+        raise ConfigError(f"{config.origin}: {error}") from None
+    if config.has("quantization_config"):
+        section = config.section("quantization_config")
+        method = section.values.get("quant_method") if section else None
+        raise ConfigError(
+            f"{config.origin}: weights quantised by {method!r} are not supported; use bf16 weights or a GGUF"
+        )
+    facts = architecture.read(config)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = ConfigReader(_read_json(generation), str(generation)).ids("eos_token_id")
+        if eos:
+            facts = replace(facts, spec=replace(facts.spec, eos_token_ids=tuple(dict.fromkeys(eos))))
+    return architecture, facts
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ConfigError(f"{path}: {path.stat().st_size} bytes is no settings file")
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: corrupt JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+# The words of a GGUF behind "{architecture}." and what config.json calls the same.
+_GGUF_INTEGERS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.sliding_window": "sliding_window",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+_GGUF_NUMBERS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+def _read_gguf(file: GGUFFile) -> tuple[Architecture, ArchConfig]:
+    name = file.require("general.architecture", str)
+    try:
+        architecture = BY_GGUF_NAME[name]
+    except ConfigError as error:
+        raise ConfigError(f"{file.path}: {error}") from None
+    values = _hf_words(file, name)
+    values |= architecture.gguf_extras(values)
+    return architecture, architecture.read(ConfigReader(values, str(file.path)))
+
+
+def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
+    """The metadata and the tensor list of a GGUF, in the words of a config.json."""
+    if file.get(f"{name}.expert_count", int):
+        raise ConfigError(f"{file.path}: mixture-of-experts models ({name}.expert_count) are not supported")
+    values: dict[str, object] = {ours: file.get(f"{name}.{key}", int) for key, ours in _GGUF_INTEGERS.items()}
+    values |= {ours: file.get(f"{name}.{key}", float) for key, ours in _GGUF_NUMBERS.items()}
+    values["head_dim"] = _head_dim(file, name)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing or has no two dimensions")
+    values["vocab_size"] = embedding.shape[0]
+    values["tie_word_embeddings"] = "output.weight" not in file.tensors
+    values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    values["attention_out_bias"] = "blk.0.attn_output.bias" in file.tensors
+    values["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    values["eos_token_id"] = list(end_token_ids(file))
+    values["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
+    values["dtype"] = _natural_dtype(file)
+    scaling = file.get(f"{name}.rope.scaling.type", str)
+    if scaling is not None and scaling != "none":
+        values["rope_scaling"] = {
+            "rope_type": scaling,
+            "factor": file.get(f"{name}.rope.scaling.factor", float),
+            "original_max_position_embeddings": values["original_max_position_embeddings"],
+        }
+    return values
+
+
+def _head_dim(file: GGUFFile, name: str) -> int:
+    heads = file.require(f"{name}.attention.head_count", int)
+    derived = file.require(f"{name}.embedding_length", int) // max(heads, 1)
+    head_dim = file.get(f"{name}.attention.key_length", int) or derived
+    for key in ("attention.value_length", "rope.dimension_count"):
+        other = file.get(f"{name}.{key}", int)
+        if other is not None and other != head_dim:
+            raise ConfigError(f"{file.path}: {name}.{key} = {other} beside heads of {head_dim} is not supported")
+    return head_dim
+
+
+def _natural_dtype(file: GGUFFile) -> str:
+    """What the weights were before they were quantised, as far as one can tell."""
+    kinds: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) == 2:
+            kinds[tensor.type.name] += tensor.num_bytes
+    largest = kinds.most_common(1)[0][0] if kinds else ""
+    return {"F32": "float32", "F16": "float16"}.get(largest, "bfloat16")

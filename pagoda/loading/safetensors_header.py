@@ -1,0 +1,75 @@
+"""What a folder of safetensors files holds, read from their headers: names, dtypes, shapes and which file each is in."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from pagoda.base.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint.   dtype: in the words of safetensors, "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        count = _ITEM_BYTES.get(self.dtype, 1)
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def read_headers(folder: Path) -> dict[str, TensorEntry]:
+    """All tensors by name. Raises ConfigError for a truncated or corrupt file, and for a shard that is not there."""
+    entries: dict[str, TensorEntry] = {}
+    for file in shard_files(folder):
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118  (a handle, not a dict)
+                    if name in entries:
+                        raise ConfigError(
+                            f"{folder}: tensor {name!r} is in {entries[name].file.name} and in {file.name}"
+                        )
+                    part = opened.get_slice(name)
+                    entries[name] = TensorEntry(file, part.get_dtype(), tuple(part.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file}: truncated or corrupt safetensors: {error}; fetch it again") from None
+    return entries
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The files of one checkpoint: those of the index, else model.safetensors, else all but Mistral's consolidated ones."""
+    index = folder / _INDEX
+    if index.is_file():
+        return _indexed_files(index)
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if not files:
+        raise ConfigError(f"{folder}: there are no safetensors files")
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        files = [index.parent / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: corrupt index of shards: {type(error).__name__}: {error}") from None
+    for file in files:
+        if file.parent != index.parent:
+            raise ConfigError(f"{index}: names a file outside its folder: {file.name}")
+        if not file.is_file():
+            raise ConfigError(f"{index}: shard {file.name} is not there; fetch the model again")
+    return files

@@ -1,0 +1,105 @@
+"""ConfigReader: a checkpoint's settings, read typed and asserted; what is missing or strange is named in an error."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from pagoda.base.errors import ConfigError
+
+
+class _Required:
+    """The default of a setting that must be there."""
+
+
+REQUIRED: Final = _Required()
+
+
+class ConfigReader:
+    """Settings by name. `origin` (a file, or a section of one) stands in every message.
+
+    Each reader returns the value, its default when absent or null, and raises ConfigError when it is of another
+    type or absent without a default.
+    """
+
+    def __init__(self, values: Mapping[str, object], origin: str) -> None:
+        self.values = values
+        self.origin = origin
+
+    def integer(self, key: str, default: int | _Required = REQUIRED) -> int:
+        """An integer above zero."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.wrong(key, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | _Required = REQUIRED) -> float:
+        """A number, as float."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool | _Required = REQUIRED) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | _Required = REQUIRED) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a text")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of texts; None when absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, "a list of texts")
+        return tuple(str(item) for item in value)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them, as a tuple; empty when absent."""
+        value = self.values.get(key)
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+            raise self.wrong(key, "a token id or a list of them")
+        return tuple(int(item) for item in items)
+
+    def section(self, key: str) -> "ConfigReader | None":
+        """The settings nested under `key`; None when absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return ConfigReader(value, f"{self.origin}: {key}")
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is there and not null."""
+        return self.values.get(key) is not None
+
+    def choice(self, key: str, allowed: Sequence[str], default: str | _Required = REQUIRED) -> str:
+        """A text out of `allowed`; ConfigError names what it is and what is supported."""
+        value = self.text(key, default)
+        if value not in allowed:
+            raise ConfigError(f"{self.origin}: {key} {value!r} is not supported; supported: {', '.join(allowed)}")
+        return value
+
+    def refuse(self, key: str, *harmless: object) -> None:
+        """ConfigError when `key` is set to anything but null, false or one of `harmless`."""
+        value = self.values.get(key)
+        if value is not None and value is not False and value not in harmless:
+            raise ConfigError(f"{self.origin}: {key} = {value!r} is not supported")
+
+    def wrong(self, key: str, expected: str) -> ConfigError:
+        if self.values.get(key) is None:
+            return ConfigError(f"{self.origin}: {key!r} is missing (expected {expected})")
+        return ConfigError(f"{self.origin}: {key} = {self.values[key]!r}, expected {expected}")
+
+    def _value(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        return None if isinstance(default, _Required) else default

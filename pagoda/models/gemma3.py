@@ -1,0 +1,122 @@
+"""Gemma 3, text: five layers with a window to one with full attention, q and k normed, four norms a layer.
+
+Multimodal checkpoints (`text_config`) are served as text models; their vision tower is not loaded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.models.architecture import (
+    FULL,
+    GGUF_LAYER,
+    HF_LAYER,
+    SLIDING,
+    ArchConfig,
+    Architecture,
+    gguf_keys,
+    hf_keys,
+    read_activation,
+    read_spec,
+    windows_by_layer_types,
+)
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.rope_config import RopeConfig, read_rope_parameters
+
+# Google's configs leave out what equals the first release; these are that release's values.
+_DEFAULTS: dict[str, object] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_LAYERS_OF_27B = 62
+
+
+def read(config: ConfigReader) -> ArchConfig:
+    text = config.section("text_config")
+    if text is not None:
+        inherited = {key: config.values[key] for key in ("dtype", "torch_dtype", "eos_token_id") if config.has(key)}
+        config = ConfigReader({**inherited, **text.values}, text.origin)
+    set_values = {key: value for key, value in config.values.items() if value is not None}
+    config = ConfigReader({**_DEFAULTS, **set_values}, config.origin)
+    config.refuse("use_bidirectional_attention")
+    spec = read_spec(config, "gemma3", config.integer("max_position_embeddings"), _layer_windows(config), True)
+    attention_bias = config.flag("attention_bias", False)
+    return ArchConfig(
+        spec=spec,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        activation=read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        rope_full=_read_rope(config, FULL, "rope_theta", 1_000_000.0),
+        rope_window=_read_rope(config, SLIDING, "rope_local_base_freq", 10_000.0),
+        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
+        attention_softcap=config.number("attn_logit_softcapping", 0.0),
+        logit_softcap=config.number("final_logit_softcapping", 0.0),
+        embedding_scale=spec.hidden_size**0.5,
+        norm_offset=1.0,
+        qkv_bias=attention_bias,
+        attention_out_bias=attention_bias,
+    )
+
+
+def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
+    pattern = config.integer("_sliding_window_pattern", config.integer("sliding_window_pattern"))
+    num_layers = config.integer("num_hidden_layers")
+    by_pattern = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
+    return windows_by_layer_types(config, config.texts("layer_types") or by_pattern, config.integer("sliding_window"))
+
+
+def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_theta: float) -> RopeConfig:
+    """The newer form has a set of parameters per layer type; in the older one `rope_scaling` is of the full layers."""
+    nested = config.section("rope_parameters")
+    parameters = nested.section(layer_type) if nested else None
+    if parameters is None and layer_type == FULL:
+        parameters = config.section("rope_scaling")
+    parameters = parameters or ConfigReader({}, config.origin)
+    theta = parameters.number("rope_theta", config.number(theta_key, default_theta))
+    return read_rope_parameters(parameters, theta, config.integer("max_position_embeddings"))
+
+
+def _gguf_extras(values: Mapping[str, object]) -> dict[str, object]:
+    head_dim, hidden_size, num_heads = (values[key] for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    assert isinstance(head_dim, int)
+    assert isinstance(hidden_size, int)
+    assert isinstance(num_heads, int)
+    of_27b = values["num_hidden_layers"] == _LAYERS_OF_27B
+    return {"query_pre_attn_scalar": hidden_size // num_heads if of_27b else head_dim}
+
+
+_HF_LAYER = replace(
+    HF_LAYER,
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
+_GGUF_LAYER = replace(
+    GGUF_LAYER,
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    post_attention_norm="post_attention_norm",
+    post_mlp_norm="post_ffw_norm",
+)
+
+GEMMA3 = Architecture(
+    name="gemma3",
+    hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    gguf_name="gemma3",
+    read=read,
+    hf_keys=(
+        hf_keys(_HF_LAYER),
+        hf_keys(_HF_LAYER, "model.language_model."),
+        hf_keys(_HF_LAYER, "language_model.model.", "language_model.lm_head"),
+    ),
+    gguf_keys=gguf_keys(_GGUF_LAYER),
+    gguf_extras=_gguf_extras,
+)

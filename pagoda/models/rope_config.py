@@ -1,0 +1,102 @@
+"""RopeConfig: which rotary embedding a checkpoint was trained with."""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from pagoda.base.errors import ConfigError
+from pagoda.models.config_reader import ConfigReader
+
+
+class RopeType(Enum):
+    DEFAULT = "default"
+    LINEAR = "linear"
+    DYNAMIC = "dynamic"  # NTK: differs from DEFAULT only past max_position, where pagoda does not go
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """The rotary embedding of some layers. Fields below `factor` belong to the types named beside them.
+
+    theta: base.   original_max_position: context of the pretraining, in tokens (llama3, yarn).
+    attention_factor: multiplies cos and sin (yarn; 1.0 elsewhere).
+    """
+
+    rope_type: RopeType = RopeType.DEFAULT
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # yarn
+
+    def max_position(self, trained: int) -> int:
+        """Longest sequence this rope reaches, given the checkpoint's max_position_embeddings."""
+        if self.rope_type is RopeType.LINEAR:
+            return int(trained * self.factor)
+        if self.rope_type is RopeType.YARN:
+            return max(trained, int(self.original_max_position * self.factor))
+        return trained
+
+
+def read_rope(config: ConfigReader, default_theta: float = 10_000.0) -> RopeConfig:
+    """From `rope_parameters` (the newer form) or `rope_theta` with `rope_scaling` (the older one)."""
+    parameters = config.section("rope_parameters") or config.section("rope_scaling") or ConfigReader({}, config.origin)
+    theta = parameters.number("rope_theta", config.number("rope_theta", default_theta))
+    return read_rope_parameters(parameters, theta, config.integer("max_position_embeddings"))
+
+
+def read_rope_parameters(parameters: ConfigReader, theta: float, max_position: int) -> RopeConfig:
+    """One set of rope parameters. Raises ConfigError for a type that is not supported."""
+    supported = [kind.value for kind in RopeType]
+    kind = RopeType(parameters.choice("rope_type" if parameters.has("rope_type") else "type", supported, "default"))
+    parameters.refuse("partial_rotary_factor", 1, 1.0)
+    if theta <= 0:
+        raise ConfigError(f"{parameters.origin}: rope_theta = {theta}, expected a positive number")
+    if kind in (RopeType.DEFAULT, RopeType.DYNAMIC):
+        return RopeConfig(kind, theta)
+    if kind is RopeType.LINEAR:
+        return RopeConfig(kind, theta, factor=_factor(parameters))
+    if kind is RopeType.LLAMA3:
+        return RopeConfig(
+            kind,
+            theta,
+            factor=_factor(parameters),
+            original_max_position=parameters.integer("original_max_position_embeddings"),
+            low_freq_factor=parameters.number("low_freq_factor"),
+            high_freq_factor=parameters.number("high_freq_factor"),
+        )
+    original = parameters.integer("original_max_position_embeddings", max_position)
+    factor = _factor(parameters) if parameters.has("factor") else max_position / original
+    return RopeConfig(
+        kind,
+        theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=parameters.number("beta_fast", 32.0),
+        beta_slow=parameters.number("beta_slow", 1.0),
+        truncate=parameters.flag("truncate", True),
+        attention_factor=_yarn_attention_factor(parameters, factor),
+    )
+
+
+def _factor(parameters: ConfigReader) -> float:
+    factor = parameters.number("factor")
+    if factor < 1.0:
+        raise ConfigError(f"{parameters.origin}: factor = {factor}, expected 1 or more")
+    return factor
+
+
+def _yarn_attention_factor(parameters: ConfigReader, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.has("attention_factor"):
+        return parameters.number("attention_factor")
+    above, below = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+    return mscale(above) / mscale(below) if above and below else mscale(1.0)
