@@ -128,11 +128,30 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP server (its page: docs/server.md)."""
+    """The HTTP server (its page: docs/server.md). 0 switches a limit off.
+
+    api_keys: any of them opens every route; none leaves the server open.   cors_origins: none leaves CORS off.
+    max_queued_requests, max_queued_tokens: live requests, and their prompt + asked output tokens, beyond which callers hear 429.
+    max_requests_per_key, requests_per_minute_per_key: the same for each API key.
+    drain_timeout_s: how long streams may go on after SIGTERM.   step_timeout_s: a step that takes longer counts as an engine's death.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 2_000_000
+    max_requests_per_key: int = 0
+    requests_per_minute_per_key: int = 0
+    max_body_bytes: int = 16 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    drain_timeout_s: float = 30.0
+    step_timeout_s: float = 120.0
+    access_log: bool = True
 
 
 @dataclass(frozen=True, slots=True)

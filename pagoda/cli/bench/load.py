@@ -1,0 +1,148 @@
+"""Open-loop load on an OpenAI-compatible server: requests start at their times, whatever became of the earlier ones.
+
+The numbers are the field's: TTFT (time to first token), ITL (gap between two chunks of a stream), TPOT ((end - first token) /
+(tokens - 1)), E2E. All times are taken at the client, from the moment a request was due.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One request of a workload.   arrival_s: seconds after the start at which it is due."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to load.   base_url: without /v1.   ignore_eos: ask for exactly max_tokens (engines that know the field)."""
+
+    base_url: str
+    model: str
+    api_key: str | None = None
+    ignore_eos: bool = True
+    timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one request met. Times in seconds after the load's start; None where it never came."""
+
+    due_s: float
+    num_prompt_tokens: int
+    first_s: float | None = None
+    end_s: float | None = None
+    num_output_tokens: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    status: int | None = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.first_s is not None and self.end_s is not None
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_s is not None
+        return self.first_s - self.due_s
+
+    @property
+    def e2e_s(self) -> float:
+        assert self.end_s is not None
+        return self.end_s - self.due_s
+
+    @property
+    def tpot_s(self) -> float:
+        assert self.first_s is not None and self.end_s is not None
+        return (self.end_s - self.first_s) / max(1, self.num_output_tokens - 1)
+
+
+def poisson(requests: Sequence[LoadRequest], rate_per_s: float, seed: int) -> list[LoadRequest]:
+    """The same requests with Poisson arrivals; an infinite rate sends all at once."""
+    if rate_per_s == float("inf"):
+        return [LoadRequest(r.prompt_token_ids, r.max_tokens) for r in requests]
+    rng = random.Random(seed)
+    times = itertools.accumulate(rng.expovariate(rate_per_s) for _ in requests)
+    return [LoadRequest(r.prompt_token_ids, r.max_tokens, at) for r, at in zip(requests, times, strict=True)]
+
+
+def random_requests(count: int, input_len: int, output_len: int, vocab: int, seed: int) -> list[LoadRequest]:
+    """Random token ids, fixed lengths."""
+    rng = random.Random(seed)
+    return [LoadRequest([rng.randrange(10, vocab) for _ in range(input_len)], output_len) for _ in range(count)]
+
+
+async def run_load(target: Target, requests: Sequence[LoadRequest], max_concurrency: int = 0) -> list[RequestRecord]:
+    """Send them all; returns one record each, in order. Bounded in count, and in time by the target's timeout."""
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    timeout = aiohttp.ClientTimeout(total=target.timeout_s)
+    seats = asyncio.Semaphore(max_concurrency or len(requests) or 1)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(target.base_url, headers=headers, timeout=timeout, connector=connector) as session:
+        start_s = time.perf_counter()
+        tasks = [asyncio.create_task(_send(session, target, r, start_s, seats)) for r in requests]
+        return list(await asyncio.gather(*tasks))
+
+
+async def _send(
+    session: aiohttp.ClientSession, target: Target, request: LoadRequest, start_s: float, seats: asyncio.Semaphore
+) -> RequestRecord:
+    await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.perf_counter()))
+    record = RequestRecord(request.arrival_s, len(request.prompt_token_ids))
+    body: dict[str, object] = {
+        "model": target.model,
+        "prompt": request.prompt_token_ids,
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if target.ignore_eos:
+        body["ignore_eos"] = True
+    async with seats:
+        try:
+            async with session.post("/v1/completions", json=body) as response:
+                record.status = response.status
+                if response.status != 200:
+                    record.error = (await response.text())[:300]
+                else:
+                    await _read_stream(response, record, start_s)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+    return record
+
+
+async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, start_s: float) -> None:
+    last_s: float | None = None
+    async for line in response.content:
+        if not line.startswith(b"data: "):
+            continue
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            break
+        chunk = json.loads(data)
+        if "error" in chunk:
+            record.error = str(chunk["error"])
+            return
+        now_s = time.perf_counter() - start_s
+        if chunk.get("usage"):
+            record.num_output_tokens = chunk["usage"]["completion_tokens"]
+        if chunk.get("choices"):
+            if last_s is None:
+                record.first_s = now_s
+            else:
+                record.gaps_s.append(now_s - last_s)
+            last_s = record.end_s = now_s
+    if record.end_s is None:
+        record.error = "the stream ended without a token"

@@ -1,0 +1,102 @@
+"""`pagoda bench serve`: open-loop load against any OpenAI-compatible URL."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagoda.base.errors import ConfigError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `pagoda bench`."""
+    app.command("serve")(bench_serve)
+
+
+def bench_serve(
+    base_url: Annotated[str, typer.Option(help="Server, without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name; default: the first the server lists.")] = None,
+    workload: Annotated[Path | None, typer.Option(help="JSON list of prompt_token_ids, max_tokens, arrival_s.")] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Poisson arrivals per second (inf: all at once); overrides the file's times.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Random prompts, where no workload is given.")] = 64,
+    input_len: Annotated[int, typer.Option(help="Tokens per random prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Output tokens per random prompt.")] = 64,
+    vocab: Annotated[int, typer.Option(help="Random token ids are below this.")] = 32000,
+    max_concurrency: Annotated[int, typer.Option(help="Requests open at once; 0: no limit (open loop).")] = 0,
+    seed: int = 0,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Latency target in ms, as ttft:500; may be repeated.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for exactly max_tokens (a field of this family of servers).")
+    ] = True,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per request.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the run.")] = None,
+) -> None:
+    """Load a running server; report throughput, TTFT, ITL, TPOT, E2E percentiles and goodput."""
+    from pagoda.cli.bench import load, report
+
+    targets = report.parse_goodput(goodput or [])
+    if workload is not None:
+        try:
+            items = json.loads(workload.read_text())
+            requests = [
+                load.LoadRequest(r["prompt_token_ids"], r["max_tokens"], r.get("arrival_s", 0.0)) for r in items
+            ]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--workload {workload}: not a workload file ({error})") from error
+    else:
+        requests = load.random_requests(num_prompts, input_len, output_len, vocab, seed)
+    if request_rate is not None:
+        requests = load.poisson(requests, request_rate, seed)
+    base_url = base_url.rstrip("/").removesuffix("/v1")
+    target = load.Target(base_url, model or _first_model(base_url, api_key), api_key, ignore_eos, timeout_s)
+    records = asyncio.run(load.run_load(target, requests, max_concurrency))
+    result = report.summarise(records, targets)
+    if plot is not None:
+        report.plot(records, plot)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print_table(result, [r.error for r in records if r.error])
+
+
+def _first_model(base_url: str, api_key: str | None) -> str:
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(f"{base_url}/v1/models")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, LookupError) as error:
+        raise ConfigError(f"--base-url {base_url}: no model list there ({error}); is the server up?") from error
+
+
+def _print_table(result: "report.LoadReport", errors: list[str]) -> None:  # type: ignore[name-defined]  # noqa: F821
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"{result['ok']} of {result['requests']} ok ({result['refused']} refused, {result['failed']} failed) "
+        f"in {result['duration_s']} s; {result['out_tok_s']} output tokens/s, {result['requests_s']} requests/s"
+    )
+    if result["goodput_requests_s"] is not None:
+        console.print(f"goodput {result['goodput_requests_s']} requests/s")
+    table = Table("ms", "mean", "p50", "p90", "p99")
+    for name in ("ttft", "itl", "tpot", "e2e"):
+        row = result[f"{name}_ms"]  # type: ignore[literal-required]
+        if row is not None:
+            table.add_row(name.upper(), *(f"{row[key]:.1f}" for key in ("mean", "p50", "p90", "p99")))
+    console.print(table)
+    for error in sorted(set(errors))[:3]:
+        console.print(f"[red]{error}[/red]")

@@ -1,0 +1,335 @@
+"""ProcessClient: an engine core in a process of its own, that may die without a request being lost.
+
+It starts the process, feeds it, writes every token into the Journal before anyone sees it, watches for death and for hung steps,
+and then starts another process and replays what was live. Requests that were on board when an engine died are put back one by one
+(each when the one before has yielded a token), so that one which kills the engine again is known for sure; it alone is refused.
+"""
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.engine import wire
+from pagoda.engine.flight_recorder import FlightRecorder, request_key
+from pagoda.engine.journal import Journal, JournalEntry, error_outputs
+
+logger = logging.getLogger("pagoda.engine")
+
+MAX_STRIKES = 2
+MAX_FAILED_STARTS = 3
+WATCH_INTERVAL_S = 0.1
+# More than any scheduler's rows: the recorder notes requests, and only a suspicion hangs on a missing one.
+RECORDER_ROWS = 65536
+
+
+class ProcessOptions(msgspec.Struct, frozen=True):
+    """What an engine process is told on its standard input, as msgpack."""
+
+    config: EngineConfig
+    socket: str
+    recorder: str
+    fake: bool = False
+
+
+class _Incarnation:
+    """One life of the engine process: the process, its socket and its flight recorder."""
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, number: int, context: zmq.asyncio.Context, fake: bool
+    ) -> None:
+        self.recorder_path = folder / f"flight-{number}"
+        self.recorder = FlightRecorder(self.recorder_path, RECORDER_ROWS, create=True)
+        address = f"ipc://{folder}/engine-{number}"
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
+        self.socket.bind(address)
+        options = ProcessOptions(config, address, str(self.recorder_path), fake)
+        self.process = subprocess.Popen([sys.executable, "-m", "pagoda.engine_process"], stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        data = msgspec.msgpack.encode(options, enc_hook=str)
+        self.process.stdin.write(len(data).to_bytes(8, "little") + data)
+        self.process.stdin.flush()  # left open: its end tells the engine that we are gone
+
+    def close(self, grace_s: float = 0.0) -> int | None:
+        """End the process (politely within `grace_s`, else by kill) and free all it had. Returns its exit code."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        self.socket.close()
+        self.recorder.close()
+        self.recorder_path.unlink(missing_ok=True)
+        return self.process.returncode
+
+
+class ProcessClient:
+    """An EngineCoreClient over a child process (ZeroMQ, msgpack).
+
+    step_timeout_s: a step that runs longer counts as a death.
+    """
+
+    def __init__(self, config: EngineConfig, step_timeout_s: float = 120.0, fake: bool = False) -> None:
+        self._config = config
+        self._fake = fake
+        self._step_timeout_s = step_timeout_s
+        self._journal = Journal()
+        self._codec = wire.Codec(wire.FromEngine)
+        self._engine: _Incarnation | None = None
+        self._number = 0
+        self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
+        self._held: deque[str] = deque()  # on board of a death: re-enter one at a time
+        self._probe: str | None = None
+        self._stats = wire.EngineStats()
+        self._resets: dict[int, asyncio.Future[bool]] = {}
+        self._next_call = 0
+        self._life: asyncio.Task[None] | None = None
+        self._facts: asyncio.Future[wire.EngineFacts] | None = None
+        self._closing = False
+        self.num_deaths = 0
+        self.last_progress_s = time.monotonic()
+
+    # ---- what AsyncLLM calls
+
+    async def start(self) -> wire.EngineFacts:
+        """Returns the engine's facts once it is ready. ConfigError: the settings cannot work. WorkerDied: it would not start."""
+        self._context = zmq.asyncio.Context()
+        self._folder = tempfile.TemporaryDirectory(prefix="pagoda-")
+        self._facts = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live())
+        return await asyncio.shield(self._facts)
+
+    def add_request(self, request: Request) -> None:
+        entry = self._journal.open(request)
+        if self.is_up:
+            self._enter(entry)
+
+    def abort(self, request_ids: list[str]) -> None:
+        gone = [i for request_id in request_ids for i in self._journal.engine_ids(request_id)]
+        for request_id in request_ids:
+            self._journal.close(request_id)
+        self._send(wire.AbortRequests(tuple(gone)))
+        self._release_next()
+
+    def finish_branch(self, request_id: str, branch: int, status: RequestStatus) -> None:
+        engine_id, engine_branch = self._journal.engine_branch(request_id, branch)
+        self._journal.end_branch(request_id, branch)
+        self._send(wire.FinishBranch(engine_id, engine_branch, status))
+        self._release_next()
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        item = await self._outputs.get()
+        if isinstance(item, WorkerDied):
+            raise item
+        return item
+
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """False when blocks are in use, or when the engine died meanwhile (a new one's cache is empty, but nobody promised)."""
+        self._next_call += 1
+        reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets[self._next_call] = reply
+        self._send(wire.ResetPrefixCache(self._next_call, preempt_running))
+        return await reply
+
+    def stats(self) -> wire.EngineStats:
+        return self._stats
+
+    async def shutdown(self) -> None:
+        """End the engine process; live requests are dropped. Idempotent."""
+        self._closing = True
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+            self._life = None
+            if self._engine is not None:
+                await asyncio.to_thread(self._engine.close, 5.0)
+                self._engine = None
+            self._context.term()
+            self._folder.cleanup()
+
+    # ---- what operators ask
+
+    @property
+    def is_up(self) -> bool:
+        """The engine process is there and has said that it is ready."""
+        return self._engine is not None and self._facts is not None and self._facts.done()
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.process.pid if self._engine is not None else None
+
+    def stuck_for_s(self) -> float:
+        """Seconds that the current step has been running."""
+        return self._engine.recorder.read().in_flight_for_s(time.monotonic()) if self._engine is not None else 0.0
+
+    # ---- the engine's lives
+
+    async def _live(self) -> None:
+        failed_starts = 0
+        while True:
+            self._number += 1
+            engine = _Incarnation(self._config, Path(self._folder.name), self._number, self._context, self._fake)
+            try:
+                ready = await self._run_until_death(engine)
+            except asyncio.CancelledError:
+                self._engine = engine
+                raise
+            except ConfigError as error:
+                await asyncio.to_thread(engine.close)
+                return self._give_up(error)
+            self._engine = None
+            flight = engine.recorder.read()
+            code = await asyncio.to_thread(engine.close)
+            self.num_deaths += 1
+            failed_starts = 0 if ready else failed_starts + 1
+            logger.error("engine process %d ended (exit code %s); starting another", engine.process.pid, code)
+            if failed_starts >= MAX_FAILED_STARTS:
+                return self._give_up(
+                    WorkerDied(f"the engine process ended {failed_starts} times while starting (exit code {code})")
+                )
+            # A kill from outside between two steps is nobody's fault; a crash, or a death in a step, may be.
+            suspected = flight.steps_begun > flight.steps_ended or code != -signal.SIGKILL
+            self._judge(
+                set(flight.keys.tolist()) if suspected else set(), flight.steps_begun == 0 and ready and suspected
+            )
+
+    async def _run_until_death(self, engine: _Incarnation) -> bool:
+        """Feed on one incarnation until it is dead or hung. Returns whether it ever was ready."""
+        watch = asyncio.create_task(self._watch(engine))
+        ready = False
+        try:
+            while True:
+                receive = asyncio.ensure_future(engine.socket.recv())
+                await asyncio.wait({receive, watch}, return_when=asyncio.FIRST_COMPLETED)
+                if not receive.done():
+                    receive.cancel()
+                    return ready
+                message = self._codec.decode(receive.result())
+                if isinstance(message, wire.Ready):
+                    ready = True
+                    self._begin(engine, message.facts)
+                else:
+                    self._handle(message)
+        finally:
+            watch.cancel()
+
+    async def _watch(self, engine: _Incarnation) -> None:
+        """Returns when the process has ended or a step hangs."""
+        while engine.process.poll() is None:
+            stuck_s = engine.recorder.read().in_flight_for_s(time.monotonic())
+            if stuck_s > self._step_timeout_s:
+                logger.error("a step has been running for %.0f s: the engine counts as dead", stuck_s)
+                return
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _begin(self, engine: _Incarnation, facts: wire.EngineFacts) -> None:
+        """A new engine is ready: everything live goes in, suspects one by one."""
+        self._engine = engine
+        assert self._facts is not None
+        if not self._facts.done():
+            self._facts.set_result(facts)
+        self.last_progress_s = time.monotonic()
+        self._journal.forget_aliases()
+        self._probe = None
+        self._held.clear()
+        for entry in list(self._journal):
+            if entry.is_on_probation:
+                self._held.append(entry.request.request_id)
+            else:
+                self._enter(entry)
+        self._release_next()
+
+    def _judge(self, on_board: set[int], all_that_entered: bool) -> None:
+        """After a death: strikes for those on board; who has too many is ended with an error.
+
+        on_board: request keys.   all_that_entered: it died before its first step, so whoever had entered is suspected.
+        """
+        for reply in self._resets.values():
+            reply.set_result(False)
+        self._resets.clear()
+        for entry in list(self._journal):
+            request_id = entry.request.request_id
+            entered = entry.life == self._number
+            flown = any(request_key(i) in on_board for i in self._journal.engine_ids(request_id))
+            if not entered or not (flown or all_that_entered):
+                continue
+            # While a suspect is tried, its company is not suspected with it.
+            if self._probe is None or request_id == self._probe:
+                entry.strikes += 1
+            if entry.strikes >= MAX_STRIKES:
+                self._journal.close(request_id)
+                logger.error("request %s was on board of %d engine deaths: refused", request_id, entry.strikes)
+                self._outputs.put_nowait(error_outputs(entry, "this request ended the engine process twice"))
+
+    def _give_up(self, error: ConfigError | WorkerDied) -> None:
+        assert self._facts is not None
+        if not self._facts.done():
+            self._facts.set_exception(error)
+        self._outputs.put_nowait(WorkerDied(str(error)))
+
+    # ---- one engine
+
+    def _enter(self, entry: JournalEntry) -> None:
+        is_new = entry.life == 0
+        entry.life = self._number
+        for request in [entry.request] if is_new else self._journal.replay(entry):
+            self._send(wire.AddRequest(request))
+
+    def _release_next(self) -> None:
+        """Let the next suspect in, if the last one has proved itself or is gone."""
+        if self._probe is not None:
+            entry = self._journal.get(self._probe)
+            if entry is not None and entry.is_on_probation:
+                return
+            self._probe = None
+        while self._held and self.is_up:
+            entry = self._journal.get(self._held.popleft())
+            if entry is not None:
+                self._probe = entry.request.request_id
+                self._enter(entry)
+                return
+
+    def _handle(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.StepOutputs(outputs, stats):
+                self.last_progress_s = time.monotonic()
+                if stats is not None:
+                    self._stats = stats
+                self._outputs.put_nowait(self._journal.record(outputs))
+                if self._probe is not None:
+                    self._release_next()
+            case wire.StatsReport(stats):
+                self._stats = stats
+            case wire.RequestRefused(request_id, _, text):
+                entry = self._journal.close(request_id)
+                if entry is not None:
+                    self._outputs.put_nowait(error_outputs(entry, text, RequestStatus.FINISHED_IGNORED))
+                self._release_next()
+            case wire.ResetReply(call_id, succeeded):
+                self._resets.pop(call_id).set_result(succeeded)
+            case wire.StartFailed(text, config):
+                raise ConfigError(text) if config else WorkerDied(text)
+            case wire.Ready():
+                raise AssertionError("an engine is ready once")
+
+    def _send(self, message: wire.ToEngine) -> None:
+        """Queued by ZeroMQ at once; what a dead engine misses is replayed to its successor."""
+        if self._engine is not None:
+            self._engine.socket.send(self._codec.encode(message))

@@ -1,0 +1,37 @@
+"""RecordedExecutor: any executor, with a flight recorder on board."""
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from pagoda.core.executor import Executor
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.flight_recorder import FlightRecorder, request_key
+
+
+class RecordedExecutor:
+    """Writes down which requests are in a step before `inner` runs it.
+
+    max_rows: rows of the scheduler's table.
+    """
+
+    def __init__(self, inner: Executor, recorder: FlightRecorder, max_rows: int) -> None:
+        self._inner = inner
+        self._recorder = recorder
+        self._key_of_row = np.zeros(max_rows, np.int64)
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        for init in output.admitted:
+            self._key_of_row[init.row] = request_key(init.request_id)
+        for fork in output.forks:
+            self._key_of_row[fork.dst] = self._key_of_row[fork.src]
+        self._recorder.begin_step(self._key_of_row[output.rows])
+        future = self._inner.submit(output)
+        future.add_done_callback(lambda _: self._recorder.end_step())
+        return future
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()

@@ -1,0 +1,129 @@
+"""POST /v1/completions"""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.server.generation import Generation
+from pagoda.server.logprobs import completion_logprobs, prompt_logprobs
+from pagoda.server.protocol import CompletionRequest, CompletionResponse, ErrorResponse
+from pagoda.server.state import ServerState, state_of
+from pagoda.server.streams import EventStream, event, unless_gone
+from pagoda.server.usage import usage_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=CompletionResponse, responses={400: {"model": ErrorResponse}})
+async def create_completion(body: CompletionRequest, http: Request) -> Response:
+    """Continue a text, token ids, or a list of either."""
+    state = state_of(http)
+    state.check_model(body.model)
+    request_id = state.request_id(http, body.request_id, "cmpl")
+    # With max_tokens 0 only the prompt is scored; the engine computes it by sampling one token, which is not shown.
+    only_prompt = body.max_tokens == 0
+    of_prompt = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    params = body.sampling_params(1 if only_prompt else body.max_tokens, body.logprobs, of_prompt)
+    generation = await state.generator.begin(http, body, body.prompts(), params, request_id)
+    answer = _Answer(state, body, generation, request_id)
+    if body.stream:
+        return EventStream(answer.events())
+    return JSONResponse(await unless_gone(http, answer.whole()))
+
+
+class _Answer:
+    """One answer in the making: text so far per choice, and what every chunk has in common."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, generation: Generation, request_id: str) -> None:
+        self._body = body
+        self._generation = generation
+        self._n = body.n or 1
+        self._llm = state.generator.llm
+        self._head: dict[str, Any] = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or state.model_names[0],
+        }
+        self._offsets = [0] * (len(generation.requests) * self._n)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        body, generation = self._body, self._generation
+        options = body.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        begun = [False] * len(self._offsets)
+        async for index, delta in generation.outputs():
+            for output in delta.outputs:
+                choice_index = index * self._n + output.index
+                choice = self._choice(choice_index, index, delta, output, not begun[choice_index])
+                begun[choice_index] = True
+                chunk = {**self._head, "choices": [choice]}
+                if continuous:
+                    chunk["usage"] = usage_of(generation)
+                yield event(chunk)
+        if options is not None and options.include_usage:
+            tail = {**self._head, "choices": [], "usage": usage_of(generation)}
+            if body.return_timings:
+                tail["timings"] = generation.timings
+            yield event(tail)
+
+    async def whole(self) -> dict[str, Any]:
+        choices: dict[int, dict[str, Any]] = {}
+        async for index, delta in self._generation.outputs():
+            for output in delta.outputs:
+                at = index * self._n + output.index
+                choice = self._choice(at, index, delta, output, at not in choices)
+                choices[at] = _joined(choices[at], choice) if at in choices else choice
+        answer = {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_of(self._generation)}
+        if self._body.return_timings:
+            answer["timings"] = self._generation.timings
+        return answer
+
+    def _choice(
+        self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool
+    ) -> dict[str, Any]:
+        """A choice of one chunk: what is new, and, first of all, what was asked about the prompt."""
+        body, request = self._body, self._generation.requests[index]
+        hidden = body.max_tokens == 0
+        text = "" if hidden else output.text
+        token_ids = [] if hidden else output.token_ids
+        entries = [] if hidden else list(output.logprobs or [])
+        logged_ids = token_ids
+        if is_first and body.echo:
+            prompt_ids = request.prompt_token_ids.tolist()
+            text = self._llm.decode(prompt_ids) + text
+            if body.logprobs is not None:
+                known = delta.prompt_logprobs or [None] * len(prompt_ids)
+                entries, logged_ids = [*known, *entries], [*prompt_ids, *token_ids]
+        logprobs = None
+        if body.logprobs is not None:
+            logprobs, self._offsets[at] = completion_logprobs(logged_ids, entries, body.logprobs, self._offsets[at])
+        choice: dict[str, Any] = {
+            "index": at,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if is_first and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = token_ids
+            if is_first:
+                choice["prompt_token_ids"] = request.prompt_token_ids.tolist()
+        return choice
+
+
+def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Two consecutive pieces of one choice as one."""
+    joined = {**before, "text": before["text"] + more["text"]}
+    joined["finish_reason"], joined["stop_reason"] = more["finish_reason"], more["stop_reason"]
+    if before["logprobs"] is not None and more["logprobs"] is not None:
+        joined["logprobs"] = {name: before["logprobs"][name] + more["logprobs"][name] for name in before["logprobs"]}
+    if "token_ids" in before:
+        joined["token_ids"] = before["token_ids"] + more["token_ids"]
+    return joined

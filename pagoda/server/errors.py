@@ -1,0 +1,93 @@
+"""Errors in OpenAI's shape."""
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from pagoda.base.errors import CapacityError, RequestError, WorkerDied
+from pagoda.server.admission import Refusal
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200, decided by a route."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, object]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, retry_after_s: int | None = None
+) -> JSONResponse:
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
+    return JSONResponse(error_body(status, message, param), status, headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a caller is told of an error that a route met."""
+    match error:
+        case ApiError():
+            return error
+        case Refusal():
+            return ApiError(429, str(error), retry_after_s=error.retry_after_s)
+        case RequestError():
+            return ApiError(400, str(error), error.param)
+        case CapacityError():
+            return ApiError(400, str(error))
+        case WorkerDied():
+            return ApiError(503, str(error), retry_after_s=5)
+        case _:
+            return ApiError(500, f"internal error: {type(error).__name__}")
+
+
+def install(app: FastAPI) -> None:
+    """Every error of every route leaves in this shape."""
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(
+            str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "str", "function-"))
+        )
+        said = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            said = f"this server does not support the field {where!r}"
+        elif not where and ": " in said:
+            where = said.split(":", 1)[0]
+        elif where:
+            said = f"{where}: {said}"
+        return error_response(400, said, where or None)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
+        response = error_response(error.status_code, str(error.detail))
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    async def on_known(request: Request, error: Exception) -> JSONResponse:
+        known = as_api_error(error)
+        return error_response(known.status, known.message, known.param, known.retry_after_s)
+
+    for kind in (ApiError, Refusal, RequestError, CapacityError, WorkerDied):
+        app.add_exception_handler(kind, on_known)

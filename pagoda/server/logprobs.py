@@ -1,0 +1,75 @@
+"""Log-probabilities in the shapes of OpenAI's two APIs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pagoda.base.outputs import Logprob
+
+LogprobDicts = Sequence[dict[int, Logprob] | None]
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, offset: int
+) -> tuple[dict[str, Any], int]:
+    """The `logprobs` object of a text completion, and the text offset behind it. offset: of the first token's text.
+
+    An entry may be None (a prompt's first token has no probability).
+    """
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=False):
+        text = _text(token_id, entry)
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        if entry is None:
+            chosen.append(None)
+            top.append(None)
+            continue
+        chosen.append(_finite(entry[token_id].logprob))
+        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[: max(num_top, 1)]
+        top.append({_text(i, entry): _finite(value.logprob) for i, value in best} if num_top else None)
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}, offset
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+    content: list[dict[str, Any]] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=False):
+        if entry is None:
+            continue
+        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        content.append(
+            {**_chat_entry(token_id, entry), "top_logprobs": [_chat_entry(candidate, entry) for candidate, _ in best]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(logprobs: LogprobDicts) -> list[dict[str, Any] | None]:
+    """Per prompt token: token id -> {logprob, rank, decoded_token}; None for the first."""
+    return [
+        None
+        if entry is None
+        else {
+            str(i): {"logprob": _finite(v.logprob), "rank": v.rank, "decoded_token": v.decoded_token}
+            for i, v in entry.items()
+        }
+        for entry in logprobs
+    ]
+
+
+def _chat_entry(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
+    text = _text(token_id, entry)
+    return {"token": text, "logprob": _finite(entry[token_id].logprob), "bytes": list(text.encode())}
+
+
+def _text(token_id: int, entry: dict[int, Logprob] | None) -> str:
+    decoded = entry[token_id].decoded_token if entry is not None else None
+    return decoded if decoded is not None else f"token_id:{token_id}"
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity; OpenAI uses -9999.0 for it."""
+    return max(value, -9999.0)

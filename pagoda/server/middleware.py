@@ -1,0 +1,131 @@
+"""What every HTTP request passes: an id, limits, the API key, and one line in the access log. Plain ASGI, so streams pay nothing."""
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagoda.server.errors import error_response
+
+access_log = logging.getLogger("pagoda.access")
+
+REQUEST_ID_HEADER = b"x-request-id"
+OPEN_PATHS = frozenset({"/health", "/ping"})
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class BodyTooLarge(Exception):
+    """The body grew past the limit while it was read."""
+
+
+class Gate:
+    """Outermost layer of the app.
+
+    api_keys: empty lets everybody in. Keys are compared in constant time.
+    max_body_bytes, max_header_bytes: larger requests get 413 and 431.
+    It leaves in scope["state"]: request_id, key ("" or the key's digest, safe to log) and timings (a dict that routes may fill).
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, max_header_bytes: int) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began_s = time.perf_counter()
+        headers = scope["headers"]
+        given = next((v.decode("latin-1") for k, v in headers if k == REQUEST_ID_HEADER), "")
+        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state.update(request_id=request_id, key="", timings={})
+        status = 0
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                started, status = True, message["status"]
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())],
+                }
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope, state)
+            if refusal is not None:
+                return await refusal(scope, receive, send_with_id)
+            await self._app(scope, self._limited(receive), send_with_id)
+        except BodyTooLarge:
+            if not started:
+                await error_response(413, f"the body is larger than {self._max_body_bytes} bytes")(
+                    scope, receive, send_with_id
+                )
+        finally:
+            _log(scope, state, status, time.perf_counter() - began_s)
+
+    def _refusal(self, scope: Scope, state: dict[str, Any]) -> ASGIApp | None:
+        headers = scope["headers"]
+        if sum(len(k) + len(v) for k, v in headers) > self._max_header_bytes:
+            return error_response(431, f"the headers are larger than {self._max_header_bytes} bytes")
+        length = next((v for k, v in headers if k == b"content-length"), b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return error_response(413, f"the body is larger than {self._max_body_bytes} bytes")
+        if self._digests and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            digest = self._key_digest(headers)
+            if digest is None:
+                response = error_response(
+                    401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+                )
+                response.headers["WWW-Authenticate"] = "Bearer"
+                return response
+            state["key"] = digest.hex()[:16]
+        return None
+
+    def _key_digest(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+        """Digest of the key given, if it is a known one. Looks at all keys whatever matches, so time tells nothing."""
+        given = next((v for k, v in headers if k == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        known = [hmac.compare_digest(digest, one) for one in self._digests]
+        return digest if scheme.lower() == b"bearer" and any(known) else None
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Counts a body that came without a length."""
+        left = self._max_body_bytes
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            if message["type"] == "http.request":
+                left -= len(message.get("body", b""))
+                if left < 0:
+                    raise BodyTooLarge
+            return message
+
+        return limited
+
+
+def _log(scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
+    if access_log.isEnabledFor(logging.INFO):
+        line = {
+            "request_id": state["request_id"],
+            "client": (scope.get("client") or ("",))[0],
+            "key": state["key"],
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration_ms": round(duration_s * 1e3, 1),
+            **state["timings"],
+        }
+        access_log.info(json.dumps(line))

@@ -1,0 +1,121 @@
+"""What operators ask: health, load, metrics, models, version, aborts, the prefix cache."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+import pagoda
+from pagoda.server.errors import error_response
+from pagoda.server.protocol import AbortRequest
+from pagoda.server.state import state_of
+
+router = APIRouter()
+
+# A step this long is no longer progress (the watchdog ends it later).
+STUCK_AFTER_S = 30.0
+
+NOT_YET = {
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "scoring",
+    "/v1/rerank": "reranking",
+    "/v1/load_lora_adapter": "LoRA adapters",
+    "/v1/unload_lora_adapter": "LoRA adapters",
+}
+
+
+@router.get("/health")
+@router.get("/ping")
+async def health(http: Request) -> Response:
+    """200 while steps can make progress; 503 while the engine is down, starting again, stuck, or the server drains."""
+    state = state_of(http)
+    if state.engine is not None and not state.engine.is_up:
+        return error_response(503, "the engine process is starting", retry_after_s=2)
+    if state.engine is not None and state.engine.stuck_for_s() > STUCK_AFTER_S:
+        return error_response(503, "the engine has been in one step for too long", retry_after_s=5)
+    if state.generator.is_draining:
+        return error_response(503, "the server is shutting down", retry_after_s=5)
+    return Response()
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": pagoda.__version__}
+
+
+@router.get("/load")
+async def load(http: Request) -> dict[str, Any]:
+    """Live requests and tokens as admission counts them, and the scheduler's queues."""
+    state = state_of(http)
+    admission, stats = state.generator.admission, state.generator.llm.stats()
+    return {
+        "server_load": admission.num_requests,
+        "live_tokens": admission.num_tokens,
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "swapped": stats.num_swapped,
+        "kv_cache_usage": round(stats.kv_usage, 4),
+        "free_blocks": stats.num_free_blocks,
+        "engine_restarts": state.engine.num_deaths if state.engine is not None else 0,
+    }
+
+
+@router.get("/metrics")
+async def metrics(http: Request) -> Response:
+    """Prometheus text."""
+    return Response(generate_latest(state_of(http).generator.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> dict[str, Any]:
+    state = state_of(http)
+    return {
+        "object": "list",
+        "data": [
+            {
+                "id": name,
+                "object": "model",
+                "created": state.started_at,
+                "owned_by": "pagoda",
+                "root": state.model_names[0],
+                "parent": None,
+                "max_model_len": state.max_model_len,
+            }
+            for name in state.model_names
+        ],
+    }
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, http: Request) -> dict[str, Any]:
+    state_of(http).check_model(name)
+    listed = await models(http)
+    return next(one for one in listed["data"] if one["id"] == name)
+
+
+@router.post("/abort_requests")
+async def abort_requests(body: AbortRequest, http: Request) -> dict[str, Any]:
+    """End these requests; unknown ids are ignored. Their callers get what there was, with finish_reason abort."""
+    aborted = await state_of(http).generator.llm.abort(body.request_ids)
+    return {"aborted": aborted}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(http: Request, reset_running_requests: bool = False) -> Response:
+    """Forget all cached prefixes. 409 while blocks are in use, unless running requests are to be preempted."""
+    if await state_of(http).generator.llm.reset_prefix_cache(reset_running_requests):
+        return Response()
+    return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
+
+
+def _add_not_yet() -> None:
+    for path, what in NOT_YET.items():
+
+        async def not_yet(what: str = what) -> JSONResponse:
+            return error_response(501, f"{what} is not available yet on this server")
+
+        router.add_api_route(path, not_yet, methods=["POST"], status_code=501, summary=f"{what}: not available yet")
+
+
+_add_not_yet()

@@ -1,0 +1,62 @@
+"""Splits a model's marked reasoning (<think> ... </think>) from its answer, as the text streams in."""
+
+from pagoda.server.tool_parsers import held_back
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ReasoningSplitter:
+    """Feeds on text, gives (reasoning, answer) pieces. Reasoning is recognised at the beginning of the answer only.
+
+    inside: the prompt's own end has opened the reasoning already (some templates do).
+    """
+
+    def __init__(self, inside: bool = False) -> None:
+        self._text = ""
+        self._state = "inside" if inside else "before"
+        self._at_line_start = False  # newlines right behind a mark belong to it
+
+    def feed(self, text: str) -> tuple[str, str]:
+        self._text += text
+        if self._at_line_start:
+            self._text = self._text.lstrip("\n")
+            self._at_line_start = not self._text
+        if self._state == "before":
+            start = self._text.lstrip()
+            if OPEN.startswith(start) and start != OPEN:
+                return "", ""
+            self._state = "inside" if start.startswith(OPEN) else "after"
+            if self._state == "inside":
+                self._skip_newlines(start.removeprefix(OPEN))
+        if self._state == "after":
+            answer, self._text = self._text, ""
+            return "", answer
+        at = self._text.find(CLOSE)
+        if at >= 0:
+            reasoning = self._text[:at]
+            self._state = "after"
+            self._skip_newlines(self._text[at + len(CLOSE) :])
+            answer, self._text = self._text, ""
+            return reasoning, answer
+        cut = len(self._text) - held_back(self._text, CLOSE)
+        reasoning, self._text = self._text[:cut], self._text[cut:]
+        return reasoning, ""
+
+    def _skip_newlines(self, rest: str) -> None:
+        self._text = rest.lstrip("\n")
+        self._at_line_start = not self._text
+
+    def end(self) -> tuple[str, str]:
+        """What was held back."""
+        text, self._text = self._text, ""
+        return (text, "") if self._state == "inside" else ("", text)
+
+
+def template_reasons(template: str | None) -> bool:
+    """Whether a chat template marks reasoning."""
+    return template is not None and CLOSE in template
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside an open <think>."""
+    return prompt.rstrip().endswith(OPEN)

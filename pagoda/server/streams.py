@@ -1,0 +1,93 @@
+"""Answers that end when their client goes away: server-sent events, and single answers that take long."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagoda.server.errors import as_api_error, error_body
+
+logger = logging.getLogger("pagoda.server")
+
+T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it was answered."""
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event with a JSON body."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events from an async iterator of ready-made bytes, then [DONE].
+
+    A client that goes away closes the iterator (its `finally` runs), also while nothing is being sent. `send` waits for a slow reader,
+    so a stream holds back only itself. An error before the end is sent as an event, since the status is already out.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.create_task(self._pump(send))
+        gone = asyncio.create_task(_wait_until_gone(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, gone):
+                task.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            known = as_api_error(error)
+            if known.status >= 500:
+                logger.exception("a stream ended with an error")
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": event(error_body(known.status, known.message, known.param)),
+                    "more_body": True,
+                }
+            )
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; cancels it and raises ClientGone when the client goes away first."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_wait_until_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

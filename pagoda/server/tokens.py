@@ -1,0 +1,49 @@
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info"""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from pagoda.server.protocol import DetokenizeRequest, TokenizeRequest
+from pagoda.server.state import state_of
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
+    """Token ids of a text, or of a conversation through the chat template."""
+    state = state_of(http)
+    state.check_model(body.model)
+    llm = state.generator.llm
+    if body.messages is not None:
+        prompt = await llm.render_chat(
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            chat_template=body.chat_template,
+            tools=[t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        token_ids = prompt.token_ids
+    else:
+        token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": state.max_model_len, "tokens": token_ids}
+    if body.return_token_strs:
+        answer["token_strs"] = llm.token_strings(token_ids)
+    return answer
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, str]:
+    """The text of token ids."""
+    state = state_of(http)
+    state.check_model(body.model)
+    return {"prompt": state.generator.llm.decode(body.tokens)}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(http: Request) -> dict[str, Any]:
+    """Facts of the tokenizer, chat template included."""
+    state = state_of(http)
+    return {**state.generator.llm.tokenizer_facts(), "chat_template": state.chat_template}

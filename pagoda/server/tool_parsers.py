@@ -1,0 +1,168 @@
+"""Tool calls out of generated text, as it streams in.
+
+A parser is fed text and says what of it is content and which calls are complete. It holds back only what may be the beginning
+of a call; a call that is not valid JSON comes out as the text it was.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pagoda.base.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """arguments: JSON text, as OpenAI wants it."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class Parsed:
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class ToolParser(Protocol):
+    def feed(self, text: str) -> Parsed:
+        """More text; returns what is certain now."""
+        ...
+
+    def end(self) -> Parsed:
+        """No more text; returns what was held back."""
+        ...
+
+
+def held_back(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `marker`."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
+def _as_call(value: object) -> ToolCall | None:
+    """A call from {"name": ..., "arguments" or "parameters": ...}; None if it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        return ToolCall(value["name"], arguments)
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+class HermesParser:
+    """Hermes and Qwen: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of them."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._inside = False
+
+    def feed(self, text: str) -> Parsed:
+        self._text += text
+        parsed = Parsed()
+        while True:
+            marker = self.CLOSE if self._inside else self.OPEN
+            at = self._text.find(marker)
+            if at < 0:
+                break
+            before, self._text = self._text[:at], self._text[at + len(marker) :]
+            if self._inside:
+                self._take_call(before, parsed)
+            else:
+                parsed.content += before.rstrip()
+            self._inside = not self._inside
+        if not self._inside:
+            sure = self._text[: len(self._text) - held_back(self._text, self.OPEN)]
+            cut = len(sure.rstrip())  # white space before a call belongs to nobody
+            parsed.content += sure[:cut]
+            self._text = self._text[cut:]
+        return parsed
+
+    def end(self) -> Parsed:
+        parsed = Parsed()
+        text, self._text = self._text, ""
+        if self._inside:  # models stop after the JSON without the closing tag
+            self._take_call(text, parsed)
+        else:
+            parsed.content = text
+        self._inside = False
+        return parsed
+
+    def _take_call(self, text: str, parsed: Parsed) -> None:
+        try:
+            call = _as_call(json.loads(text))
+        except ValueError:
+            call = None
+        if call is not None:
+            parsed.calls.append(call)
+        else:
+            parsed.content += f"{self.OPEN}{text}"
+
+
+class LlamaJsonParser:
+    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, perhaps several with ; between, perhaps after <|python_tag|>."""
+
+    TAG = "<|python_tag|>"
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._is_call: bool | None = None
+        self._decoder = json.JSONDecoder()
+
+    def feed(self, text: str) -> Parsed:
+        self._text += text
+        if self._is_call is None:
+            start = self._text.lstrip()
+            if not start or (self.TAG.startswith(start) and start != self.TAG):
+                return Parsed()
+            self._is_call = start.startswith(("{", self.TAG))
+            if self._is_call:
+                self._text = start.removeprefix(self.TAG)
+        if self._is_call:
+            return self._take_calls()
+        content, self._text = self._text, ""
+        return Parsed(content)
+
+    def end(self) -> Parsed:
+        parsed = self._take_calls() if self._is_call else Parsed()
+        parsed.content += self._text
+        self._text = ""
+        return parsed
+
+    def _take_calls(self) -> Parsed:
+        parsed = Parsed()
+        while True:
+            rest = self._text.lstrip().removeprefix(";").lstrip()
+            try:
+                value, size = self._decoder.raw_decode(rest)
+            except ValueError:
+                return parsed
+            call = _as_call(value)
+            if call is None:  # JSON, but no call: an answer
+                self._is_call = False
+                parsed.content += rest
+                self._text = ""
+                return parsed
+            parsed.calls.append(call)
+            self._text = rest[size:]
+
+
+TOOL_PARSERS: Registry[type[HermesParser] | type[LlamaJsonParser]] = Registry(
+    "tool call parser", {"hermes": HermesParser, "llama_json": LlamaJsonParser}
+)
+
+
+def parser_for_template(template: str | None) -> str | None:
+    """The parser whose marks a chat template speaks of; None when it knows no tools."""
+    if template is None:
+        return None
+    if HermesParser.OPEN in template:
+        return "hermes"
+    if LlamaJsonParser.TAG in template or '"parameters":' in template:
+        return "llama_json"
+    return None

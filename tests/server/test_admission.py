@@ -1,0 +1,58 @@
+"""Limits: what is over them is refused at once, with the reason; what leaves makes room."""
+
+import pytest
+
+from pagoda.server.admission import Admission, AdmissionLimits, Refusal
+
+
+def refuse(admission: Admission, requests: int, tokens: int, key: str = "") -> str:
+    with pytest.raises(Refusal) as caught, admission.admit(requests, tokens, key):
+        pass
+    assert caught.value.retry_after_s >= 1
+    return caught.value.reason
+
+
+def test_requests_and_tokens_are_bounded_and_given_back() -> None:
+    admission = Admission(AdmissionLimits(max_requests=2, max_tokens=100))
+    with admission.admit(1, 60, ""):
+        assert refuse(admission, 1, 41) == "tokens"
+        with admission.admit(1, 40, ""):
+            assert refuse(admission, 1, 0) == "requests"
+        assert (admission.num_requests, admission.num_tokens) == (1, 60)
+    assert (admission.num_requests, admission.num_tokens) == (0, 0)
+    assert admission.rejections == {"tokens": 1, "requests": 1}
+
+
+def test_a_place_is_given_back_after_an_error() -> None:
+    admission = Admission(AdmissionLimits(max_requests=1))
+    with pytest.raises(KeyError), admission.admit(1, 1, ""):
+        raise KeyError
+    with admission.admit(1, 1, ""):
+        pass
+
+
+def test_one_request_larger_than_the_token_limit_runs_alone() -> None:
+    admission = Admission(AdmissionLimits(max_tokens=10))
+    with admission.admit(1, 50, ""):
+        assert refuse(admission, 1, 1) == "tokens"
+
+
+def test_keys_have_their_own_limits() -> None:
+    admission = Admission(AdmissionLimits(max_requests_per_key=1))
+    with admission.admit(1, 1, "a"):
+        assert refuse(admission, 1, 1, "a") == "key_concurrency"
+        with admission.admit(1, 1, "b"):
+            pass
+
+
+def test_the_rate_of_a_key_says_when_to_come_back() -> None:
+    admission = Admission(AdmissionLimits(requests_per_minute_per_key=2))
+    for _ in range(2):
+        with admission.admit(1, 1, "a"):
+            pass
+    with pytest.raises(Refusal) as caught, admission.admit(1, 1, "a"):
+        pass
+    assert caught.value.reason == "key_rate"
+    assert 1 <= caught.value.retry_after_s <= 30
+    with admission.admit(1, 1, "b"):
+        pass

@@ -1,0 +1,94 @@
+"""Tool calls and reasoning out of streamed text: any cut of the stream gives the same result."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.base.errors import ConfigError
+from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning
+from pagoda.server.tool_parsers import TOOL_PARSERS, HermesParser, LlamaJsonParser, ToolParser, parser_for_template
+
+
+def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
+    content, calls = "", []
+    for parsed in [*map(parser.feed, pieces), parser.end()]:
+        content += parsed.content
+        calls += [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+    return content, calls
+
+
+HERMES = [
+    ("plain text", "plain text", []),
+    ("a < b and <tool", "a < b and <tool", []),
+    ('<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', "", [("f", {"x": 1})]),
+    ('I look. <tool_call>{"name": "f", "arguments": {}}</tool_call>', "I look.", [("f", {})]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"s": "</tool>"}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"y": [1]}}',
+        "",
+        [("f", {"s": "</tool>"}), ("g", {"y": [1]})],
+    ),
+    ("<tool_call>not json</tool_call>", "<tool_call>not json", []),
+]
+
+LLAMA = [
+    ("an answer", "an answer", []),
+    ('{"name": "f", "parameters": {"x": "a;b"}}', "", [("f", {"x": "a;b"})]),
+    (
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"n": 2}}',
+        "",
+        [("f", {}), ("g", {"n": 2})],
+    ),
+    ('{"answer": 42}', '{"answer": 42}', []),
+    ('{"name": "f", "para', '{"name": "f", "para', []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), HERMES)
+@given(data=st.data())
+def test_hermes_calls_in_any_cut(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
+    assert read(HermesParser(), cut(text, data)) == (content, calls)
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), LLAMA)
+@given(data=st.data())
+def test_llama_calls_in_any_cut(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
+    assert read(LlamaJsonParser(), cut(text, data)) == (content, calls)
+
+
+REASONING = [
+    ("just an answer", False, "", "just an answer"),
+    ("<think>\nhm, 2 < 3\n</think>\n\nyes", False, "hm, 2 < 3\n", "yes"),
+    ("still at it</think>done", True, "still at it", "done"),
+    ("never ends </thi", True, "never ends </thi", ""),
+    ("<thin", False, "", "<thin"),
+]
+
+
+@pytest.mark.parametrize(("text", "inside", "thought", "answer"), REASONING)
+@given(data=st.data())
+def test_reasoning_in_any_cut(text: str, inside: bool, thought: str, answer: str, data: st.DataObject) -> None:
+    splitter = ReasoningSplitter(inside)
+    parts = [*map(splitter.feed, cut(text, data)), splitter.end()]
+    assert "".join(t for t, _ in parts) == thought
+    assert "".join(a for _, a in parts) == answer
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    at = sorted(data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=8)))
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+def test_the_parser_follows_from_the_template() -> None:
+    assert parser_for_template("... <tool_call> ...") == "hermes"
+    assert parser_for_template("... <|python_tag|> ...") == "llama_json"
+    assert parser_for_template("{{ messages }}") is None
+    assert parser_for_template(None) is None
+    with pytest.raises(ConfigError, match="hermes"):
+        TOOL_PARSERS["hermez"]
+
+
+def test_an_open_think_is_seen_in_the_prompt() -> None:
+    assert opens_reasoning("<|assistant|>\n<think>\n")
+    assert not opens_reasoning("<think>x</think>")
