@@ -5,9 +5,7 @@ from pagoda.loading.gguf_file import GGUFFile
 
 _ID_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Chat models end a turn with a token that many a GGUF forgets to name; these texts mean nothing else.
-_END_OF_TURN = frozenset(
-    {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>"}
-)
+_END_OF_TURN = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
 _CONTROL = 3  # token_type of special tokens
 
 

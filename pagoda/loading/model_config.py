@@ -22,8 +22,8 @@ _MAX_JSON_BYTES = 64 << 20
 class WeightSummary:
     """What a checkpoint's weights are on disk.
 
-    num_bytes: on disk.   num_parameters: elements.   bytes_by_type: quantisation or dtype name -> bytes on disk, largest
-    first, as in {"Q4_1": 66355200, "Q8_0": 30081024, "F32": 140544} or {"BF16": 269030016}.
+    num_bytes: on disk.   num_parameters: elements.   bytes_by_type: quantisation or dtype name -> bytes on disk,
+    largest first, as in {"Q4_1": 66355200, "Q8_0": 30081024, "F32": 140544} or {"BF16": 269030016}.
     """
 
     num_bytes: int

@@ -1,4 +1,4 @@
-"""What a folder of safetensors files holds, read from their headers: names, dtypes, shapes and which file each is in."""
+"""What a folder of safetensors files holds, read from their headers: names, dtypes, shapes, and the file of each."""
 
 import json
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The files of one checkpoint: those of the index, else model.safetensors, else all but Mistral's consolidated ones."""
+    """The files of one checkpoint: those of the index, else model.safetensors, else all but `consolidated*` copies."""
     index = folder / _INDEX
     if index.is_file():
         return _indexed_files(index)

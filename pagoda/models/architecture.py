@@ -5,21 +5,14 @@ No torch: `pagoda plan` reads a model's facts without loading it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.layers.activation import Activation
+from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.rope_config import RopeConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-class Activation(Enum):
-    """The gated activation of the MLP."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
 
 
 @dataclass(frozen=True, slots=True)

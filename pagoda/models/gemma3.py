@@ -6,6 +6,7 @@ Multimodal checkpoints (`text_config`) are served as text models; their vision t
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.architecture import (
     FULL,
     GGUF_LAYER,
@@ -20,7 +21,7 @@ from pagoda.models.architecture import (
     windows_by_layer_types,
 )
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.rope_config import RopeConfig, read_rope_parameters
+from pagoda.models.read_rope import read_rope_parameters
 
 # Google's configs leave out what equals the first release; these are that release's values.
 _DEFAULTS: dict[str, object] = {

@@ -2,7 +2,7 @@
 
 from pagoda.models.architecture import ArchConfig, Architecture, gguf_keys, read_activation, read_spec
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.rope_config import read_rope
+from pagoda.models.read_rope import read_rope
 
 
 def read(config: ConfigReader) -> ArchConfig:

@@ -5,7 +5,7 @@ A Mistral in a GGUF calls itself "llama" and is read as one.
 
 from pagoda.models.architecture import ArchConfig, Architecture, read_activation, read_spec
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.rope_config import read_rope
+from pagoda.models.read_rope import read_rope
 
 
 def read(config: ConfigReader) -> ArchConfig:

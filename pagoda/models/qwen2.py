@@ -10,7 +10,7 @@ from pagoda.models.architecture import (
     windows_by_layer_types,
 )
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.rope_config import read_rope
+from pagoda.models.read_rope import read_rope
 
 
 def read(config: ConfigReader) -> ArchConfig:

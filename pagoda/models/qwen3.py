@@ -14,7 +14,7 @@ from pagoda.models.architecture import (
 )
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.qwen2 import layer_windows
-from pagoda.models.rope_config import read_rope
+from pagoda.models.read_rope import read_rope
 
 
 def read(config: ConfigReader) -> ArchConfig:

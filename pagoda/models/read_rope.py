@@ -1,47 +1,10 @@
-"""RopeConfig: which rotary embedding a checkpoint was trained with."""
+"""From a checkpoint's words to a RopeConfig."""
 
 import math
-from dataclasses import dataclass
-from enum import Enum
 
 from pagoda.base.errors import ConfigError
+from pagoda.layers.rope_config import RopeConfig, RopeType
 from pagoda.models.config_reader import ConfigReader
-
-
-class RopeType(Enum):
-    DEFAULT = "default"
-    LINEAR = "linear"
-    DYNAMIC = "dynamic"  # NTK: differs from DEFAULT only past max_position, where pagoda does not go
-    LLAMA3 = "llama3"
-    YARN = "yarn"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """The rotary embedding of some layers. Fields below `factor` belong to the types named beside them.
-
-    theta: base.   original_max_position: context of the pretraining, in tokens (llama3, yarn).
-    attention_factor: multiplies cos and sin (yarn; 1.0 elsewhere).
-    """
-
-    rope_type: RopeType = RopeType.DEFAULT
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # yarn
-
-    def max_position(self, trained: int) -> int:
-        """Longest sequence this rope reaches, given the checkpoint's max_position_embeddings."""
-        if self.rope_type is RopeType.LINEAR:
-            return int(trained * self.factor)
-        if self.rope_type is RopeType.YARN:
-            return max(trained, int(self.original_max_position * self.factor))
-        return trained
 
 
 def read_rope(config: ConfigReader, default_theta: float = 10_000.0) -> RopeConfig:

@@ -1,0 +1,45 @@
+"""The attention block of one layer: fused QKV, rotary embedding, paged attention, output projection."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.ops import KVLayer, LinearWeight, Ops
+from pagoda.layers.rotary import RotaryTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """Weights and facts of one layer's attention.
+
+    qkv: [(H + 2 K) D, hidden].   out: [hidden, H D].   q_norm, k_norm: float32 [D], None where there are none.
+    scale: what scores are multiplied with.   window: tokens, 0 for all.   softcap: 0 is off.
+    """
+
+    qkv: LinearWeight
+    out: LinearWeight
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    rotary: RotaryTable
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    softcap: float
+    norm_eps: float
+
+    def __call__(
+        self, ops: Ops, x: torch.Tensor, positions: torch.Tensor, kv: KVLayer, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]; writes the tokens' K and V into the cache first."""
+        q, k, v = ops.split_qkv(ops.linear(x, self.qkv), self.num_heads, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None:
+            q = ops.rms_norm(q, self.q_norm, self.norm_eps)
+        if self.k_norm is not None:
+            k = ops.rms_norm(k, self.k_norm, self.norm_eps)
+        q, k = ops.rotary(q, k, positions, self.rotary.cos, self.rotary.sin)
+        ops.write_kv(k, v, kv, metadata)
+        attended = ops.attention(q, kv, metadata, self.scale, self.window, self.softcap)
+        return ops.linear(attended, self.out)

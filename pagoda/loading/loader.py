@@ -1,0 +1,182 @@
+"""load_model: a checkpoint's files to a Model that runs on given kernels."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pagoda.base.errors import ConfigError
+from pagoda.kernels.ops import LinearWeight, Ops
+from pagoda.layers.attention import Attention
+from pagoda.layers.mlp import GatedMLP
+from pagoda.layers.rotary import RotaryTable, build_rotary_table
+from pagoda.loading.model_config import read_architecture
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.weights import Weights, open_weights
+from pagoda.models.architecture import ArchConfig, Architecture, CheckpointKeys
+from pagoda.models.base import Model
+from pagoda.models.decoder import Decoder, DecoderLayer
+
+_ROPE_FACTORS = "rope_freqs.weight"  # llama.cpp's place for Llama 3's rope scaling
+
+
+def load_model(
+    files: ModelFiles,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    max_model_len: int | None = None,
+) -> Model:
+    """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
+
+    Weights go from the mapped file straight into the tensors that `ops.prepare_linear` is given; one layer's at a time
+    is held twice at most. max_model_len: longest sequence that will be run, None for the model's own limit.
+    Raises ConfigError for what is unsupported, missing, of a wrong shape, truncated or corrupt, and names it.
+    """
+    if quantization is not None:
+        raise ConfigError(f"quantization={quantization!r} is not supported; leave it out (GGUF files are dequantised)")
+    architecture, config = read_architecture(files)
+    weights = open_weights(files)
+    builder = _Builder(weights, _choose_keys(architecture, files, weights), config, ops, dtype, device)
+    return builder.build(max_model_len)
+
+
+def _choose_keys(architecture: Architecture, files: ModelFiles, weights: Weights) -> CheckpointKeys:
+    if files.format == "gguf":
+        return architecture.gguf_keys
+    for keys in architecture.hf_keys:
+        if f"{keys.embedding}.weight" in weights:
+            return keys
+    tried = ", ".join(f"{keys.embedding}.weight" for keys in architecture.hf_keys)
+    raise ConfigError(f"{files.path}: no {architecture.name} weights: none of these tensors is there: {tried}")
+
+
+class _Builder:
+    """Reads tensors by the architecture's keys, checks shapes, and stacks the parts of fused layers in place."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        keys: CheckpointKeys,
+        config: ArchConfig,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.weights, self.keys, self.config, self.spec = weights, keys, config, config.spec
+        self.ops, self.dtype, self.device = ops, dtype, device
+
+    def build(self, max_model_len: int | None) -> Decoder:
+        spec, keys = self.spec, self.keys
+        embedding = self.tensor(f"{keys.embedding}.weight", (spec.vocab_size, spec.hidden_size))
+        full, windowed = self.rotary_tables(min(max_model_len or spec.max_position, spec.max_position))
+        layers = [
+            self.layer(index, windowed if window else full, window) for index, window in enumerate(spec.layer_windows)
+        ]
+        final_norm = self.norm(keys.final_norm, spec.hidden_size)
+        if spec.tie_embeddings:
+            lm_head = self.ops.prepare_linear(embedding)
+        else:
+            lm_head = self.linear("", (keys.lm_head,), (spec.vocab_size,), spec.hidden_size)
+        return Decoder(self.ops, self.config, embedding, layers, final_norm, lm_head)
+
+    def rotary_tables(self, num_positions: int) -> tuple[RotaryTable, RotaryTable]:
+        head_dim = self.spec.head_dim
+        factors = None
+        if _ROPE_FACTORS in self.weights:
+            factors = torch.empty(head_dim // 2)
+            self.read(_ROPE_FACTORS, factors)
+        config = self.config
+        full = build_rotary_table(config.rope_full, head_dim, num_positions, self.device, factors)
+        if config.rope_window == config.rope_full:
+            return full, full
+        return full, build_rotary_table(config.rope_window, head_dim, num_positions, self.device)
+
+    def layer(self, index: int, rotary: RotaryTable, window: int) -> DecoderLayer:
+        spec, config, names = self.spec, self.config, self.keys.layer
+        prefix = self.keys.layer_prefix.format(layer=index)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        inner, hidden = spec.intermediate_size, spec.hidden_size
+
+        def norm(name: str | None, size: int = hidden) -> torch.Tensor | None:
+            return self.norm(prefix + name, size) if name is not None else None
+
+        attention = Attention(
+            qkv=self.qkv(prefix, names.qkv, (q_size, kv_size, kv_size), hidden),
+            out=self.linear(prefix, names.attention_out, (hidden,), q_size, config.attention_out_bias),
+            q_norm=norm(names.q_norm, spec.head_dim),
+            k_norm=norm(names.k_norm, spec.head_dim),
+            rotary=rotary,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=config.attention_scale,
+            window=window,
+            softcap=config.attention_softcap,
+            norm_eps=config.rms_norm_eps,
+        )
+        mlp = GatedMLP(
+            gate_up=self.linear(prefix, names.gate_up, (inner, inner), hidden, config.mlp_bias),
+            down=self.linear(prefix, names.down, (hidden,), inner, config.mlp_bias),
+            activation=config.activation,
+        )
+        return DecoderLayer(
+            attention_norm=self.norm(prefix + names.attention_norm, hidden),
+            attention=attention,
+            post_attention_norm=norm(names.post_attention_norm),
+            mlp_norm=self.norm(prefix + names.mlp_norm, hidden),
+            mlp=mlp,
+            post_mlp_norm=norm(names.post_mlp_norm),
+        )
+
+    def qkv(self, prefix: str, parts: Sequence[str], rows: tuple[int, int, int], in_features: int) -> LinearWeight:
+        """The fused q, k, v; in the checkpoint's row order until here."""
+        weight = self.stacked(prefix, parts, "weight", rows, (in_features,))
+        bias = self.stacked(prefix, parts, "bias", rows) if self.config.qkv_bias else None
+        if self.keys.interleaved_qk:
+            for tensor in (weight, bias):
+                if tensor is not None:
+                    self.undo_interleaving(tensor[: rows[0] + rows[1]])
+        return self.ops.prepare_linear(weight, bias)
+
+    def linear(
+        self, prefix: str, parts: Sequence[str], rows: tuple[int, ...], in_features: int, has_bias: bool = False
+    ) -> LinearWeight:
+        """A linear layer of parts stacked along the output dimension."""
+        weight = self.stacked(prefix, parts, "weight", rows, (in_features,))
+        return self.ops.prepare_linear(weight, self.stacked(prefix, parts, "bias", rows) if has_bias else None)
+
+    def stacked(
+        self, prefix: str, parts: Sequence[str], suffix: str, rows: tuple[int, ...], columns: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """Parts one below the other. rows: their sizes; a single part holds them all, fused already."""
+        out = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
+        sizes = rows if len(parts) == len(rows) else (sum(rows),)
+        for name, part in zip(parts, out.split(sizes), strict=True):
+            self.read(f"{prefix}{name}.{suffix}", part)
+        return out
+
+    def undo_interleaving(self, qk: torch.Tensor) -> None:
+        """Put llama.cpp's rows (pairs side by side) back into halves, in place; heads are independent."""
+        half = self.spec.head_dim // 2
+        pairs = qk.view(-1, half, 2, *qk.shape[1:])
+        qk.copy_(pairs.transpose(1, 2).reshape(qk.shape))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.read(name, out)
+        return out
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """A norm's factor, float32 [size], with the architecture's offset added where the checkpoint leaves it out."""
+        out = torch.empty(size, dtype=torch.float32, device=self.device)
+        self.read(f"{name}.weight", out)
+        if self.config.norm_offset and not self.keys.plain_norms:
+            out += self.config.norm_offset
+        return out
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        shape = self.weights.shape(name)
+        if shape != tuple(out.shape):
+            raise ConfigError(f"tensor {name!r} has the shape {shape}, the model's settings ask for {tuple(out.shape)}")
+        self.weights.read_into(name, out)

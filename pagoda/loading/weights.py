@@ -1,0 +1,90 @@
+"""Weights by name from either kind of checkpoint: shape first, values on demand, nothing held."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.registry import nearest
+from pagoda.loading.dequantize import dequantize
+from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.safetensors_header import read_headers
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+class Weights(Protocol):
+    """A checkpoint's tensors by the checkpoint's own names."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ConfigError when there is no such tensor."""
+        ...
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` (same shape, any float dtype, any device), converted once; ConfigError when it cannot be read."""
+        ...
+
+
+def open_weights(files: ModelFiles) -> Weights:
+    """The weights of a model on disk. Raises ConfigError for corrupt or truncated files."""
+    return GGUFWeights(GGUFFile(files.path)) if files.format == "gguf" else SafetensorsWeights(files.path)
+
+
+class SafetensorsWeights:
+    """A folder of safetensors, memory-mapped: a tensor's pages are read when it is copied out."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._entries = read_headers(folder)
+        files = {entry.file for entry in self._entries.values()}
+        self._open = {file: safe_open(file, framework="pt") for file in files}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._entries:
+            raise _missing(name, list(self._entries), self._folder)
+        return self._entries[name].shape
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        entry = self._entries[name]
+        if entry.dtype not in _FLOATS:
+            raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
+        try:
+            out.copy_(self._open[entry.file].get_tensor(name))
+        except SafetensorError as error:
+            raise ConfigError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
+
+
+class GGUFWeights:
+    """A GGUF file, memory-mapped and dequantised tensor by tensor."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._file.tensors:
+            raise _missing(name, list(self._file.tensors), self._file.path)
+        return self._file.tensors[name].shape
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        tensor = self._file.tensors[name]
+        try:
+            dequantize(self._file.bytes_of(tensor), tensor.type, out)
+        except NotImplementedError:
+            raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
+
+
+def _missing(name: str, known: list[str], path: Path) -> ConfigError:
+    hint = nearest(name, known) if len(known) < 5000 else ""
+    hint = hint if "did you mean" in hint else ""
+    return ConfigError(f"{path}: tensor {name!r} is missing{hint}")

@@ -1,0 +1,80 @@
+"""Decoder: the forward pass of every architecture in this folder, driven by its ArchConfig and its weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.base.model_spec import ModelSpec
+from pagoda.kernels.batch import ForwardBatch
+from pagoda.kernels.ops import KVLayer, LinearWeight, Ops
+from pagoda.layers.attention import Attention
+from pagoda.layers.mlp import GatedMLP
+from pagoda.models.architecture import ArchConfig
+from pagoda.models.kv_layout import group_layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """One layer. Norm weights are float32 [hidden]; post norms (on a block's output) are None where there are none."""
+
+    attention_norm: torch.Tensor
+    attention: Attention
+    post_attention_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    mlp: GatedMLP
+    post_mlp_norm: torch.Tensor | None
+
+
+class Decoder:
+    """A decoder-only model (see `models.base.Model`): weights and calls of `ops`, no device and no cache.
+
+    embedding: [vocab, hidden] in compute dtype.   final_norm: float32 [hidden].   lm_head: [vocab, hidden].
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: ArchConfig,
+        embedding: torch.Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: torch.Tensor,
+        lm_head: LinearWeight,
+    ) -> None:
+        self.ops = ops
+        self.config = config
+        self.embedding = embedding
+        self.layers = tuple(layers)
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.kv_groups = group_layers(config.spec.layer_windows)
+        group_of = {layer: index for index, group in enumerate(self.kv_groups) for layer in group.layers}
+        self._group_of_layer = tuple(group_of[layer] for layer in range(config.spec.num_layers))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.config.spec
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        """Final hidden states [T, hidden], normed; K and V of the step are in `kv` (one per model layer) afterwards."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        residual = ops.embedding(batch.token_ids, self.embedding, self.config.embedding_scale)
+        x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
+        next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            metadata = batch.metadata[self._group_of_layer[index]]
+            x = layer.attention(ops, x, batch.positions, kv[index], metadata)
+            if layer.post_attention_norm is not None:
+                x = ops.rms_norm(x, layer.post_attention_norm, eps)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = layer.mlp(ops, x)
+            if layer.post_mlp_norm is not None:
+                x = ops.rms_norm(x, layer.post_mlp_norm, eps)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
+        return x
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> float32 [S, vocab], softcap included."""
+        logits = self.ops.logits(hidden, self.lm_head)
+        cap = self.config.logit_softcap
+        return self.ops.softcap(logits, cap) if cap else logits
