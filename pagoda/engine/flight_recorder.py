@@ -1,7 +1,7 @@
 """FlightRecorder: what an engine process was doing when it died, readable by the process that watches it.
 
-A small file mapped by both. The engine writes, before each step, which requests are in it, and after it that the step is home.
-The watcher reads it to tell a hung step from a busy engine, and, after a death, which requests were on board.
+A small file mapped by both. The engine writes, before each step, which requests are in it, and after it that the step
+is home. The watcher reads it to tell a hung step from a busy engine, and, after a death, which requests were on board.
 """
 
 import hashlib

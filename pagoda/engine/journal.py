@@ -1,7 +1,7 @@
 """Journal: all that is needed to put every live request into a new engine, as if the old one had never died.
 
-It holds, for each request, its cold facts and the tokens its branches have emitted. Sampling is keyed by seed and position,
-so a branch re-entered with its tokens goes on exactly as it would have.
+It holds, for each request, its cold facts and the tokens its branches have emitted. Sampling is keyed by seed and
+position, so a branch re-entered with its tokens goes on exactly as it would have.
 """
 
 import dataclasses

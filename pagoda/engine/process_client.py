@@ -1,8 +1,9 @@
 """ProcessClient: an engine core in a process of its own, that may die without a request being lost.
 
-It starts the process, feeds it, writes every token into the Journal before anyone sees it, watches for death and for hung steps,
-and then starts another process and replays what was live. Requests that were on board when an engine died are put back one by one
-(each when the one before has yielded a token), so that one which kills the engine again is known for sure; it alone is refused.
+It starts the process, feeds it, writes every token into the Journal before anyone sees it, watches for death and for
+hung steps, and then starts another process and replays what was live. Requests that were on board when an engine died
+are put back one by one (each when the one before has yielded a token), so that one which kills the engine again is
+known for sure; it alone is refused.
 """
 
 import asyncio
@@ -109,7 +110,10 @@ class ProcessClient:
     # ---- what AsyncLLM calls
 
     async def start(self) -> wire.EngineFacts:
-        """Returns the engine's facts once it is ready. ConfigError: the settings cannot work. WorkerDied: it would not start."""
+        """Returns the engine's facts once it is ready. ConfigError: the settings cannot work.
+
+        WorkerDied: it would not start.
+        """
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="pagoda-")
         self._facts = asyncio.get_running_loop().create_future()
@@ -141,7 +145,7 @@ class ProcessClient:
         return item
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """False when blocks are in use, or when the engine died meanwhile (a new one's cache is empty, but nobody promised)."""
+        """False when blocks are in use, or when the engine died meanwhile."""
         self._next_call += 1
         reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._resets[self._next_call] = reply

@@ -53,7 +53,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
-    """The last message of an engine that could not start. `config`: the caller's settings are to blame, a retry won't help."""
+    """The last message of an engine that could not start.
+
+    `config`: the caller's settings are to blame, a retry won't help.
+    """
 
     message: str
     config: bool
@@ -120,7 +123,10 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 class Codec:
-    """Encodes any message, decodes those of one direction. Arrays come out read-only. Not for use by two threads at once."""
+    """Encodes any message, decodes those of one direction. Arrays come out read-only.
+
+    Not for use by two threads at once.
+    """
 
     def __init__(self, incoming: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)

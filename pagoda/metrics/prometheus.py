@@ -40,7 +40,8 @@ _COUNTS = (1, 2, 5, 10, 20)
 
 
 class ServerMetrics:
-    """All of /metrics for one engine. Requests are observed as they pass; the engine's gauges are asked for at each scrape.
+    """All of /metrics for one engine. Requests are observed as they pass; the engine's gauges are asked for at each
+    scrape.
 
     stats: the engine's last known state.   cache_config: static labels of cache_config_info.
     """

@@ -34,7 +34,8 @@ class Refusal(Exception):
 class Admission:
     """Counts live requests. One event loop uses it, so nothing is locked.
 
-    A request whose tokens alone exceed max_tokens is let in when nothing else is live: it would wait for ever otherwise.
+    A request whose tokens alone exceed max_tokens is let in when nothing else is live: it would wait for ever
+    otherwise.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:

@@ -34,7 +34,7 @@ def create_app(state: ServerState, config: ServerConfig) -> FastAPI:
 
 
 class _Server(uvicorn.Server):
-    """SIGTERM and Ctrl-C: new work is refused at once, streams go on until the deadline; a second signal ends at once."""
+    """SIGTERM and Ctrl-C: new work is refused, streams go on until the deadline; a second signal ends at once."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)

@@ -1,7 +1,7 @@
 """Generation: from validated prompts to a stream of outputs, with everything a served request needs around it.
 
-Admission, cache salts, metrics, timings and the end of it all (a client gone, an error, the last token) are dealt with here, so
-that routes only speak their API's language.
+Admission, cache salts, metrics, timings and the end of it all (a client gone, an error, the last token) are dealt with
+here, so that routes only speak their API's language.
 """
 
 import asyncio
@@ -30,7 +30,8 @@ Prompt = str | list[int]
 class Generation:
     """One HTTP request's work: some prompts under the same parameters. Made by Generator.begin, iterated once.
 
-    Yields (index of the prompt, delta) as they come; prompts interleave. Leaving the iteration early aborts what is live.
+    Yields (index of the prompt, delta) as they come; prompts interleave. Leaving the iteration early aborts what is
+    live.
     """
 
     def __init__(self, generator: "Generator", http: HttpRequest, requests: Sequence[Request]) -> None:
@@ -154,7 +155,10 @@ class Generator:
     async def begin(
         self, http: HttpRequest, body: SamplingBody, prompts: Sequence[Prompt], params: SamplingParams, request_id: str
     ) -> Generation:
-        """Tokenise, validate and find a place for all of `prompts`, or raise: RequestError, ApiError 501/503, Refusal (429)."""
+        """Tokenise, validate and find a place for all of `prompts`.
+
+        Raises RequestError, ApiError (501, 503) or Refusal (429).
+        """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=5)
         if body.wants_structure:

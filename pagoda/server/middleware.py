@@ -1,4 +1,7 @@
-"""What every HTTP request passes: an id, limits, the API key, and one line in the access log. Plain ASGI, so streams pay nothing."""
+"""What every HTTP request passes: an id, limits, the API key, and one line in the access log.
+
+Plain ASGI, so streams pay nothing.
+"""
 
 import hashlib
 import hmac
@@ -30,7 +33,8 @@ class Gate:
 
     api_keys: empty lets everybody in. Keys are compared in constant time.
     max_body_bytes, max_header_bytes: larger requests get 413 and 431.
-    It leaves in scope["state"]: request_id, key ("" or the key's digest, safe to log) and timings (a dict that routes may fill).
+    It leaves in scope["state"]: request_id, key ("" or the key's digest, safe to log) and timings (a dict that routes
+    may fill).
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, max_header_bytes: int) -> None:

@@ -1,8 +1,9 @@
 """The HTTP API's request bodies, in OpenAI's shape with the engine's sampling parameters as extra fields.
 
-Pydantic stops here: routes hand on SamplingParams and plain values. A field that is not named here is refused, so nothing a caller
-asks for is dropped in silence; `UNSUPPORTED` names OpenAI's fields we know and cannot serve, to say so in words.
-Answers are built as plain dicts by the routes, and described by the models at the end of this file for the OpenAPI page.
+Pydantic stops here: routes hand on SamplingParams and plain values. A field that is not named here is refused, so
+nothing a caller asks for is dropped in silence; `UNSUPPORTED` names OpenAI's fields we know and cannot serve, to say
+so in words. Answers are built as plain dicts by the routes, and described by the models at the end of this file for
+the OpenAPI page.
 """
 
 from typing import Annotated, Any, Literal

@@ -29,7 +29,7 @@ class ServerState:
             raise ApiError(404, f"no model {name!r} here; this server has {', '.join(self.model_names)}", "model")
 
     def request_id(self, http: Request, asked: str | None, prefix: str) -> str:
-        """The engine's id of this request: the body's, or the header's; made unique among live ones by the caller's choice."""
+        """The engine's id of this request: the body's, the header's, or a new one."""
         given = asked or http.headers.get("x-request-id")
         return f"{prefix}-{given or uuid.uuid4().hex}"
 

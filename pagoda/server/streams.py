@@ -32,8 +32,9 @@ def event(data: Any) -> bytes:
 class EventStream(Response):
     """Server-sent events from an async iterator of ready-made bytes, then [DONE].
 
-    A client that goes away closes the iterator (its `finally` runs), also while nothing is being sent. `send` waits for a slow reader,
-    so a stream holds back only itself. An error before the end is sent as an event, since the status is already out.
+    A client that goes away closes the iterator (its `finally` runs), also while nothing is being sent. `send` waits
+    for a slow reader, so a stream holds back only itself. An error before the end is sent as an event, since the
+    status is already out.
     """
 
     media_type = "text/event-stream"

@@ -1,7 +1,7 @@
 """Tool calls out of generated text, as it streams in.
 
-A parser is fed text and says what of it is content and which calls are complete. It holds back only what may be the beginning
-of a call; a call that is not valid JSON comes out as the text it was.
+A parser is fed text and says what of it is content and which calls are complete. It holds back only what may be the
+beginning of a call; a call that is not valid JSON comes out as the text it was.
 """
 
 import json
@@ -105,7 +105,10 @@ class HermesParser:
 
 
 class LlamaJsonParser:
-    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, perhaps several with ; between, perhaps after <|python_tag|>."""
+    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several with ; between.
+
+    <|python_tag|> may stand before them.
+    """
 
     TAG = "<|python_tag|>"
 

@@ -25,7 +25,8 @@ HERMES = [
     ('<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', "", [("f", {"x": 1})]),
     ('I look. <tool_call>{"name": "f", "arguments": {}}</tool_call>', "I look.", [("f", {})]),
     (
-        '<tool_call>{"name": "f", "arguments": {"s": "</tool>"}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"y": [1]}}',
+        '<tool_call>{"name": "f", "arguments": {"s": "</tool>"}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"y": [1]}}',
         "",
         [("f", {"s": "</tool>"}), ("g", {"y": [1]})],
     ),

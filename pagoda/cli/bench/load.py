@@ -1,7 +1,7 @@
 """Open-loop load on an OpenAI-compatible server: requests start at their times, whatever became of the earlier ones.
 
-The numbers are the field's: TTFT (time to first token), ITL (gap between two chunks of a stream), TPOT ((end - first token) /
-(tokens - 1)), E2E. All times are taken at the client, from the moment a request was due.
+The numbers are the field's: TTFT (time to first token), ITL (gap between two chunks of a stream), TPOT ((end - first
+token) / (tokens - 1)), E2E. All times are taken at the client, from the moment a request was due.
 """
 
 import asyncio
@@ -64,7 +64,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float:
-        assert self.first_s is not None and self.end_s is not None
+        assert self.first_s is not None
+        assert self.end_s is not None
         return (self.end_s - self.first_s) / max(1, self.num_output_tokens - 1)
 
 

@@ -22,7 +22,10 @@ class Distribution(TypedDict):
 
 
 class LoadReport(TypedDict):
-    """duration_s: from the first due time to the last token.   goodput: ok requests per second that met every target."""
+    """duration_s: from the first due time to the last token.
+
+    goodput: ok requests per second that met every target.
+    """
 
     requests: int
     ok: int
