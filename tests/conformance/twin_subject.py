@@ -1,0 +1,32 @@
+"""The twin as a subject of the replay."""
+
+from typing import Any
+
+from tests.conformance.settings import request_of, settings_of
+from tests.twin import TwinScheduler
+
+Record = dict[str, Any]
+
+
+class TwinSubject(TwinScheduler):
+    """TwinScheduler speaks the replay's records already; this builds it and its requests from the format."""
+
+    def __init__(self, config: Record) -> None:
+        settings = settings_of(config)
+        super().__init__(
+            settings.scheduler,
+            settings.cache,
+            settings.kv_groups,
+            settings.num_blocks,
+            settings.max_model_len,
+            settings.encoder_decoder,
+        )
+
+    def add(self, request: Record) -> None:
+        super().add(request_of(request, self.arrivals + 1, self.encoder_decoder))
+
+    def state(self) -> Record:
+        state = super().state()
+        if len(self.memory.groups) == 1:
+            state["blocks"] = {request_id: counts[0] for request_id, counts in state["blocks"].items()}
+        return state

@@ -1,0 +1,84 @@
+"""Blocks as plain objects: a free list, reference counts, and a dict of what full blocks hold."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+NULL = 0
+
+
+@dataclass
+class Block:
+    number: int
+    references: int = 0
+    content: Hashable | None = None  # what a full block holds, if it may be found by it
+
+
+class Pool:
+    """`free` is a list in the order of reuse: blocks without content first, then the longest unused."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = {number: Block(number) for number in range(1, num_blocks + 1)}
+        self.free = [self.blocks[number] for number in range(1, num_blocks + 1)]
+        self.known: dict[Hashable, list[int]] = {}  # content -> blocks that hold it, first recorded first
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def take(self, count: int) -> list[int]:
+        """Blocks to write into. What they held can no longer be found."""
+        assert count <= len(self.free)
+        taken = [self.free.pop(0) for _ in range(count)]
+        for block in taken:
+            assert block.references == 0
+            block.references = 1
+            self._forget(block)
+        return [block.number for block in taken]
+
+    def share(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number == NULL:
+                continue
+            block = self.blocks[number]
+            if block.references == 0:
+                self.free.remove(block)
+            block.references += 1
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """Drop one reference each. Of those nobody holds now, the first of `numbers` is reused first."""
+        plain: list[Block] = []
+        findable: list[Block] = []
+        for number in numbers:
+            if number == NULL:
+                continue
+            block = self.blocks[number]
+            assert block.references > 0
+            block.references -= 1
+            if block.references == 0:
+                (plain if block.content is None else findable).append(block)
+        self.free[:0] = plain
+        self.free.extend(findable)
+
+    def record(self, number: int, content: Hashable) -> None:
+        block = self.blocks[number]
+        if block.content is None:
+            block.content = content
+            self.known.setdefault(content, []).append(number)
+
+    def find(self, content: Hashable) -> int | None:
+        return next(iter(self.known.get(content, ())), None)
+
+    def is_free(self, number: int) -> bool:
+        return self.blocks[number].references == 0
+
+    def forget_contents(self) -> bool:
+        """Only while nothing is in use."""
+        if any(block.references for block in self.blocks.values()):
+            return False
+        for block in self.blocks.values():
+            self._forget(block)
+        return True
+
+    def _forget(self, block: Block) -> None:
+        if block.content is not None:
+            self.known[block.content].remove(block.number)
+            block.content = None
