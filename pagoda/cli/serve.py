@@ -1,0 +1,33 @@
+"""`pagoda serve`: the HTTP server over an engine process."""
+
+import asyncio
+
+from pagoda.base.config import EngineConfig, ServerConfig
+from pagoda.cli.options import engine_config, engine_options
+
+
+@engine_options(ServerConfig)
+def serve(options: dict[str, object]) -> None:
+    """Serve the model over an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C."""
+    try:
+        from uvloop import run
+    except ImportError:  # not on Windows, and not needed
+        from asyncio import run  # type: ignore[assignment]
+    run(_serve(engine_config(options)))
+
+
+async def _serve(config: EngineConfig) -> None:
+    """The engine process starts first; the web framework is imported while it loads the model."""
+    from pagoda.engine.process_client import ProcessClient
+
+    client = ProcessClient(config, step_timeout_s=config.server.step_timeout_s)
+    starting = asyncio.create_task(client.start())
+    await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
+    try:
+        from pagoda.server.app import serve as serve_http
+        from pagoda.server.assemble import build_state
+
+        await serve_http(await build_state(config, client, starting), config.server)
+    finally:
+        starting.cancel()
+        await client.shutdown()
