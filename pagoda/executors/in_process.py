@@ -23,8 +23,8 @@ class StepRunner(Protocol):
 class InProcessExecutor:
     """See core.executor.Executor.
 
-    overlap: run steps on one thread of their own, in order, so that the caller plans the next step meanwhile; without it
-        `submit` returns when the step is done, which saves two thread switches a step.
+    overlap: run steps on one thread of their own, in order, so that the caller plans the next step meanwhile; without
+        it `submit` returns when the step is done, which saves two thread switches a step.
     """
 
     def __init__(self, worker: StepRunner, overlap: bool = False) -> None:
@@ -46,10 +46,10 @@ class InProcessExecutor:
         if not self._alive:
             return _failed(WorkerDied("the executor is not running"))
         if self._thread is not None:
-            return self._thread.submit(self._worker.run, output)
+            return self._thread.submit(self._run, output)
         future: Future[ModelRunnerOutput] = Future()
         try:
-            future.set_result(self._worker.run(output))
+            future.set_result(self._run(output))
         except Exception as error:  # whatever it was, the caller gets it where the result would have been
             future.set_exception(error)
         return future
@@ -59,9 +59,14 @@ class InProcessExecutor:
             return
         self._alive = False
         if self._thread is not None:
-            # The step that runs is let finish: the worker's memory must not go while it is used.
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            # The step that runs may finish: the worker's memory must not go while it is used. Later ones fail in `_run`.
+            self._thread.shutdown(wait=True)
         self._worker.shutdown()
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        if not self._alive:
+            raise WorkerDied("the executor was shut down before this step began")
+        return self._worker.run(output)
 
 
 def _failed(error: Exception) -> "Future[ModelRunnerOutput]":

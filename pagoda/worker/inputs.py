@@ -23,6 +23,7 @@ class StepInputs:
     row.
     draw_logits: int64 [num_draws], which logits a draw reads, or None when draw i reads logits i (no fork shares any).
     num_logits: logits the draws need together.   num_draws: int32 [num_samples].
+    takes_all_logits: logits_index names every token of the batch in order (plain decoding).
     prompt_rows: (row, first prompt position, count) of positions whose prompt logprobs were asked for.
     pooled_rows: rows whose prompt ends in this step and that want its last hidden state.
     """
@@ -33,6 +34,7 @@ class StepInputs:
     draw_logits: np.ndarray | None
     num_logits: int
     num_draws: np.ndarray
+    takes_all_logits: bool
     prompt_rows: tuple[tuple[int, int, int], ...]
     pooled_rows: tuple[int, ...]
 
@@ -82,6 +84,8 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
         draw_logits=draws.logits,
         num_logits=len(draws.logits_index),
         num_draws=draws.num,
+        takes_all_logits=len(logits_index) == len(positions)
+        and bool((logits_index == np.arange(len(positions))).all()),
         prompt_rows=prompt_rows,
         pooled_rows=pooled_rows,
     )

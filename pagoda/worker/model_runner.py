@@ -1,16 +1,14 @@
 """ModelRunner: one SchedulerOutput in, one ModelRunnerOutput out."""
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.base.errors import WorkerDied
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
-from pagoda.kernels.batch import ForwardBatch
-from pagoda.kernels.ops import KVLayer
+from pagoda.models.base import Model
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs
@@ -18,22 +16,8 @@ from pagoda.worker.sampler import Sampled, Sampler, top_logprobs
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
 _NO_COUNTS = np.empty(0, np.int32)
+_NOT_FINITE = "the model gave logits that are not finite, or no token was left to choose"
 _PROMPT_LOGITS_ROWS = 256  # prompt positions whose logits are in memory at once
-
-
-class Model(Protocol):
-    """What the runner asks of a model."""
-
-    @property
-    def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
-
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Write the batch's KV, attend, and give the last hidden states at batch.logits_index, [num_logits, hidden]."""
-        ...
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> float32 [S, vocab]."""
-        ...
 
 
 class ModelRunner:
@@ -55,12 +39,13 @@ class ModelRunner:
         A row whose logits are not finite is reported in `failed` and gets no token; the others are not touched by it.
         """
         begin_s = time.perf_counter()
-        self._cache.apply(output)
-        self._table.apply(output)
+        self._apply(output)
         if output.is_empty:
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=time.perf_counter() - begin_s)
         inputs = build_inputs(self._table, output, self._device)
         hidden = self._model.forward(inputs.batch, self._cache.layers)
+        if not inputs.takes_all_logits:
+            hidden = self._model.ops.select_rows(hidden, inputs.batch.logits_index)
         sampled, num_sampled, logprobs, failed = self._sample(inputs, output, hidden)
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         pooled = self._pool(inputs, hidden)
@@ -74,6 +59,14 @@ class ModelRunner:
             failed=failed,
             duration_s=time.perf_counter() - begin_s,
         )
+
+    def _apply(self, output: SchedulerOutput) -> None:
+        """The step's events. Half of them applied would be another state than the scheduler's: then this worker is done."""
+        try:
+            self._cache.apply(output)
+            self._table.apply(output)
+        except Exception as error:
+            raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error
 
     def _sample(
         self, inputs: StepInputs, output: SchedulerOutput, hidden: torch.Tensor
@@ -90,8 +83,7 @@ class ModelRunner:
         self._table.commit(rows, positions, drawn.tokens[accepted])
         failed: dict[int, str] = {}
         if not drawn.finite.all():
-            bad = set(inputs.draw_rows[~drawn.finite].tolist())
-            failed = {row: "the model gave logits that are not finite, or no token was allowed" for row in bad}
+            failed = dict.fromkeys(inputs.draw_rows[~drawn.finite].tolist(), _NOT_FINITE)
         sampled, num_sampled = _by_sample(inputs.num_draws, drawn.tokens, accepted)
         logprobs = drawn.logprobs
         if logprobs is not None and not accepted.all():

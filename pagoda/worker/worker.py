@@ -28,7 +28,7 @@ class WorkerConfig:
 
     dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8".
     num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
-    max_len: tokens a row may hold, drafts included.
+    max_model_len: longest sequence.   max_drafts: tokens that may stand past a row's end, to be verified.
     """
 
     files: ModelFiles
@@ -39,7 +39,8 @@ class WorkerConfig:
     num_blocks: int
     num_host_blocks: int
     max_rows: int
-    max_len: int
+    max_model_len: int
+    max_drafts: int
     parallel: ParallelConfig
 
 
@@ -57,7 +58,9 @@ class Worker:
         device = select_device(config.parallel)
         device.prepare()
         ops = select_ops(config.parallel.kernels, device.device, device.threads)
-        model = load_model(config.files, ops, _DTYPES[config.dtype], device.device, config.quantization)
+        model = load_model(
+            config.files, ops, _DTYPES[config.dtype], device.device, config.quantization, config.max_model_len
+        )
         loaded_s = time.perf_counter()
         try:
             cache = CacheEngine(
@@ -72,7 +75,10 @@ class Worker:
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
-        table = DeviceTable(config.max_rows, config.max_len, config.block_size, len(model.kv_groups))
+        max_len = (
+            config.max_model_len + config.max_drafts + 1
+        )  # a step in flight past the end may still write its token
+        table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
         self._runner = ModelRunner(model, table, cache, device.device)
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",

@@ -1,1 +1,1 @@
-"""From logits to one token a row: `reference.py` is the definition, `batched.py` the same over a whole batch in torch."""
+"""From logits to one token a row: `reference.py` is the definition, `batched.py` the same over a batch in torch."""

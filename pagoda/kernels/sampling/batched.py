@@ -1,8 +1,8 @@
 """Sampling over a whole batch in torch: the arithmetic of `reference.py`, without a Python step per row.
 
-Nothing here mixes rows: every sum runs inside one row in an order fixed by the vocabulary, so a row's token does not depend on
-its neighbours. What a batch pays for: all greedy, one argmax; temperature alone, one exp over the vocabulary; top_k or top_p, a
-bounded `topk` instead of a sort, widened for the rows whose answer reaches past it.
+Nothing here mixes rows: every sum runs inside one row in an order fixed by the vocabulary, so a row's token does not
+depend on its neighbours. What a batch pays for: all greedy, one argmax; temperature alone, one exp over the
+vocabulary; top_k or top_p, a bounded `topk` instead of a sort, widened for the rows whose answer reaches past it.
 """
 
 import numpy as np

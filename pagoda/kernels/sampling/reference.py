@@ -3,15 +3,14 @@
 A row of logits gives one token:
 
 - temperature 0: the largest logit, the lowest id among equals.
-- else each token has the weight exp((logit - largest) / temperature), in float64, and tokens stand in *rank order*: larger logit
-  first, lower id first among equals. Then, each on what the one before it left:
-  top_k keeps the first k; top_p keeps the shortest run of ranks whose weights reach top_p of the total (at least one token);
-  min_p drops tokens whose weight is under min_p times the largest.
-  One uniform number u in [0, 1) picks: the first token, in order of id, at which the running sum of kept weights exceeds u times
-  their total.
+- else each token has the weight exp((logit - largest) / temperature), in float64, and tokens stand in *rank order*:
+  larger logit first, lower id first among equals. Then, each on what the one before it left: top_k keeps the first k;
+  top_p keeps the shortest run of ranks whose weights reach top_p of the total (at least one token); min_p drops
+  tokens whose weight is under min_p times the largest. One uniform number u in [0, 1) picks: the first token, in
+  order of id, at which the running sum of kept weights exceeds u times their total.
 
-u belongs to (seed, position of the token in its sequence) and to nothing else, so neither the batch, nor a preemption, nor a
-draft that was verified at this position can change the token.
+u belongs to (seed, position of the token in its sequence) and to nothing else, so neither the batch, nor a
+preemption, nor a draft that was verified at this position can change the token.
 """
 
 import numpy as np

@@ -1,0 +1,242 @@
+"""The one place that decides what runs where: settings in, a running EngineCore out."""
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.base.clock import Clock, SystemClock
+from pagoda.base.config import EngineConfig, ParallelConfig, SchedulingMode
+from pagoda.base.errors import ConfigError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.base.registry import nearest
+from pagoda.core.executor import Executor
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.scheduler import Scheduler
+from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.wire import EngineFacts
+from pagoda.executors.in_process import InProcessExecutor
+from pagoda.loading.model_config import read_model_spec
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.resolve import resolve_model
+from pagoda.models.kv_layout import group_layers
+from pagoda.worker.memory import DTYPE_BYTES, KVCapacity, available_memory, estimate_weight_bytes, plan_capacity
+
+logger = logging.getLogger("pagoda")
+
+_EXECUTORS = ("in_process",)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """All that is decided before weights are loaded; what a front end needs to know of its engine.
+
+    config: with everything that was left open filled in.   groups: of layers that share a block table.
+    dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8").   device: "cpu" or "cuda".
+    max_model_len: longest prompt + output in tokens.
+    """
+
+    config: EngineConfig
+    files: ModelFiles
+    spec: ModelSpec
+    groups: tuple[KVGroupSpec, ...]
+    dtype: str
+    kv_dtype: str
+    device: str
+    max_model_len: int
+
+
+def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> EngineSetup:
+    """Find the model, derive what was left open, check the settings against each other and the model. Loads nothing.
+
+    files: the model, where it was resolved already.
+    Raises ConfigError that names the setting, its value and what would do.
+    """
+    files = files or resolve_model(config.model)
+    spec = read_model_spec(files)
+    max_model_len = _max_model_len(config, spec)
+    device = _device_name(config.parallel)
+    dtype = _dtype(config.model.dtype, spec.torch_dtype, device)
+    kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    if kv_dtype not in DTYPE_BYTES:
+        raise ConfigError(f"kv_cache_dtype={kv_dtype!r} is not one of: auto, {', '.join(sorted(DTYPE_BYTES))}")
+    _check(config, max_model_len)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype=dtype, max_model_len=max_model_len),
+        cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
+        parallel=dataclasses.replace(config.parallel, device=device),
+    )
+    return EngineSetup(config, files, spec, group_layers(spec.layer_windows), dtype, kv_dtype, device, max_model_len)
+
+
+def size_cache(setup: EngineSetup) -> KVCapacity:
+    """How many KV blocks this machine gives the engine, before its weights are loaded.
+
+    Raises CapacityError when a sequence of max_model_len would not fit; it says what would.
+    """
+    weights = estimate_weight_bytes(setup.spec, DTYPE_BYTES[setup.dtype])
+    free = max(0, _free_bytes(setup.device) - weights)
+    return plan_capacity(setup.spec, setup.groups, setup.config.cache, setup.kv_dtype, setup.max_model_len, free)
+
+
+def build_engine_core(config: EngineConfig | EngineSetup, clock: Clock | None = None) -> EngineCore:
+    """A started engine: the model is loaded and the first request can be added.
+
+    config: the settings, or what `resolve_engine` made of them.   clock: the machine's, unless given.
+    Raises ConfigError for settings, CapacityError for too little memory, WorkerDied when the executor does not start.
+    """
+    begin_s = time.perf_counter()
+    setup = config if isinstance(config, EngineSetup) else resolve_engine(config)
+    capacity = size_cache(setup)
+    clock = clock or SystemClock()
+    scheduler_config = setup.config.scheduler
+    scheduler = Scheduler(
+        scheduler_config,
+        setup.config.cache,
+        setup.groups,
+        capacity.num_blocks,
+        setup.max_model_len,
+        clock,
+        num_host_blocks=capacity.num_host_blocks,
+    )
+    executor = _make_executor(setup, capacity, scheduler.max_rows)
+    executor.start()
+    load_s = time.perf_counter() - begin_s
+    _log(setup, capacity, load_s)
+    facts = EngineFacts(
+        max_model_len=setup.max_model_len,
+        block_size=capacity.block_size,
+        num_blocks=capacity.num_blocks,
+        num_host_blocks=capacity.num_host_blocks,
+        load_s=load_s,
+    )
+    return EngineCore(scheduler, executor, clock, facts, setup.spec.vocab_size, scheduler_config.pipeline_depth)
+
+
+def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> Executor:
+    # Here and not above: torch takes a second to import, and whoever only plans or resolves does not need it.
+    from pagoda.worker.worker import Worker, WorkerConfig
+
+    config = setup.config
+    worker = Worker(
+        WorkerConfig(
+            files=setup.files,
+            dtype=setup.dtype,
+            quantization=config.model.quantization,
+            kv_dtype=setup.kv_dtype,
+            block_size=capacity.block_size,
+            num_blocks=capacity.num_blocks,
+            num_host_blocks=capacity.num_host_blocks,
+            max_rows=max_rows,
+            max_model_len=setup.max_model_len,
+            max_drafts=max(config.scheduler.num_speculative_tokens, config.scheduler.num_lookahead_slots),
+            parallel=config.parallel,
+        )
+    )
+    return InProcessExecutor(worker, overlap=config.scheduler.pipeline_depth > 1)
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    asked = config.model.max_model_len
+    if asked is None:
+        return spec.max_position
+    if not 1 <= asked <= spec.max_position:
+        raise ConfigError(f"max_model_len={asked} must be in 1 .. {spec.max_position}, the model's own limit")
+    return asked
+
+
+def _device_name(config: ParallelConfig) -> str:
+    if config.device == "auto":
+        return "cuda" if _has_gpu() else "cpu"
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device={config.device!r} is unknown{nearest(config.device, ['auto', 'cpu', 'cuda'])}")
+    return config.device
+
+
+def _has_gpu() -> bool:
+    """Whether torch can use a GPU; torch is only asked where the driver is there at all."""
+    if not Path("/dev/nvidiactl").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _dtype(asked: str, checkpoint: str, device: str) -> str:
+    known = ("float32", "bfloat16", "float16")
+    if asked == "auto":
+        # CPUs that are fast in bfloat16 are slow in float16.
+        return "bfloat16" if checkpoint not in known or (checkpoint == "float16" and device == "cpu") else checkpoint
+    if asked not in known:
+        raise ConfigError(f"dtype={asked!r} is unknown{nearest(asked, ['auto', *known])}")
+    return asked
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return available_memory()
+    from pagoda.worker.devices.cuda import CudaDevice
+
+    return CudaDevice().free_bytes()
+
+
+def _check(config: EngineConfig, max_model_len: int) -> None:
+    """Settings that contradict each other or cannot be."""
+    scheduler, cache, parallel = config.scheduler, config.cache, config.parallel
+    for name, value, low in (
+        ("block_size", cache.block_size, 1),
+        ("max_num_seqs", scheduler.max_num_seqs, 1),
+        ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1),
+        ("pipeline_depth", scheduler.pipeline_depth, 1),
+    ):
+        if value < low:
+            raise ConfigError(f"{name}={value} must be at least {low}")
+    if not 0 < cache.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization={cache.gpu_memory_utilization} must be in (0, 1]")
+    if cache.swap_space < 0:
+        raise ConfigError(f"swap_space={cache.swap_space} GiB must not be negative")
+    if not 0 <= cache.watermark < 1:
+        raise ConfigError(f"watermark={cache.watermark} must be in [0, 1)")
+    budget = scheduler.max_num_batched_tokens
+    if budget < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_num_seqs={scheduler.max_num_seqs}: "
+            "not every running sequence could get its token; raise the first or lower the second"
+        )
+    whole_prompts = not scheduler.enable_chunked_prefill and scheduler.scheduling_mode is SchedulingMode.MIXED
+    if whole_prompts and budget < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill a prompt must fit one step: max_num_batched_tokens={budget} is less than "
+            f"max_model_len={max_model_len}; raise the first, lower the second, or leave chunked prefill on"
+        )
+    if parallel.tensor_parallel_size != 1 or parallel.pipeline_parallel_size != 1:
+        raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 are not supported yet")
+    if parallel.distributed_executor_backend not in _EXECUTORS:
+        hint = nearest(parallel.distributed_executor_backend, list(_EXECUTORS))
+        raise ConfigError(f"unknown distributed_executor_backend {parallel.distributed_executor_backend!r}{hint}")
+    if parallel.threads is not None and parallel.threads < 1:
+        raise ConfigError(f"threads={parallel.threads} must be at least 1")
+
+
+def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
+    scheduler = setup.config.scheduler
+    logger.info(
+        "%s (%s) in %s on %s: max_model_len %d, %d KV blocks of %d tokens (%.0f MiB), %d host blocks, "
+        "%s %s, %d seats, %d tokens a step, ready in %.2f s",
+        setup.files.name,
+        setup.spec.architecture,
+        setup.dtype,
+        setup.device,
+        setup.max_model_len,
+        capacity.num_blocks,
+        capacity.block_size,
+        capacity.pool_bytes / 2**20,
+        capacity.num_host_blocks,
+        scheduler.scheduling_mode.value,
+        scheduler.scheduling_policy.value,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        load_s,
+    )

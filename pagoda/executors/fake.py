@@ -1,0 +1,120 @@
+"""FakeExecutor: everything an executor does but computing. No torch.
+
+For tests, and for measuring what stands above an executor.
+"""
+
+import time
+from concurrent.futures import Future
+
+import numpy as np
+
+from pagoda.base.errors import WorkerDied
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.worker.device_table import DeviceTable
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+
+
+def fake_token(token_ids: np.ndarray, seed: int, vocab_size: int) -> int:
+    """The token that follows `token_ids` (int [n]) in a row with this seed: a function of both and of nothing else."""
+    return int(_tokens(_digest(token_ids), np.array([seed & (2**64 - 1)], np.uint64), vocab_size)[0])
+
+
+def _digest(token_ids: np.ndarray) -> np.ndarray:
+    """uint64 [1]: polynomial of all tokens and their places, so that one lost or swapped token changes it."""
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(len(token_ids), _BASE, np.uint64))
+        return np.array([(powers[::-1] * (token_ids.astype(np.uint64) + np.uint64(1))).sum()], np.uint64)
+
+
+def _extend(digests: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Digests of the same sequences with one token more."""
+    with np.errstate(over="ignore"):
+        return (digests + tokens.astype(np.uint64) + np.uint64(1)) * _BASE
+
+
+def _tokens(digests: np.ndarray, seeds: np.ndarray, vocab_size: int) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        mixed = (digests ^ (seeds * _BASE)) * _MIX
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * _BASE
+    return ((mixed >> np.uint64(33)) % np.uint64(vocab_size)).astype(np.int32)
+
+
+class FakeExecutor:
+    """Gives tokens that depend on the row's own tokens and seed alone (`fake_token`), whatever the batch or schedule.
+
+    It keeps a DeviceTable like a worker, so it sees exactly what a worker would. Logprobs and pooling are not covered.
+    step_s: how long a step takes (it sleeps); the result says the same.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_len: int,
+        block_size: int = 16,
+        num_groups: int = 1,
+        vocab_size: int = 32000,
+        step_s: float = 0.0,
+    ) -> None:
+        self._table = DeviceTable(max_rows, max_len, block_size, num_groups)
+        self._digests = np.zeros(max_rows, np.uint64)  # of the known tokens of each row
+        self._vocab_size = vocab_size
+        self._step_s = step_s
+        self._alive = False
+        self.num_steps = 0
+
+    def start(self) -> None:
+        self._alive = True
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        future: Future[ModelRunnerOutput] = Future()
+        if not self._alive:
+            future.set_exception(WorkerDied("the executor is not running"))
+            return future
+        try:
+            future.set_result(self._run(output))
+        except Exception as error:  # belongs to the caller, as with a real executor
+            future.set_exception(error)
+        return future
+
+    def shutdown(self) -> None:
+        self._alive = False
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        table = self._table
+        table.apply(output)
+        self.num_steps += 1
+        for init in output.admitted:
+            self._digests[init.row] = _digest(init.token_ids)[0]
+        for fork in output.forks:
+            self._digests[fork.dst] = self._digests[fork.src]
+        if self._step_s and not output.is_empty:
+            time.sleep(self._step_s)
+        rows = output.sample_rows
+        positions = (output.start + output.num_new)[output.sample_index]
+        if output.drafts:
+            return self._verify(output, positions)
+        tokens = _tokens(self._digests[rows], table.seeds[rows], self._vocab_size)
+        table.commit(rows, positions, tokens)
+        self._digests[rows] = _extend(self._digests[rows], tokens)
+        return ModelRunnerOutput(output.step, tokens[:, None], np.ones(len(rows), np.int32), duration_s=self._step_s)
+
+    def _verify(self, output: SchedulerOutput, ends: np.ndarray) -> ModelRunnerOutput:
+        """One row after the other: tokens up to the first that is not the draft at its place."""
+        longest = 1 + max(len(drafts) for drafts in output.drafts.values())
+        sampled = np.full((len(ends), longest), -1, np.int32)
+        num_sampled = np.zeros(len(ends), np.int32)
+        for j, row in enumerate(output.sample_rows.tolist()):
+            drafts = output.drafts.get(int(output.rows[output.sample_index[j]]), ())
+            position = int(ends[j]) - len(drafts)
+            for draft in (*drafts, None):
+                token = _tokens(self._digests[row : row + 1], self._table.seeds[row : row + 1], self._vocab_size)
+                sampled[j, num_sampled[j]] = token[0]
+                num_sampled[j] += 1
+                self._table.commit(np.array([row]), np.array([position]), token)
+                self._digests[row] = _extend(self._digests[row : row + 1], token)[0]
+                position += 1
+                if draft is None or token[0] != draft:
+                    break
+        return ModelRunnerOutput(output.step, sampled, num_sampled, duration_s=self._step_s)
