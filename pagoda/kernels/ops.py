@@ -84,6 +84,20 @@ class Ops(Protocol):
         """Put k, v [T, K, D] at slot_mapping."""
         ...
 
+    def rotary_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: KVLayer,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """`rotary` and `write_kv` in one: writes the rotated k and v, returns the rotated q."""
+        ...
+
     def copy_blocks(self, cache: KVLayer, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) of one layer, one pair after the other."""
         ...

@@ -35,6 +35,7 @@ class TorchOps:
     add = staticmethod(rows.add)
     rotary = staticmethod(rotary.rotary)
     write_kv = staticmethod(kv_cache.write_kv)
+    rotary_write_kv = staticmethod(kv_cache.rotary_write_kv)
     copy_blocks = staticmethod(kv_cache.copy_blocks)
     attention = staticmethod(chunked.attention)
     silu_mul = staticmethod(activation.silu_mul)

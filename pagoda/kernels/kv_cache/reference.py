@@ -6,6 +6,7 @@ import torch
 
 from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.ops import KVLayer
+from pagoda.kernels.rotary.reference import rotary
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata) -> None:
@@ -33,3 +34,19 @@ def copy_blocks(cache: KVLayer, pairs: Sequence[tuple[int, int]]) -> None:
     for source, destination in pairs:
         for tensor in tensors:
             tensor[destination] = tensor[source]
+
+
+def rotary_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+) -> torch.Tensor:
+    """`rotary`, then `write_kv` of the rotated k; the rotated q comes back."""
+    q, k = rotary(q, k, positions, cos, sin)
+    write_kv(k, v, cache, metadata)
+    return q

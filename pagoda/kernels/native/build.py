@@ -31,6 +31,8 @@ FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function", "-Wno-ignored-attributes"),
+    # g++ 12 finds its own intrinsics uninitialised.
+    *("-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unknown-warning-option"),
 )
 
 

@@ -1,0 +1,33 @@
+// How one head's K and V lie within a block: the layout that attention multiplies without rearranging.
+//
+//   bf16, int8   K [D / 2][slot][2]    pairs of neighbouring dimensions, a dimension's slots side by side
+//                V [slot / 2][D][2]    pairs of neighbouring slots
+//   fp32, fp16   K [D][slot]           V [slot][D]
+//
+// Scores are then computed for sixteen slots at once, with no sum across lanes, and in bf16 both products are of pairs,
+// the CPU's own dot product. Tensors keep the shape [blocks, K, block_size, D]: the layout stays inside the kernels.
+#pragma once
+
+#include <cstdint>
+
+template <class Stored>
+struct PageLayout {
+    static constexpr int PAIR = sizeof(Stored) == 4 ? 1 : 2;
+};
+struct f16;
+template <>
+struct PageLayout<f16> {
+    static constexpr int PAIR = 1;
+};
+
+// Where dimension d of slot `slot` stands.
+template <class Stored>
+inline int64_t k_offset(int64_t d, int64_t slot, int64_t block_size) {
+    constexpr int P = PageLayout<Stored>::PAIR;
+    return (d / P * block_size + slot) * P + d % P;
+}
+template <class Stored>
+inline int64_t v_offset(int64_t d, int64_t slot, int64_t head_dim) {
+    constexpr int P = PageLayout<Stored>::PAIR;
+    return (slot / P * head_dim + d) * P + slot % P;
+}

@@ -1,0 +1,118 @@
+"""Every attention against its reference, over ugly shapes; and, natively, the same bits in any company."""
+
+import random
+
+import pytest
+import torch
+
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import Ops
+from pagoda.kernels.reference_ops import ReferenceOps
+from tests.kernels.paged import Geometry, PagedRows, Sequence
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TOLERANCE = {F32: 3e-5, BF16: 2e-2, F16: 3e-3}
+
+# heads, KV heads, head size, block size, window, softcap
+SHAPES = [
+    (9, 3, 64, 16, 0, 0.0),
+    (4, 4, 32, 8, 0, 0.0),
+    (8, 1, 80, 32, 5, 0.0),
+    (4, 2, 96, 128, 300, 0.0),
+    (2, 1, 256, 16, 33, 30.0),
+    (6, 2, 48, 24, 0, 50.0),
+    (5, 1, 112, 64, 1, 0.0),
+    (64, 1, 16, 8, 70, 0.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_the_reference(fast: Ops, reference: ReferenceOps, shape: tuple, dtype: torch.dtype) -> None:
+    *sizes, window, softcap = shape
+    geometry = Geometry(*sizes, dtype=dtype)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((1, 37, 130, 531))]
+    steps = [[(1, 36), (3, 500)], [(0, 1), (1, 1), (2, 129), (3, 1)], [(3, 30), (2, 1)]]
+    for step in steps:
+        ours, theirs = PagedRows(fast, geometry, rows), PagedRows(reference, geometry, rows, seed=1)
+        for done in steps[: steps.index(step)]:
+            ours.step(done, 0.1, window, softcap)
+            theirs.step(done, 0.1, window, softcap)
+        got, want = ours.step(step, 0.1, window, softcap), theirs.step(step, 0.1, window, softcap)
+        torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_int8_cache_matches_the_reference(
+    fast: Ops, reference: ReferenceOps, block_size: int, dtype: torch.dtype
+) -> None:
+    geometry = Geometry(6, 2, 80, block_size, dtype, int8_cache=True)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((50, 300))]
+    ours, theirs = PagedRows(fast, geometry, rows), PagedRows(reference, geometry, rows)
+    for step in ([(0, 49), (1, 299)], [(1, 1), (0, 1)]):
+        got, want = ours.step(step, 0.1), theirs.step(step, 0.1)
+        torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
+
+
+def alone(ops: NativeOps, geometry: Geometry, row: Sequence, window: int, softcap: float) -> torch.Tensor:
+    """The row's outputs, token by token: every query a decode."""
+    paged = PagedRows(ops, geometry, [row], seed=99)
+    return torch.cat([paged.step([(0, 1)], 0.1, window, softcap) for _ in range(len(row.q))])
+
+
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_depend_on_the_row_alone(native: NativeOps, shape: tuple, dtype: torch.dtype, int8_cache: bool) -> None:
+    *sizes, window, softcap = shape
+    geometry = Geometry(*sizes, dtype=dtype, int8_cache=int8_cache)
+    lengths = (300, 90, 7)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate(lengths)]
+    want = [alone(native, geometry, row, window, softcap) for row in rows]
+    chooser = random.Random(str(shape))
+    for seed in range(3):
+        paged = PagedRows(native, geometry, rows, seed)
+        got = [torch.empty_like(part) for part in want]
+        while any(done < length for done, length in zip(paged.computed, lengths, strict=True)):
+            open_rows = [r for r in range(len(rows)) if paged.computed[r] < lengths[r]]
+            chosen = chooser.sample(open_rows, chooser.randint(1, len(open_rows)))
+            step = [(r, min(lengths[r] - paged.computed[r], chooser.choice((1, 2, 17, 64, 250)))) for r in chosen]
+            starts = [paged.computed[r] for r, _ in step]
+            out = paged.step(step, 0.1, window, softcap)
+            for (r, count), start, part in zip(step, starts, out.split([count for _, count in step]), strict=True):
+                got[r][start : start + count] = part
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_bits_do_not_depend_on_threads(native: NativeOps) -> None:
+    """One thread folds segments as it goes, four share them out: the same order of sums."""
+    geometry = Geometry(dtype=BF16)
+    row = Sequence.random(geometry, 2000, 0)
+    outs = []
+    for threads in (1, 2, 4):
+        paged = PagedRows(NativeOps(native.library, threads), geometry, [row])
+        outs.append(torch.cat([paged.step([(0, 1990)], 0.1), *(paged.step([(0, 1)], 0.1) for _ in range(10))]))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_what_lies_outside_a_row_is_never_read(fast: Ops, dtype: torch.dtype, int8_cache: bool) -> None:
+    """NaN in every slot the row has not written, in the null block, and before its window."""
+    geometry = Geometry(4, 2, 32, 16, dtype, int8_cache)
+    row = Sequence.random(geometry, 83, 0)
+    clean, dirty = PagedRows(fast, geometry, [row]), PagedRows(fast, geometry, [row])
+    for tensor in (dirty.cache.k, dirty.cache.v, dirty.cache.k_scale, dirty.cache.v_scale):
+        if tensor is not None:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+    for step in ([(0, 70)], [(0, 12)]):
+        assert torch.equal(clean.step(step, 0.1), dirty.step(step, 0.1))
+    # The window has left the first blocks behind: their ids are taken away.
+    for paged in (clean, dirty):
+        paged.tables[0][:3] = [0, 0, 0]
+    last = clean.step([(0, 1)], 0.1, window=20), dirty.step([(0, 1)], 0.1, window=20)
+    assert torch.equal(*last)
+    assert not last[0].isnan().any()
