@@ -83,7 +83,7 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: cannot be read as GGUF: {error}") from None
         self._size = len(self._data)
