@@ -13,7 +13,7 @@ from pagoda.layers.rotary import RotaryTable
 class Attention:
     """Weights and facts of one layer's attention.
 
-    qkv: [(H + 2 K) D, hidden].   out: [hidden, H D].   q_norm, k_norm: float32 [D], None where there are none.
+    qkv: [(H + 2 K) D, hidden].   out: [hidden, H D].   q_norm, k_norm: [D], None where there are none.
     scale: what scores are multiplied with.   window: tokens, 0 for all.   softcap: 0 is off.
     """
 
@@ -29,6 +29,7 @@ class Attention:
     window: int
     softcap: float
     norm_eps: float
+    unit_offset_norms: bool
 
     def __call__(
         self, ops: Ops, x: torch.Tensor, positions: torch.Tensor, kv: KVLayer, metadata: AttentionMetadata
@@ -36,9 +37,9 @@ class Attention:
         """x [T, hidden] -> [T, hidden]; writes the tokens' K and V into the cache first."""
         q, k, v = ops.split_qkv(ops.linear(x, self.qkv), self.num_heads, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None:
-            q = ops.rms_norm(q, self.q_norm, self.norm_eps)
+            q = ops.rms_norm(q, self.q_norm, self.norm_eps, self.unit_offset_norms)
         if self.k_norm is not None:
-            k = ops.rms_norm(k, self.k_norm, self.norm_eps)
+            k = ops.rms_norm(k, self.k_norm, self.norm_eps, self.unit_offset_norms)
         q, k = ops.rotary(q, k, positions, self.rotary.cos, self.rotary.sin)
         ops.write_kv(k, v, kv, metadata)
         attended = ops.attention(q, kv, metadata, self.scale, self.window, self.softcap)

@@ -114,6 +114,7 @@ class _Builder:
             window=window,
             softcap=config.attention_softcap,
             norm_eps=config.rms_norm_eps,
+            unit_offset_norms=config.unit_offset_norms,
         )
         mlp = GatedMLP(
             gate_up=self.linear(prefix, names.gate_up, (inner, inner), hidden, config.mlp_bias),
@@ -168,12 +169,12 @@ class _Builder:
         return out
 
     def norm(self, name: str, size: int) -> torch.Tensor:
-        """A norm's factor, float32 [size], with the architecture's offset added where the checkpoint leaves it out."""
+        """A norm's weight [size] in compute dtype, without the 1 of a unit offset."""
         out = torch.empty(size, dtype=torch.float32, device=self.device)
         self.read(f"{name}.weight", out)
-        if self.config.norm_offset and not self.keys.plain_norms:
-            out += self.config.norm_offset
-        return out
+        if self.config.unit_offset_norms and self.keys.norms_plus_one:
+            out -= 1.0  # in float32: 1 + weight has lost nothing yet
+        return out.to(self.dtype)
 
     def read(self, name: str, out: torch.Tensor) -> None:
         shape = self.weights.shape(name)

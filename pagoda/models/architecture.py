@@ -21,7 +21,7 @@ class ArchConfig:
 
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
     attention_scale: what scores are multiplied with.   softcaps: 0 is off.
-    norm_offset: added to each norm weight of a safetensors checkpoint (Gemma stores weight - 1).
+    unit_offset_norms: norms multiply with 1 + weight.
     """
 
     spec: ModelSpec
@@ -33,7 +33,7 @@ class ArchConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
-    norm_offset: float = 0.0
+    unit_offset_norms: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -64,7 +64,8 @@ class CheckpointKeys:
     """Names of a checkpoint's tensors.
 
     layer_prefix: with `{layer}` for the index.   interleaved_qk: q and k rows are stored in llama.cpp's order,
-    pairs (0, D/2), (1, D/2 + 1), ... side by side in each head.   plain_norms: norm weights need no `norm_offset`.
+    pairs (0, D/2), (1, D/2 + 1), ... side by side in each head.   norms_plus_one: the 1 of `unit_offset_norms` was added
+    to the stored weights already, as llama.cpp does.
     """
 
     embedding: str
@@ -73,7 +74,7 @@ class CheckpointKeys:
     final_norm: str
     lm_head: str
     interleaved_qk: bool = False
-    plain_norms: bool = False
+    norms_plus_one: bool = False
 
 
 HF_LAYER = LayerKeys(
@@ -114,7 +115,7 @@ def gguf_keys(layer: LayerKeys = GGUF_LAYER, interleaved_qk: bool = False) -> Ch
         final_norm="output_norm",
         lm_head="output",
         interleaved_qk=interleaved_qk,
-        plain_norms=True,
+        norms_plus_one=True,
     )
 
 

@@ -16,7 +16,7 @@ from pagoda.models.kv_layout import group_layers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer. Norm weights are float32 [hidden]; post norms (on a block's output) are None where there are none."""
+    """One layer. Norm weights are [hidden]; post norms (on a block's output) are None where there are none."""
 
     attention_norm: torch.Tensor
     attention: Attention
@@ -29,7 +29,7 @@ class DecoderLayer:
 class Decoder:
     """A decoder-only model (see `models.base.Model`): weights and calls of `ops`, no device and no cache.
 
-    embedding: [vocab, hidden] in compute dtype.   final_norm: float32 [hidden].   lm_head: [vocab, hidden].
+    embedding: [vocab, hidden] in compute dtype.   final_norm: [hidden].   lm_head: [vocab, hidden].
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Final hidden states [T, hidden], normed; K and V of the step are in `kv` (one per model layer) afterwards."""
-        ops, eps = self.ops, self.config.rms_norm_eps
+        ops, eps, unit_offset = self.ops, self.config.rms_norm_eps, self.config.unit_offset_norms
         residual = ops.embedding(batch.token_ids, self.embedding, self.config.embedding_scale)
-        x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
+        x = ops.rms_norm(residual, self.layers[0].attention_norm, eps, unit_offset)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             metadata = batch.metadata[self._group_of_layer[index]]
             x = layer.attention(ops, x, batch.positions, kv[index], metadata)
             if layer.post_attention_norm is not None:
-                x = ops.rms_norm(x, layer.post_attention_norm, eps)
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+                x = ops.rms_norm(x, layer.post_attention_norm, eps, unit_offset)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps, unit_offset)
             x = layer.mlp(ops, x)
             if layer.post_mlp_norm is not None:
-                x = ops.rms_norm(x, layer.post_mlp_norm, eps)
-            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
+                x = ops.rms_norm(x, layer.post_mlp_norm, eps, unit_offset)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, eps, unit_offset)
         return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

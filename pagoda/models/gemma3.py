@@ -59,7 +59,7 @@ def read(config: ConfigReader) -> ArchConfig:
         attention_softcap=config.number("attn_logit_softcapping", 0.0),
         logit_softcap=config.number("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
-        norm_offset=1.0,
+        unit_offset_norms=True,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
     )
