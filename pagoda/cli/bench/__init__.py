@@ -1,0 +1,11 @@
+"""`pagoda bench`: figures of the engine, one command each."""
+
+import typer
+
+from pagoda.cli.bench import latency, serve, startup, throughput
+
+app = typer.Typer(help="Measure throughput, latency, start, server and scheduler.", no_args_is_help=True)
+app.command("throughput")(throughput.throughput)
+app.command("latency")(latency.latency)
+app.command("startup")(startup.startup)
+serve.register(app)

@@ -1,0 +1,45 @@
+"""`pagoda bench latency`: how long one batch takes, from its arrival to its last token."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from pagoda.cli.bench.figures import percentile, report
+from pagoda.cli.bench.workload import random_workload
+from pagoda.cli.options import engine_options
+
+
+@engine_options()
+def latency(
+    options: dict[str, object],
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 1,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
+    iterations: Annotated[int, typer.Option(min=1, help="Batches that are measured.")] = 10,
+    warm_up: Annotated[int, typer.Option(min=0, help="Batches before them.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
+) -> None:
+    """Time of a batch of equal requests: median, p90, p99. Prompts are new and random each time: none is cached."""
+    from pagoda.cli.session import Session
+
+    session = Session.start(options)
+    times_s: list[float] = []
+    for iteration in range(warm_up + iterations):
+        items = random_workload(batch_size, input_len, output_len, session.vocab_size, seed=iteration)
+        begin_s = time.perf_counter()
+        session.run_batch([(item.prompt_token_ids, item.max_tokens) for item in items])
+        if iteration >= warm_up:
+            times_s.append(time.perf_counter() - begin_s)
+    report(
+        {
+            "engine": "pagoda",
+            "batch_size": batch_size,
+            "input_len": input_len,
+            "output_len": output_len,
+            "iterations": iterations,
+            **{f"p{p}_s": round(percentile(times_s, p), 4) for p in (50, 90, 99)},
+            "out_tok_s": round(batch_size * output_len / percentile(times_s, 50), 1),
+        },
+        as_json,
+    )

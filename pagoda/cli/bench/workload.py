@@ -1,0 +1,39 @@
+"""Workloads: the requests a benchmark runs, read from JSON or made up from a seed."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One request; its output has exactly max_tokens tokens.   arrival_s: seconds after the start."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    arrival_s: float = 0.0
+
+
+def read_workload(path: Path) -> list[WorkItem]:
+    """The requests of a file as `benchmarks/workload.py` writes it. Raises ConfigError that says what is wrong."""
+    try:
+        rows = json.loads(path.read_text())
+        items = [WorkItem(row["prompt_token_ids"], row["max_tokens"], row.get("arrival_s", 0.0)) for row in rows]
+    except OSError as error:
+        raise ConfigError(f"workload {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"workload {path} is not a JSON list of objects with prompt_token_ids and max_tokens ({error!r})"
+        ) from error
+    if not items:
+        raise ConfigError(f"workload {path} has no requests")
+    return items
+
+
+def random_workload(num_requests: int, input_len: int, output_len: int, vocab: int, seed: int) -> list[WorkItem]:
+    """Requests of one shape with random token ids below `vocab` (none below 10, where special tokens tend to be)."""
+    rng = random.Random(seed)
+    return [WorkItem([rng.randrange(10, vocab) for _ in range(input_len)], output_len) for _ in range(num_requests)]

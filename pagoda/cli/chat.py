@@ -1,0 +1,174 @@
+"""`pagoda chat`: a conversation in the terminal."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import typer
+
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.cli.options import engine_options, sampling_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pagoda.cli.session import Message, Piece
+
+HELP_TEXT = """/reset          forget the conversation
+/system TEXT    set the system message (nothing: remove it) and start afresh
+/help           show this
+/exit           leave (also Ctrl-D)
+A line that ends in \\ goes on in the next; \"\"\" begins and ends a longer text. Ctrl-C stops an answer."""
+TRIPLE = '"""'
+MIN_ANSWER_TOKENS = 64
+
+
+class Answering(Protocol):
+    """What a conversation needs of a Session."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def encode_chat(self, messages: "Sequence[Message]") -> list[int]: ...
+
+    def stream(self, token_ids: list[int], params: SamplingParams) -> "Iterator[Piece]": ...
+
+
+@sampling_options(max_tokens=1024, temperature=0.7, top_p=0.95)
+@engine_options()
+def chat(
+    options: dict[str, object],
+    sampling: dict[str, object],
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves."""
+    from pagoda.cli.console import stdout_console
+    from pagoda.cli.session import Session
+
+    params = SamplingParams(**{**sampling, "seed": options.get("seed")})  # type: ignore[arg-type]
+    console = stdout_console()
+    with console.status("loading") if console.is_terminal else nullcontext():
+        session = Session.start(options)
+    console.print("[dim]/help shows the commands, Ctrl-D leaves[/dim]")
+    Conversation(session, params, console, system).run(_line_reader())
+
+
+class Conversation:
+    """The turns so far, and the loop that adds to them."""
+
+    def __init__(
+        self, session: Answering, params: SamplingParams, console: "Console", system: str | None = None
+    ) -> None:
+        self._session = session
+        self._params = params
+        self._console = console
+        self._system = system
+        self.turns: list[dict[str, str]] = []
+
+    def run(self, read_line: Callable[[str], str]) -> None:
+        """Read and answer until /exit or the end of input.   read_line: prompt -> line, EOFError at the end."""
+        while True:
+            try:
+                text = read_message(read_line)
+            except EOFError:
+                self._console.print()
+                return
+            except KeyboardInterrupt:
+                self._console.print("\n[dim]Ctrl-D or /exit leaves[/dim]")
+                continue
+            if not text.strip():
+                continue
+            if text.startswith("/"):
+                if not self._command(text.strip()):
+                    return
+                continue
+            self._answer(text)
+
+    def _command(self, text: str) -> bool:
+        """Carry out a command; False to leave."""
+        name, _, rest = text.partition(" ")
+        if name in ("/exit", "/quit"):
+            return False
+        if name == "/reset":
+            self.turns.clear()
+            self._say("the conversation is forgotten")
+        elif name == "/system":
+            self._system = rest.strip() or None
+            self.turns.clear()
+            self._say(
+                "a new conversation, " + (f"system message: {self._system}" if self._system else "no system message")
+            )
+        elif name == "/help":
+            self._say(HELP_TEXT)
+        else:
+            self._say(f"{name} is no command; /help shows them")
+        return True
+
+    def _answer(self, text: str) -> None:
+        from pagoda.base.errors import RequestError
+
+        self.turns.append({"role": "user", "content": text})
+        try:
+            token_ids = self._fitting_prompt()
+            answer = self._stream(token_ids)
+        except RequestError as error:  # this message cannot be served; the conversation goes on without it
+            self.turns.pop()
+            self._say(str(error))
+            return
+        self.turns.append({"role": "assistant", "content": answer})
+
+    def _fitting_prompt(self) -> list[int]:
+        """Token ids of the conversation; the oldest exchanges are dropped until an answer fits behind it."""
+        while True:
+            system = [{"role": "system", "content": self._system}] if self._system else []
+            token_ids = self._session.encode_chat([*system, *self.turns])
+            if len(token_ids) + MIN_ANSWER_TOKENS <= self._session.max_model_len or len(self.turns) < 3:
+                return token_ids
+            del self.turns[:2]
+            self._say("(the conversation is longer than the model reads: its oldest exchange is forgotten)")
+
+    def _stream(self, token_ids: list[int]) -> str:
+        from pagoda.cli.console import for_stream
+
+        parts: list[str] = []
+        reason: str | None = None
+        for piece in self._session.stream(token_ids, self._params):
+            parts.append(piece.text)
+            reason = piece.finish_reason or reason
+            self._console.file.write(for_stream(piece.text, sys.stdout))
+            self._console.file.flush()
+        self._console.print()
+        if reason == "abort":
+            self._say("(stopped)")
+        elif reason == "length":
+            self._say("(cut off at the length limit)")
+        return "".join(parts)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False)
+
+
+def read_message(read_line: Callable[[str], str]) -> str:
+    """One message: a line, lines joined by a trailing backslash, or all between two triple quotes."""
+    line = read_line("> ")
+    if line.startswith(TRIPLE):
+        lines = [line.removeprefix(TRIPLE)]
+        while not lines[-1].endswith(TRIPLE):
+            lines.append(read_line("  "))
+        return "\n".join(lines).removesuffix(TRIPLE).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        lines.append(read_line("  "))
+    return "\n".join(lines)
+
+
+def _line_reader() -> Callable[[str], str]:
+    """input() with line editing and history in a terminal, and no prompts when lines come from a pipe."""
+    if not sys.stdin.isatty():
+        return lambda _prompt: input()
+    import readline  # noqa: F401 - importing it is what gives input() its editing
+
+    # \001 and \002 tell readline that the colour codes between them take no room.
+    return lambda prompt: input(f"\001\033[1;32m\002{prompt}\001\033[0m\002")

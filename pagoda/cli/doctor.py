@@ -1,0 +1,139 @@
+"""`pagoda doctor`: what the machine has, which kernels will run and why, and what the cache holds."""
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Instruction sets that the kernels have code for, as /proc/cpuinfo spells them, best last.
+CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "transformers")
+
+
+def doctor(
+    cache_dir: Annotated[str | None, typer.Option("--cache-dir", help="Where fetched models are kept.")] = None,
+) -> None:
+    """Say what this machine has and which kernels will run. Exit code 1 when the engine cannot run here."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from pagoda.cli.console import stdout_console
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    healthy = True
+    sections: list[tuple[str, Callable[[], str]]] = [
+        ("pagoda", lambda: f"{version('pagoda-llm')} on Python {platform.python_version()}, {sys.platform}"),
+        ("cpu", cpu_line),
+        ("threads", threads_line),
+        ("memory", memory_line),
+        ("compiler", compiler_line),
+        ("packages", packages_line),
+        ("gpu", gpu_line),
+        ("kernels", kernels_line),
+        ("cache", lambda: cache_lines(cache_dir)),
+    ]
+    for name, describe in sections:
+        try:
+            table.add_row(name, Text(describe()))
+        except Exception as error:  # whatever is broken here is what the user wants to read
+            healthy = False
+            table.add_row(name, Text(f"broken: {type(error).__name__}: {error}", style="red"))
+    stdout_console().print(table)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def cpu_line(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name and the instruction sets that matter."""
+    try:
+        lines = cpuinfo.read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    found = [flag for flag in CPU_FLAGS if flag in flags]
+    return f"{facts.get('model name', platform.machine())}; {', '.join(found) or 'none of ' + ', '.join(CPU_FLAGS)}"
+
+
+def threads_line() -> str:
+    from pagoda.worker.memory import usable_cpus
+
+    return f"{usable_cpus()} used by default, {os.cpu_count()} in the machine"
+
+
+def memory_line() -> str:
+    from pagoda.cli.console import human_bytes
+    from pagoda.worker.memory import available_memory
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{human_bytes(available_memory())} available to this process, {human_bytes(total)} in the machine"
+
+
+def compiler_line() -> str:
+    from pagoda.kernels.native.build import NativeUnavailable, find_compiler
+
+    try:
+        found = find_compiler()
+    except NativeUnavailable as error:
+        return str(error)
+    return f"{found.version} ({found.path})"
+
+
+def packages_line() -> str:
+    parts: list[str] = []
+    for package in PACKAGES:
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            parts.append(f"{package} not installed")
+    return ", ".join(parts)
+
+
+def gpu_line() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"{', '.join(names)} (CUDA {torch.version.cuda})"
+
+
+def kernels_line() -> str:
+    """What `kernels="auto"` selects here, compiled on the spot if need be."""
+    import torch
+
+    from pagoda.base.config import ParallelConfig
+    from pagoda.kernels.native.build import NativeUnavailable
+    from pagoda.kernels.native.library import load
+    from pagoda.worker.devices import select_device
+
+    device = select_device(ParallelConfig())
+    if device.device != torch.device("cpu"):
+        return f"torch on {device.device}"
+    try:
+        library = load()
+    except NativeUnavailable as error:
+        return f"torch (slower), because the native ones cannot be had: {error}"
+    return f"native, compiled for {library.isa} by {library.compiler}: {library.path}"
+
+
+def cache_lines(cache_dir: str | None) -> str:
+    from pagoda.base.config import ModelConfig
+    from pagoda.cli.console import human_bytes
+    from pagoda.cli.models import cached_folders
+    from pagoda.loading.resolve import cache_dir_of
+
+    root = cache_dir_of(ModelConfig(cache_dir=cache_dir))
+    lines = [str(root)]
+    lines += [f"{folder.name}: {human_bytes(num_bytes)}" for folder, num_bytes in cached_folders(root)]
+    kernels = list((root / "native").glob("*.so"))
+    if kernels:
+        lines.append(f"compiled kernels: {len(kernels)} files, {human_bytes(sum(k.stat().st_size for k in kernels))}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "nothing fetched yet"])

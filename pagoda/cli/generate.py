@@ -1,0 +1,91 @@
+"""`pagoda generate`: one prompt, one streamed answer, one line of figures."""
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from pagoda.base.errors import RequestError
+from pagoda.cli.options import engine_options, sampling_options
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How an answer went. Times in seconds; ready_s counts from the start of the process."""
+
+    num_tokens: int
+    ready_s: float
+    first_token_s: float
+    total_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the tokens after the first, which waits for the prompt; of all when there is only one."""
+        decode_s = self.total_s - self.first_token_s
+        if self.num_tokens > 1 and decode_s > 0:
+            return (self.num_tokens - 1) / decode_s
+        return self.num_tokens / self.total_s if self.total_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_tokens} tokens, {self.tokens_per_s:.1f} tokens/s, "
+            f"first token after {self.first_token_s:.2f} s, ready after {self.ready_s:.2f} s"
+        )
+
+
+@sampling_options(max_tokens=256, temperature=0.0)
+@engine_options()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; '-' or nothing reads standard input.")] = None,
+    *,
+    options: dict[str, object],
+    sampling: dict[str, object],
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="System message (with --chat).")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line of figures.")] = False,
+) -> None:
+    """Answer one prompt, streamed to standard output; figures go to standard error."""
+    text = read_prompt(prompt)
+    if system is not None and not chat:
+        raise RequestError("--system needs --chat: without a chat template there is no place for it", "system")
+
+    from pagoda.base.sampling_params import SamplingParams
+    from pagoda.cli.console import for_stream
+    from pagoda.cli.session import Session, seconds_since_start
+
+    params = SamplingParams(**{**sampling, "seed": options.get("seed")})  # type: ignore[arg-type]
+    session = Session.start(options)
+    ready_s = seconds_since_start()
+    begin_s = time.perf_counter()
+    if chat:
+        turns = [{"role": "system", "content": system}] if system is not None else []
+        token_ids = session.encode_chat([*turns, {"role": "user", "content": text}])
+    else:
+        token_ids = session.encode(text)
+    first_token_s, num_tokens, finish_reason = 0.0, 0, None
+    for piece in session.stream(token_ids, params):
+        num_tokens = max(num_tokens, piece.num_tokens)
+        first_token_s = first_token_s or time.perf_counter() - begin_s
+        finish_reason = piece.finish_reason or finish_reason
+        sys.stdout.write(for_stream(piece.text, sys.stdout))
+        sys.stdout.flush()
+    print()
+    if not quiet:
+        from pagoda.cli.console import stderr_console
+
+        figures = Figures(num_tokens, ready_s, first_token_s, time.perf_counter() - begin_s)
+        stderr_console().print(str(figures), style="dim")
+    if finish_reason == "abort":
+        raise typer.Exit(130)
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The argument, or all of standard input. Raises RequestError for an empty one."""
+    if prompt is None and sys.stdin.isatty():
+        raise RequestError("no prompt: pass it as an argument or on standard input", "prompt")
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not text:
+        raise RequestError("the prompt is empty", "prompt")
+    return text

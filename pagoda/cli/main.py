@@ -1,0 +1,76 @@
+"""The `pagoda` command. What a subcommand needs is imported when it runs, so `pagoda --help` answers at once."""
+
+import logging
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from pagoda.base.errors import ConfigError, PagodaError, RequestError
+from pagoda.cli import bench, chat, doctor, generate, models, plan, serve
+
+app = typer.Typer(
+    name="pagoda",
+    help="Run, serve and measure large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
+app.command("plan")(plan.plan)
+app.command("doctor")(doctor.doctor)
+app.add_typer(models.app, name="models")
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pagoda {version('pagoda-llm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def configure(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+) -> None:
+    """What holds for every subcommand: log lines go to standard error."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    logging.getLogger("pagoda").setLevel(logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command line and exit: 0 done, 2 wrong input, 1 anything else, 130 interrupted. Errors are one line."""
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.exit(_run(given))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        return int(app(arguments, prog_name="pagoda", standalone_mode=False) or 0)
+    except typer.TyperException as error:  # a flag or command that does not exist, a value of the wrong type
+        return _fail(error.format_message(), error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has gone; Python would complain while it flushes
+        return 1
+    except PagodaError as error:
+        if "--debug" in arguments:
+            raise
+        return _fail(str(error), 2 if isinstance(error, (ConfigError, RequestError)) else 1)
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        return _fail(f"internal error: {type(error).__name__}: {error} (pagoda --debug ... shows where)", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"pagoda: {' '.join(message.split())}", file=sys.stderr)
+    return code

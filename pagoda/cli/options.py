@@ -1,0 +1,155 @@
+"""Command-line flags made from the settings' dataclasses, in this one place: a field there is a flag here.
+
+A flag that is not given leaves its field at its default, so only what was typed reaches `EngineConfig.from_options`.
+"""
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from pagoda.base.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServerConfig
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.cli.flag_help import HELP
+
+ENGINE_PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+PANELS: dict[type, str] = {
+    ModelConfig: "Model",
+    CacheConfig: "KV cache",
+    SchedulerConfig: "Scheduler",
+    ParallelConfig: "Devices and threads",
+    ServerConfig: "Server",
+    SamplingParams: "Sampling",
+}
+# Where the field's plural would make a strange flag.
+FLAG_NAMES = {"api_keys": "--api-key"}
+SHORT_FLAGS = {"model": "-m"}
+SAMPLING_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
+_POWERS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_bytes(text: str) -> int:
+    """`1073741824`, `1GiB`, `1.5G` to bytes; units are powers of 1024, those with a bare B (`MB`) of 1000."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write bytes or a number with KiB, MiB, GiB")
+    unit = match[2].upper()
+    base = 1000 if len(unit) == 2 and unit.endswith("B") else 1024
+    return int(float(match[1]) * base ** _POWERS[unit[:1]])
+
+
+def _flag_of(field: str) -> str:
+    return FLAG_NAMES.get(field, "--" + field.replace("_", "-"))
+
+
+def _parameter(part: type, item: "dataclasses.Field[Any]", default: object) -> inspect.Parameter:
+    """One dataclass field as a typer parameter whose value is None unless the flag is given.
+
+    default: shown in the help.
+    """
+    kind = _without_none(typing.get_type_hints(part)[item.name])
+    flags = [_flag_of(item.name)]
+    if kind is bool:
+        flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
+    elif item.name in SHORT_FLAGS:
+        flags.append(SHORT_FLAGS[item.name])
+    if typing.get_origin(kind) is tuple:
+        kind = list[str]
+    option = typer.Option(
+        *flags,
+        help=HELP.get(item.name, "") + _shown(default),
+        rich_help_panel=PANELS[part],
+        show_default=False,
+        parser=parse_bytes if item.name == "kv_cache_memory" else None,
+        metavar="BYTES" if item.name == "kv_cache_memory" else None,
+    )
+    return inspect.Parameter(
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        return members[0]
+    return hint
+
+
+def _shown(default: object) -> str:
+    """A default as the help prints it, after the text."""
+    if default is None or default == ():
+        return ""
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    return f" (default: {default.value if isinstance(default, Enum) else default})"
+
+
+def _engine_parameters(parts: tuple[type, ...]) -> list[inspect.Parameter]:
+    return [_parameter(part, item, item.default) for part in parts for item in dataclasses.fields(part)]
+
+
+def _sampling_parameters(defaults: dict[str, object]) -> list[inspect.Parameter]:
+    fields = {item.name: item for item in dataclasses.fields(SamplingParams)}
+    return [
+        _parameter(SamplingParams, fields[name], defaults.get(name, fields[name].default)) for name in SAMPLING_FIELDS
+    ]
+
+
+def engine_options(*extra_parts: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command every engine flag; it receives those that were given as `options: dict[str, object]`.
+
+    extra_parts: further settings classes (ServerConfig).
+    """
+    return _collected("options", _engine_parameters((*ENGINE_PARTS, *extra_parts)))
+
+
+def sampling_options(**defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the sampling flags; it receives `sampling: dict[str, object]`, the given ones over `defaults`."""
+    return _collected("sampling", _sampling_parameters(defaults), defaults)
+
+
+def _collected(
+    name: str, parameters: list[inspect.Parameter], defaults: dict[str, object] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that replaces the command's parameter `name` by flags, and gathers their values into it again."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            values = {parameter.name: given.pop(parameter.name) for parameter in parameters}
+            gathered = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if v is not None}
+            command(**{name: {**(defaults or {}), **gathered}}, **given)
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != name]
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        signature = inspect.Signature([*own, *parameters])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return run
+
+    return decorate
+
+
+def engine_config(options: dict[str, object]) -> EngineConfig:
+    """The flags that were given as settings."""
+    return EngineConfig.from_options(**options)

@@ -1,0 +1,120 @@
+"""`pagoda plan`: what a model and settings will need, before anything is loaded."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from pagoda.base.config import EngineConfig
+from pagoda.cli.options import engine_config, engine_options
+
+TYPICAL_LENGTHS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All figures of `pagoda plan`; sizes in bytes, lengths in tokens.
+
+    weights_disk, weights_memory: as the checkpoint has them, and about what they take once loaded.
+    requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once.
+    """
+
+    model: str
+    path: str
+    architecture: str
+    num_parameters: int
+    dtype: str
+    kv_dtype: str
+    weights_disk: int
+    weight_types: dict[str, int]
+    weights_memory: int
+    memory_available: int
+    kv_bytes_per_token: int
+    has_windows: bool
+    kv_cache: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    kv_tokens: int
+    requests_by_length: dict[int, int]
+    max_num_seqs: int
+
+
+@engine_options()
+def plan(
+    options: dict[str, object],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+) -> None:
+    """Print what a model and settings need: weights, KV per token, how many tokens and requests fit."""
+    from pagoda.cli.console import fetching
+
+    with fetching():
+        made = make_plan(engine_config(options))
+    if as_json:
+        print(json.dumps(asdict(made)))
+    else:
+        _print(made)
+
+
+def make_plan(config: EngineConfig) -> Plan:
+    """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
+    from pagoda.assemble import resolve_engine, size_cache
+    from pagoda.loading.model_config import summarize_weights
+    from pagoda.worker.memory import DTYPE_BYTES, available_memory, blocks_for, estimate_weight_bytes, kv_bytes_per_slot
+
+    setup = resolve_engine(config)
+    capacity = size_cache(setup)
+    weights = summarize_weights(setup.files)
+    weight_dtype = config.model.quantization or setup.dtype
+    lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
+    return Plan(
+        model=setup.files.name,
+        path=str(setup.files.path),
+        architecture=setup.spec.architecture,
+        num_parameters=weights.num_parameters,
+        dtype=setup.dtype,
+        kv_dtype=setup.kv_dtype,
+        weights_disk=weights.num_bytes,
+        weight_types=weights.bytes_by_type,
+        weights_memory=estimate_weight_bytes(setup.spec, DTYPE_BYTES.get(weight_dtype, DTYPE_BYTES[setup.dtype])),
+        memory_available=available_memory(),
+        kv_bytes_per_token=setup.spec.num_layers * kv_bytes_per_slot(setup.spec, setup.kv_dtype),
+        has_windows=any(setup.spec.layer_windows),
+        kv_cache=capacity.pool_bytes,
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.block_size,
+        max_model_len=setup.max_model_len,
+        kv_tokens=capacity.max_tokens,
+        requests_by_length={
+            length: capacity.num_blocks // blocks_for(setup.groups, length, capacity.block_size)
+            for length in sorted(lengths)
+        },
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+
+
+def _print(made: Plan) -> None:
+    from rich.table import Table
+
+    from pagoda.cli.console import human_bytes, human_count, stdout_console
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    types = ", ".join(f"{name} {human_bytes(size)}" for name, size in made.weight_types.items())
+    window = " at first; layers with a sliding window stop growing" if made.has_windows else ""
+    table.add_row("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)")
+    table.add_row("weights", f"{human_bytes(made.weights_disk)} on disk ({types})")
+    table.add_row("", f"about {human_bytes(made.weights_memory)} in memory as {made.dtype}")
+    table.add_row("memory", f"{human_bytes(made.memory_available)} available")
+    table.add_row("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}")
+    table.add_row(
+        "KV cache", f"{human_bytes(made.kv_cache)}: {human_count(made.num_blocks)} blocks of {made.block_size} tokens"
+    )
+    alone = f"the cache would hold one of {human_count(made.kv_tokens)}"
+    table.add_row("longest request", f"{human_count(made.max_model_len)} tokens ({alone})")
+    for length, requests in made.requests_by_length.items():
+        seats = f", of which {made.max_num_seqs} run at once" if requests > made.max_num_seqs else ""
+        table.add_row(f"at {human_count(length)} tokens", f"{human_count(requests)} requests fit{seats}")
+    stdout_console().print(table)
