@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
+from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.model_config import read_model_spec
 from pagoda.loading.model_files import ModelFiles
@@ -25,7 +27,7 @@ from pagoda.worker.memory import DTYPE_BYTES, KVCapacity, available_memory, esti
 
 logger = logging.getLogger("pagoda")
 
-_EXECUTORS = ("in_process",)
+_EXECUTORS = ("in_process", "fake")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,15 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
     return plan_capacity(setup.spec, setup.groups, setup.config.cache, setup.kv_dtype, setup.max_model_len, free)
 
 
-def build_engine_core(config: EngineConfig | EngineSetup, clock: Clock | None = None) -> EngineCore:
+def build_engine_core(
+    config: EngineConfig | EngineSetup,
+    clock: Clock | None = None,
+    wrap_executor: Callable[[Executor, int], Executor] | None = None,
+) -> EngineCore:
     """A started engine: the model is loaded and the first request can be added.
 
     config: the settings, or what `resolve_engine` made of them.   clock: the machine's, unless given.
+    wrap_executor: gets the executor and the number of rows of the scheduler's table; what it returns is used instead.
     Raises ConfigError for settings, CapacityError for too little memory, WorkerDied when the executor does not start.
     """
     begin_s = time.perf_counter()
@@ -102,6 +109,8 @@ def build_engine_core(config: EngineConfig | EngineSetup, clock: Clock | None = 
         num_host_blocks=capacity.num_host_blocks,
     )
     executor = _make_executor(setup, capacity, scheduler.max_rows)
+    if wrap_executor is not None:
+        executor = wrap_executor(executor, scheduler.max_rows)
     executor.start()
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
@@ -116,6 +125,10 @@ def build_engine_core(config: EngineConfig | EngineSetup, clock: Clock | None = 
 
 
 def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> Executor:
+    if setup.config.parallel.distributed_executor_backend == "fake":
+        return FakeExecutor(
+            max_rows, setup.max_model_len, capacity.block_size, len(setup.groups), vocab_size=setup.spec.vocab_size
+        )
     # Here and not above: torch takes a second to import, and whoever only plans or resolves does not need it.
     from pagoda.worker.worker import Worker, WorkerConfig
 
