@@ -64,8 +64,8 @@ class CheckpointKeys:
     """Names of a checkpoint's tensors.
 
     layer_prefix: with `{layer}` for the index.   interleaved_qk: q and k rows are stored in llama.cpp's order,
-    pairs (0, D/2), (1, D/2 + 1), ... side by side in each head.   norms_plus_one: the 1 of `unit_offset_norms` was added
-    to the stored weights already, as llama.cpp does.
+    pairs (0, D/2), (1, D/2 + 1), ... side by side in each head.   norms_plus_one: the stored norm weights include the
+    1 of `unit_offset_norms`, as llama.cpp's do.
     """
 
     embedding: str
