@@ -59,21 +59,13 @@ def settings_of(config: dict[str, Any]) -> Settings:
     cache = CacheConfig(
         block_size=config["block_size"],
         enable_prefix_caching=config.get("enable_prefix_caching", False),
-        watermark=_watermark(config.get("watermark", 0.0), num_blocks),
+        watermark=config.get("watermark", 0.0),
     )
     groups = tuple(
         KVGroupSpec(KVGroupKind(group["kind"]), window=group.get("window", 0), layers=(index,))
         for index, group in enumerate(config.get("kv_groups") or [{"kind": "full"}])
     )
-    return Settings(
-        scheduler, cache, groups, num_blocks, config["max_model_len"], config.get("encoder_decoder", False)
-    )
-
-
-def _watermark(share: float, num_blocks: int) -> float:
-    """The format counts the null block with the pool; pagoda does not: the share that keeps the same number free."""
-    kept = int(share * (num_blocks + 1))
-    return (kept + 0.5) / num_blocks if kept else 0.0
+    return Settings(scheduler, cache, groups, num_blocks, config["max_model_len"], config.get("encoder_decoder", False))
 
 
 def request_of(record: dict[str, Any], arrival: int, encoder_decoder: bool) -> Request:

@@ -76,7 +76,9 @@ class Memory:
             table = branch.tables[group]
             for index in range(branch.hashed[group], min(confirmed // self.block_size, len(table))):
                 if table[index] != NULL:
-                    self.pool.record(table[index], self.content(group, request, branch.tokens, (index + 1) * self.block_size))
+                    self.pool.record(
+                        table[index], self.content(group, request, branch.tokens, (index + 1) * self.block_size)
+                    )
                 branch.hashed[group] = index + 1
 
     # Room -----------------------------------------------------------------------------------------------------

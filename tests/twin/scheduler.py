@@ -39,7 +39,7 @@ class TwinScheduler:
             max_model_len,
             config.max_num_batched_tokens * depth,
         )
-        self.watermark = int(cache.watermark * num_blocks)
+        self.watermark = int(cache.watermark * (num_blocks + 1))  # the null block counts as one of the pool
         self.encoder = EncoderCache(config.encoder_cache_tokens)
         self.encoder_decoder = encoder_decoder
         self.waiting: list[Live] = []
@@ -170,7 +170,7 @@ class TwinScheduler:
 
     def _victim(self) -> Live:
         if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
-            return max(self.running, key=lambda live: live.urgency)
+            return max(self.running, key=lambda live: live.urgency[:2])  # of equals, the one admitted first
         return self.running[-1]
 
     def _take_out(self, victim: Live) -> None:
@@ -197,7 +197,12 @@ class TwinScheduler:
         self._queue(live, front=True)
 
     def _in_flight_of(self, live: Live) -> list[Planned]:
-        return [entry for step in self.in_flight for entry in step.planned if entry.live is live and entry.epoch >= live.drop_before]
+        return [
+            entry
+            for step in self.in_flight
+            for entry in step.planned
+            if entry.live is live and entry.epoch >= live.drop_before
+        ]
 
     def _outgrown(self, live: Live) -> None:
         self._take_out(live)
@@ -290,7 +295,9 @@ class TwinScheduler:
                     continue
             elif item.offset + item.length <= computed or item.offset >= computed + want:
                 continue
-            elif self.config.no_partial_media and computed < item.offset and computed + want < item.offset + item.length:
+            elif (
+                self.config.no_partial_media and computed < item.offset and computed + want < item.offset + item.length
+            ):
                 return item.offset - computed, items, repeats
             elif any(live.request.media[other].content_hash == item.content_hash for other in items):
                 repeats.append(place)

@@ -1,0 +1,250 @@
+"""`pagoda bench scheduler`: what planning a step costs, without a model. Outputs are made up; only decisions are timed."""
+
+import json
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from pagoda.base.clock import SystemClock
+from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.errors import ConfigError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.request import Request
+from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 8192
+MAX_BATCHED_TOKENS = 8192
+VOCABULARY = 49_000
+NUM_SEQS = (8, 64, 256, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerFigures:
+    """One case. Medians over decode steps in which every sequence runs, in microseconds."""
+
+    engine: str
+    num_seqs: int
+    prefix_caching: bool
+    schedule_us: float
+    update_us: float
+    per_seq_us: float
+    add_request_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Cost of a step with 64 running sequences beside `num_waiting` waiting ones, in a pool of `num_blocks` blocks."""
+
+    num_waiting: int
+    num_blocks: int
+    construct_ms: float
+    add_request_us: float
+    step_us: float
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the command on `app`."""
+    app.command("scheduler")(bench_scheduler)
+
+
+def bench_scheduler(
+    num_seqs: Annotated[list[int] | None, typer.Option(help="Running sequences; may be given several times.")] = None,
+    prompt: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,
+    steps: Annotated[int, typer.Option(help="Decode steps timed in each case.")] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line a case.")] = False,
+    curves: Annotated[bool, typer.Option(help="Cost over waiting requests and pool size instead.")] = False,
+    compare: Annotated[
+        Path | None, typer.Option(help="A Python that has vLLM: its scheduler is timed beside ours.")
+    ] = None,
+    compare_model: Annotated[
+        Path | None, typer.Option(help="With --compare: a folder with a Llama-type config.json.")
+    ] = None,
+    compare_file: Annotated[Path | None, typer.Option(help="JSON lines of vLLM's figures, instead of --compare.")] = None,
+) -> None:
+    """Time the scheduler alone: schedule + update_from_output per decode step, and add_request."""
+    if curves:
+        for point in measure_curves():
+            print(json.dumps(asdict(point)) if as_json else _curve_line(point), flush=True)
+        return
+    sizes = tuple(num_seqs or NUM_SEQS)
+    ours: list[SchedulerFigures] = []
+    for size in sizes:
+        for caching in (False, True):
+            figures = measure(size, caching, prompt, steps)
+            ours.append(figures)
+            print(json.dumps(asdict(figures)) if as_json else _line(figures), flush=True)
+    if compare is None and compare_file is None:
+        return
+    theirs = read_figures(compare_file) if compare_file else run_peer(compare, compare_model, sizes)
+    for line in ratios(ours, theirs):
+        print(json.dumps(line) if as_json else _ratio_line(line), flush=True)
+
+
+def measure(num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60) -> SchedulerFigures:
+    """Fill a scheduler with `num_seqs` requests of `prompt` random tokens and time `steps` steps in which all decode."""
+    # Before the last prompt is in, the first sequences decode already: room for those steps too.
+    filling = -(-num_seqs * prompt // (MAX_BATCHED_TOKENS - num_seqs)) + 2
+    num_blocks = num_seqs * ((prompt + steps + filling) // BLOCK_SIZE + 3) + 16
+    scheduler = make_scheduler(num_seqs, num_blocks, caching)
+    generator = random.Random(0)
+    requests = [make_request(number, prompt, generator) for number in range(num_seqs)]
+    started = time.perf_counter()
+    for request in requests:
+        scheduler.add_request(request)
+    add_us = (time.perf_counter() - started) / num_seqs * 1e6
+    schedule_s: list[float] = []
+    update_s: list[float] = []
+    while len(schedule_s) < steps:
+        before = time.perf_counter()
+        output = scheduler.schedule()
+        planned = time.perf_counter()
+        result = made_up(output)
+        received = time.perf_counter()
+        scheduler.update_from_output(output, result)
+        done = time.perf_counter()
+        if output.total_num_scheduled_tokens == len(output.rows) == num_seqs:
+            schedule_s.append(planned - before)
+            update_s.append(done - received)
+    schedule_us, update_us = float(np.median(schedule_s)) * 1e6, float(np.median(update_s)) * 1e6
+    return SchedulerFigures(
+        "pagoda-scheduler",
+        num_seqs,
+        caching,
+        round(schedule_us, 1),
+        round(update_us, 1),
+        round((schedule_us + update_us) / num_seqs, 3),
+        round(add_us, 1),
+    )
+
+
+def make_scheduler(num_seqs: int, num_blocks: int, caching: bool) -> Scheduler:
+    """A scheduler for one full-attention model."""
+    config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=MAX_BATCHED_TOKENS)
+    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching, watermark=0.0)
+    return Scheduler(config, cache, (KVGroupSpec(),), num_blocks, MAX_MODEL_LEN, SystemClock())
+
+
+def make_request(number: int, num_tokens: int, generator: random.Random) -> Request:
+    """A request that never ends by itself."""
+    tokens = np.array([generator.randrange(VOCABULARY) for _ in range(num_tokens)], np.int32)
+    sampling = SamplingParams(max_tokens=100_000, ignore_eos=True, temperature=0.0)
+    return Request(str(number), tokens, sampling, handle=number, arrival_time_s=float(number))
+
+
+def made_up(output: SchedulerOutput) -> ModelRunnerOutput:
+    """What a model would answer, if it said the same token to everybody."""
+    count = len(output.sample_rows)
+    return ModelRunnerOutput(output.step, np.full((count, 1), 7, np.int32), np.ones(count, np.int32))
+
+
+def measure_curves(
+    waiting: tuple[int, ...] = (0, 1_000, 10_000, 100_000),
+    pools: tuple[int, ...] = (10_000, 100_000, 1_000_000, 4_000_000),
+    num_running: int = 64,
+    steps: int = 200,
+) -> Iterator[CurvePoint]:
+    """Decode steps of a full house: first over the length of the waiting line, then over the size of the pool."""
+    cases = [(count, 10_000) for count in waiting] + [(0, blocks) for blocks in pools]
+    for num_waiting, num_blocks in cases:
+        yield _measure_point(num_waiting, num_blocks, num_running, steps)
+
+
+def _measure_point(num_waiting: int, num_blocks: int, num_running: int, steps: int) -> CurvePoint:
+    generator = random.Random(0)
+    requests = [make_request(number, 32, generator) for number in range(num_running + num_waiting)]
+    started = time.perf_counter()
+    scheduler = make_scheduler(num_running, num_blocks, caching=True)
+    constructed = time.perf_counter()
+    for request in requests:
+        scheduler.add_request(request)
+    added = time.perf_counter()
+    times: list[float] = []
+    for _ in range(steps + 2):
+        before = time.perf_counter()
+        output = scheduler.schedule()
+        planned = time.perf_counter()
+        result = made_up(output)
+        received = time.perf_counter()
+        scheduler.update_from_output(output, result)
+        times.append(planned - before + time.perf_counter() - received)
+    return CurvePoint(
+        num_waiting,
+        num_blocks,
+        round((constructed - started) * 1e3, 2),
+        round((added - constructed) / len(requests) * 1e6, 2),
+        round(float(np.median(times[2:])) * 1e6, 2),
+    )
+
+
+def run_peer(python: Path | None, model: Path | None, sizes: tuple[int, ...]) -> list[SchedulerFigures]:
+    """vLLM's figures, measured now, in its own Python. Raises ConfigError with what it said if it cannot run."""
+    if python is None or model is None:
+        raise ConfigError("--compare needs --compare-model: a folder with a Llama-type config.json (no weights are read)")
+    script = Path(__file__).with_name("vllm_peer.py")
+    command = [str(python), str(script), str(model), *map(str, sizes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"vLLM's scheduler did not run with {python}: {done.stderr.strip()[-400:]}")
+    return [_parse(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def read_figures(path: Path) -> list[SchedulerFigures]:
+    """Figures printed earlier with --json, or by vLLM's script. Other lines are passed over."""
+    return [_parse(line) for line in path.read_text().splitlines() if line.startswith("{") and '"engine"' in line]
+
+
+def _parse(line: str) -> SchedulerFigures:
+    try:
+        return SchedulerFigures(**json.loads(line))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"not a line of scheduler figures ({error}): {line[:120]}") from None
+
+
+def ratios(ours: list[SchedulerFigures], theirs: list[SchedulerFigures]) -> Iterator[dict[str, object]]:
+    """How many times as long the other engine takes, case by case, where both have figures."""
+    known = {(figures.num_seqs, figures.prefix_caching): figures for figures in theirs}
+    for mine in ours:
+        other = known.get((mine.num_seqs, mine.prefix_caching))
+        if other is not None:
+            yield {
+                "compared_with": other.engine,
+                "num_seqs": mine.num_seqs,
+                "prefix_caching": mine.prefix_caching,
+                "per_seq_us": mine.per_seq_us,
+                "their_per_seq_us": other.per_seq_us,
+                "step_ratio": round(other.per_seq_us / mine.per_seq_us, 1),
+                "add_request_ratio": round(other.add_request_us / mine.add_request_us, 1),
+            }
+
+
+def _line(figures: SchedulerFigures) -> str:
+    caching = "on " if figures.prefix_caching else "off"
+    return (
+        f"{figures.num_seqs:5d} sequences, prefix caching {caching}: schedule {figures.schedule_us:7.1f} us, "
+        f"update {figures.update_us:7.1f} us, {figures.per_seq_us:.3f} us a sequence, add_request {figures.add_request_us:.1f} us"
+    )
+
+
+def _ratio_line(line: dict[str, object]) -> str:
+    caching = "on " if line["prefix_caching"] else "off"
+    return (
+        f"{line['num_seqs']:5d} sequences, prefix caching {caching}: {line['compared_with']} takes {line['step_ratio']} times as "
+        f"long a step, {line['add_request_ratio']} times as long to add a request"
+    )
+
+
+def _curve_line(point: CurvePoint) -> str:
+    return (
+        f"{point.num_waiting:7d} waiting, {point.num_blocks:8d} blocks: made in {point.construct_ms:.1f} ms, "
+        f"add_request {point.add_request_us:.1f} us, step {point.step_us:.1f} us"
+    )

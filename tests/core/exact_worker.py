@@ -1,0 +1,256 @@
+"""A worker without a model that knows what every KV slot ought to hold.
+
+It applies each SchedulerOutput the way a real worker does, but where a real one writes keys and values, this one writes
+the *name* of what they are computed from: the group, and the row's tokens up to that position. Before a row samples it looks
+at every position that the row attends to. A block given out twice, a copy that was not made, a swap in the wrong order or a block
+reused under a step in flight all show up as a wrong name, at the step where they happen.
+
+Sampled tokens depend on the row's seed and tokens alone, so that any schedule must give the same text.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.request import MediaItem
+from pagoda.core.scheduler_output import ModelRunnerOutput, RowInit, SchedulerOutput
+
+Name = tuple[object, ...]
+
+
+class WrongMemory(AssertionError):
+    """A row would have read or written what is not its own."""
+
+
+def next_token(seed: int, tokens: list[int], vocab: int) -> int:
+    """What the model says after `tokens`."""
+    return zlib.crc32(np.asarray([seed, *tokens], np.int64).tobytes()) % vocab
+
+
+@dataclass
+class Row:
+    """A row as the worker knows it."""
+
+    request_id: str
+    seed: int
+    tokens: list[int]
+    tables: list[list[int]]
+    lora: object
+    media: tuple[MediaItem, ...]
+    encoder_len: int
+    num_prompt: int
+    cross_written: bool = False
+    names: list[Name] = field(default_factory=list)  # of KV at each position
+
+    def name_at(self, position: int, tokens: list[int]) -> Name:
+        """What the KV at `position` is computed from: the prefix before it, and the token or the piece of media there."""
+        del self.names[position:]
+        for place in range(len(self.names), position + 1):
+            before: Name = self.names[-1] if self.names else ("root", self.lora, self.encoder_len and self.media)
+            self.names.append((hash(before), self._thing_at(place, tokens)))
+        return self.names[position]
+
+    def _thing_at(self, position: int, tokens: list[int]) -> object:
+        if not self.encoder_len:
+            for item in self.media:
+                if item.offset <= position < item.offset + item.length:
+                    return item.content_hash, position - item.offset
+        return tokens[position]
+
+
+class ExactWorker:
+    """Executes steps at once and in order. `num_blocks`: usable device blocks; block 0 is the null block."""
+
+    def __init__(
+        self, groups: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int, num_host_blocks: int, vocab: int
+    ) -> None:
+        self.groups = groups
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.vocab = vocab
+        self.device: dict[int, list[Name | None]] = {block: [None] * block_size for block in range(1, num_blocks + 1)}
+        self.host: dict[int, list[Name | None]] = {}
+        self.rows: dict[int, Row] = {}
+        self.encoded: set[str] = set()
+        self.last_step = 0
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Apply and execute one step."""
+        if output.step != self.last_step + 1:
+            raise WrongMemory(f"step {output.step} came after step {self.last_step}")
+        self.last_step = output.step
+        for row in output.released.tolist():
+            if self.rows.pop(row, None) is None:
+                raise WrongMemory(f"row {row} was released but is not known")
+        self._move_blocks(output)
+        for init in output.admitted:
+            self._admit(init)
+        self._apply_delta(output)
+        for fork in output.forks:
+            self._fork(fork.src, fork.dst, fork.seed)
+        for item in output.encoder_freed:
+            self.encoded.discard(item)
+        for run in output.encoder_runs:
+            if run.content_hash in self.encoded:
+                raise WrongMemory(f"item {run.content_hash} is encoded twice")
+            if not any(row.encoder_len for row in self.rows.values()):
+                self.encoded.add(run.content_hash)
+        fed = self._write(output)
+        self._read(output)
+        return self._sample(output, fed)
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        for source, target in output.swap_out.tolist():
+            if not 0 <= target < self.num_host_blocks + 1:
+                raise WrongMemory(f"host block {target} does not exist")
+            self.host[target] = list(self.device[source])
+        for source, target in output.swap_in.tolist():
+            self.device[target] = list(self.host[source])
+        targets = output.copies[:, 1].tolist()
+        if len(set(targets)) != len(targets) or set(targets) & set(output.copies[:, 0].tolist()):
+            raise WrongMemory(f"copies get in each other's way: {output.copies.tolist()}")
+        for source, target in output.copies.tolist():
+            self.device[target] = list(self.device[source])
+
+    def _admit(self, init: RowInit) -> None:
+        if init.row in self.rows:
+            raise WrongMemory(f"row {init.row} of {init.request_id} is given to a second owner")
+        tables = [table.tolist() for table in init.block_ids]
+        row = Row(
+            init.request_id,
+            init.seed,
+            init.token_ids.tolist(),
+            tables,
+            init.lora,
+            init.media,
+            init.encoder_len,
+            init.num_prompt_tokens,
+        )
+        row.cross_written = init.num_computed > 0
+        self.rows[init.row] = row
+
+    def _apply_delta(self, output: SchedulerOutput) -> None:
+        delta = output.block_delta
+        for row, group, index, block in zip(
+            delta.rows.tolist(), delta.groups.tolist(), delta.index.tolist(), delta.block_ids.tolist(), strict=True
+        ):
+            table = self.rows[row].tables[group]
+            table.extend([0] * (index + 1 - len(table)))
+            table[index] = block
+
+    def _fork(self, source: int, target: int, seed: int) -> None:
+        if target in self.rows:
+            raise WrongMemory(f"row {target} is forked into but has an owner")
+        old = self.rows[source]
+        self.rows[target] = Row(
+            old.request_id, seed, list(old.tokens), [list(table) for table in old.tables],
+            old.lora, old.media, old.encoder_len, old.num_prompt, old.cross_written, list(old.names),
+        )  # fmt: skip
+
+    def _write(self, output: SchedulerOutput) -> dict[int, list[int]]:
+        """Write all KV of the step; the tokens each row was fed, drafts included."""
+        written: dict[tuple[int, int], int] = {}
+        fed: dict[int, list[int]] = {}
+        for number, start, new in zip(
+            output.rows.tolist(), output.start.tolist(), output.num_new.tolist(), strict=True
+        ):
+            row = self.rows[number]
+            drafts = output.drafts.get(number)
+            tokens = row.tokens + (drafts.tolist() if drafts is not None else [])
+            if number in fed or new <= 0 or start + new > len(tokens):
+                raise WrongMemory(
+                    f"{row.request_id}: positions {start}..{start + new - 1} of {len(tokens)} known tokens"
+                )
+            fed[number] = tokens
+            self._check_media(row, start, new)
+            for group, spec in enumerate(self.groups):
+                if spec.kind is KVGroupKind.CROSS:
+                    self._write_cross(row, group)
+                    continue
+                for position in range(start, start + new):
+                    block = self._block(row, group, position)
+                    slot = position % self.block_size
+                    if (block, slot) in written:
+                        raise WrongMemory(
+                            f"rows {written[block, slot]} and {number} both write slot {slot} of block {block}"
+                        )
+                    written[block, slot] = number
+                    self.device[block][slot] = (group, row.name_at(position, tokens))
+        return fed
+
+    def _write_cross(self, row: Row, group: int) -> None:
+        if not row.cross_written:
+            for place in range(row.encoder_len):
+                self.device[self._block(row, group, place)][place % self.block_size] = self._cross_name(
+                    row, group, place
+                )
+        if group == len(self.groups) - 1 or self.groups[group + 1].kind is not KVGroupKind.CROSS:
+            row.cross_written = True
+
+    @staticmethod
+    def _cross_name(row: Row, group: int, place: int) -> Name:
+        return group, "encoder", row.media, place
+
+    def _check_media(self, row: Row, start: int, new: int) -> None:
+        if row.encoder_len:
+            return
+        for item in row.media:
+            if (
+                item.offset < start + new
+                and start < item.offset + item.length
+                and item.content_hash not in self.encoded
+            ):
+                raise WrongMemory(f"{row.request_id} needs {item.content_hash}, which is not encoded")
+
+    def _block(self, row: Row, group: int, position: int) -> int:
+        index = position // self.block_size
+        table = row.tables[group]
+        if index >= len(table) or table[index] == 0:
+            raise WrongMemory(f"{row.request_id}: no block for position {position} of group {group}: {table}")
+        return table[index]
+
+    def _read(self, output: SchedulerOutput) -> None:
+        for number, start, new in zip(
+            output.rows.tolist(), output.start.tolist(), output.num_new.tolist(), strict=True
+        ):
+            row = self.rows[number]
+            for group, spec in enumerate(self.groups):
+                if spec.kind is KVGroupKind.CROSS:
+                    for place in range(row.encoder_len):
+                        held = self.device[self._block(row, group, place)][place % self.block_size]
+                        if held != self._cross_name(row, group, place):
+                            raise WrongMemory(f"{row.request_id}: cross slot {place} holds {held}")
+                    continue
+                first = max(0, start - spec.window + 1) if spec.kind is KVGroupKind.WINDOW else 0
+                for position in range(first, start + new):
+                    block = self._block(row, group, position)
+                    held = self.device[block][position % self.block_size]
+                    if held != (group, row.names[position]):
+                        raise WrongMemory(
+                            f"step {output.step}: {row.request_id} (row {number}) reads position {position} of group {group} "
+                            f"from block {block}, which holds {held}"
+                        )
+
+    def _sample(self, output: SchedulerOutput, fed: dict[int, list[int]]) -> ModelRunnerOutput:
+        widest = 1 + max((len(drafts) for drafts in output.drafts.values()), default=0)
+        sampled = np.full((len(output.sample_rows), widest), -1, np.int32)
+        counts = np.zeros(len(output.sample_rows), np.int32)
+        for place, (number, index) in enumerate(
+            zip(output.sample_rows.tolist(), output.sample_index.tolist(), strict=True)
+        ):
+            row, source = self.rows[number], int(output.rows[index])
+            if int(output.start[index]) + int(output.num_new[index]) != len(fed[source]):
+                raise WrongMemory(f"{row.request_id} samples before its last token is computed")
+            drafts = output.drafts.get(source)
+            said = [next_token(row.seed, row.tokens, self.vocab)]
+            for draft in drafts.tolist() if drafts is not None else []:
+                if draft != said[-1]:
+                    break
+                said.append(next_token(row.seed, row.tokens + said, self.vocab))
+            sampled[place, : len(said)] = said
+            counts[place] = len(said)
+            row.tokens = row.tokens + said
+        return ModelRunnerOutput(step=output.step, sampled=sampled, num_sampled=counts, duration_s=0.01)
