@@ -1,0 +1,83 @@
+"""PagedRunner: a model on a paged cache, driven by hand. What the worker does in batches, said as plainly as can be."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pagoda.core.kv_specs import layers_per_block
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.kernels.ops import KVLayer
+from pagoda.models.base import Model
+
+
+class PagedRunner:
+    """Rows of tokens over one pool of blocks, which all KV groups share as they do in the engine.
+
+    Blocks are dealt in a shuffled order. Block 0 is full of NaN, and stands in the tables wherever a window has passed.
+    """
+
+    def __init__(self, model: Model, num_rows: int, max_len: int, dtype: torch.dtype, block_size: int = 4) -> None:
+        self.model, self.block_size = model, block_size
+        groups, spec = model.kv_groups, model.spec
+        blocks_per_row = -(-max_len // block_size)
+        num_blocks = len(groups) * num_rows * blocks_per_row
+        shape = (num_blocks + 1, spec.num_kv_heads, block_size, spec.head_dim)
+        pool = [
+            KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+            for _ in range(layers_per_block(groups))
+        ]
+        for layer in pool:
+            layer.k[0] = layer.v[0] = float("nan")
+        place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
+        self.kv = [pool[place[layer]] for layer in range(spec.num_layers)]
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).int() + 1
+        self.tables = order.view(len(groups), num_rows, blocks_per_row)
+
+    def hidden(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
+        """One step: for each (row, tokens before, new tokens) the last hidden state, [len(work), hidden]."""
+        positions = [torch.arange(start, start + len(tokens)) for _, start, tokens in work]
+        lengths = torch.tensor([len(tokens) for _, _, tokens in work])
+        query_start = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
+        seq_lens = torch.tensor([start + len(tokens) for _, start, tokens in work], dtype=torch.int32)
+        metadata = []
+        for group, tables in zip(self.model.kv_groups, self.tables, strict=True):
+            table = torch.stack([tables[row] for row, _, _ in work])
+            slots = [
+                table[index][at // self.block_size].long() * self.block_size + at % self.block_size
+                for index, at in enumerate(positions)
+            ]
+            for index, (_, start, _) in enumerate(work):
+                if group.window:
+                    table[index, : max(0, start - group.window + 1) // self.block_size] = 0
+            longest = int(lengths.max()), int(seq_lens.max())
+            metadata.append(
+                AttentionMetadata(query_start, seq_lens, table, torch.cat(slots), self.block_size, *longest)
+            )
+        token_ids = torch.tensor([token for _, _, tokens in work for token in tokens], dtype=torch.int32)
+        batch = ForwardBatch(token_ids, torch.cat(positions).int(), tuple(metadata), (query_start[1:] - 1).long())
+        return self.model.ops.select_rows(self.model.forward(batch, self.kv), batch.logits_index)
+
+    def logits(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
+        """As `hidden`, float32 [len(work), vocab]."""
+        return self.model.compute_logits(self.hidden(work))
+
+
+def generate(runner: PagedRunner, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int) -> list[list[int]]:
+    """Greedy answers of `num_tokens` each; prompts go in by `chunk` tokens a step, while rows that are done decode.
+
+    Row i enters at step i, so every mixture of prefill and decode occurs.
+    """
+    known = [list(prompt) for prompt in prompts]
+    computed = [0] * len(prompts)
+    wanted = [len(prompt) + num_tokens for prompt in prompts]
+    step = 0
+    while any(len(tokens) < want for tokens, want in zip(known, wanted, strict=True)):
+        rows = [row for row in range(len(known)) if row <= step and len(known[row]) < wanted[row]]
+        work = [(row, computed[row], known[row][computed[row] : computed[row] + chunk]) for row in rows]
+        logits = runner.logits(work) if work else torch.empty(0)
+        for (row, start, tokens), scores in zip(work, logits, strict=True):
+            computed[row] = start + len(tokens)
+            if computed[row] == len(known[row]):
+                known[row].append(int(scores.argmax()))
+        step += 1
+    return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]

@@ -1,0 +1,108 @@
+"""Each architecture, as a tiny random checkpoint, answers what transformers answers."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from pagoda.kernels.select import select_ops
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_files import identify
+from pagoda.models.base import Model
+from tests.models.paged_runner import PagedRunner, generate
+from tests.models.tiny import CONFIGS, VOCAB, greedy, make_model, save
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """name -> checkpoint folder, made when first asked for."""
+
+    @cache
+    def folder(name: str) -> Path:
+        return save(reference(name), tmp_path_factory.mktemp(name))
+
+    return folder
+
+
+@cache
+def reference(name: str) -> PreTrainedModel:
+    return make_model(name)
+
+
+def load(folder: Path, kernels: str = "torch", dtype: torch.dtype = torch.float32) -> Model:
+    return load_model(identify(folder), select_ops(kernels, CPU, 1), dtype, CPU)
+
+
+def prompts() -> list[list[int]]:
+    """Mixed lengths, from one token to past every window."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (5, 1, 23, 12)]
+
+
+@cache
+def expected(name: str) -> list[list[int]]:
+    with torch.inference_mode():
+        return [greedy(reference(name), prompt, NUM_TOKENS) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_equal_in_every_chunking(name: str, folders):
+    model = load(folders(name))
+    for chunk in (1, 3, 7, 64):
+        runner = PagedRunner(model, len(prompts()), 40, torch.float32)
+        assert generate(runner, prompts(), NUM_TOKENS, chunk) == expected(name), f"chunk {chunk}"
+
+
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-softcap-scaled"])
+def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders):
+    runner = PagedRunner(load(folders(name), kernels), len(prompts()), 40, torch.float32, block_size=8)
+    assert generate(runner, prompts(), NUM_TOKENS, 9) == expected(name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_close(name: str, folders):
+    prompt = prompts()[2]
+    runner = PagedRunner(load(folders(name)), 1, 40, torch.float32)
+    ours = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(prompt)])
+    theirs = reference(name)(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_bf16_stays_near_fp32(name: str, folders):
+    """As near as transformers' own bfloat16, times two."""
+    prompt = prompts()[2]
+    exact = reference(name)(torch.tensor([prompt])).logits[0, -1]
+    rounded = make_model(name).bfloat16()(torch.tensor([prompt])).logits[0, -1].float()
+    runner = PagedRunner(load(folders(name), dtype=torch.bfloat16), 1, 40, torch.bfloat16)
+    ours = runner.logits([(0, 0, prompt)])[0]
+    assert (ours - exact).norm() <= 2 * (rounded - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_hidden_states_close_layer_by_layer(name: str, folders):
+    """A model cut after n layers ends like transformers' n-th hidden state, normed."""
+    prompt = prompts()[3]
+    theirs = reference(name)
+    states = theirs(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    model = load(folders(name))
+    all_layers = model.layers
+    for count in range(1, len(all_layers)):
+        model.layers = all_layers[:count]
+        ours = PagedRunner(model, 1, 40, torch.float32).hidden([(0, 0, prompt)])
+        torch.testing.assert_close(ours[0], theirs.model.norm(states[count])[0, -1], rtol=1e-4, atol=1e-4)

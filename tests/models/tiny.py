@@ -1,0 +1,128 @@
+"""Tiny random checkpoints of every architecture, made by transformers, in sizes and head counts that catch mistakes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import (
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 131
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+}
+
+
+def _llama(**more: object) -> PretrainedConfig:
+    return LlamaConfig(**{**_SHAPE, **more})
+
+
+def _gemma3_text(**more: object) -> Gemma3TextConfig:
+    shape = {**_SHAPE, "num_hidden_layers": 7, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Gemma3TextConfig(**{**shape, "sliding_window": 5, "query_pre_attn_scalar": 40, **more})
+
+
+def _gemma3_multimodal() -> PretrainedConfig:
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    text = _gemma3_text(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    return Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, eos_token_id=2)
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": _llama,
+    "llama-tied-biased": lambda: _llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama-mha-wide-heads": lambda: _llama(num_key_value_heads=3, head_dim=64),
+    "llama-rope-linear": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "llama-rope-dynamic": lambda: _llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    "llama-rope-llama3": lambda: _llama(rope_parameters=_LLAMA3_ROPE),
+    "llama-rope-yarn": lambda: _llama(rope_parameters=_YARN_ROPE),
+    "mistral": lambda: MistralConfig(**{**_SHAPE, "sliding_window": None, "num_attention_heads": 6, "head_dim": 16}),
+    "mistral-window": lambda: MistralConfig(**_SHAPE, sliding_window=7),
+    "qwen2": lambda: Qwen2Config(**_SHAPE),
+    "qwen2-window": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**{**_SHAPE, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gemma3": _gemma3_text,
+    "gemma3-softcap-scaled": lambda: _gemma3_text(
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
+    "gemma3-multimodal": _gemma3_multimodal,
+}
+
+
+def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """A model in float32 whose every parameter, norms and biases included, is random and matters."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    kind = getattr(transformers, "Gemma3ForConditionalGeneration", None) if name == "gemma3-multimodal" else None
+    kind = kind or transformers.AutoModelForCausalLM
+    model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    model = model.float().eval()
+    around = 0.0 if name.startswith("gemma3") else 1.0
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("norm.weight"):
+                # multiples of 2^-10, so that llama.cpp's 1 + weight is exact
+                parameter.copy_(around + (torch.randn_like(parameter) * 0.3).mul(1024).round().div(1024))
+            elif parameter.dim() == 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
+    """Write a checkpoint folder and return it."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """What transformers answers, greedily, whatever ends it."""
+    answer = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return answer[0, len(prompt) :].tolist()
