@@ -36,8 +36,12 @@ class InProcessExecutor:
     def start(self) -> None:
         if self._overlap:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagoda-worker")
-            # On that thread, because thread settings of math libraries belong to the thread that makes them.
-            self._thread.submit(self._worker.start).result()
+            try:
+                # On that thread, because thread settings of math libraries belong to the thread that makes them.
+                self._thread.submit(self._worker.start).result()
+            except BaseException:
+                self._thread.shutdown()
+                raise
         else:
             self._worker.start()
         self._alive = True
@@ -59,7 +63,7 @@ class InProcessExecutor:
             return
         self._alive = False
         if self._thread is not None:
-            # The step that runs may finish: the worker's memory must not go while it is used. Later ones fail in `_run`.
+            # The step that runs may finish, since the memory it uses must not go; later ones fail in `_run`.
             self._thread.shutdown(wait=True)
         self._worker.shutdown()
 

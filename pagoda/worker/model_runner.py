@@ -61,7 +61,7 @@ class ModelRunner:
         )
 
     def _apply(self, output: SchedulerOutput) -> None:
-        """The step's events. Half of them applied would be another state than the scheduler's: then this worker is done."""
+        """The step's events. Half of them applied would leave a table that is not the scheduler's."""
         try:
             self._cache.apply(output)
             self._table.apply(output)

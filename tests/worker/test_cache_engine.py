@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import torch
+
+from pagoda.base.errors import ConfigError
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.worker.cache_engine import CacheEngine
+from tests.worker.hand_made import step
+
+CPU = torch.device("cpu")
+
+
+def pairs(*of: tuple[int, int]) -> np.ndarray:
+    return np.array(of, np.int32)
+
+
+def engine(
+    dtype: torch.dtype = torch.float32, groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0, 1)),)
+) -> CacheEngine:
+    cache = CacheEngine(groups, 2, 4, 3, num_blocks=6, num_host_blocks=4, dtype=dtype, device=CPU)
+    for number, layer in enumerate(cache.layers):
+        for block in range(7):
+            for nth, plane in enumerate((layer.k, layer.v, layer.k_scale, layer.v_scale)):
+                if plane is not None:
+                    plane[block] = 20 * number + block + nth * 10 if dtype != torch.int8 else block + nth
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_step_moves_out_then_in_then_copies(dtype: torch.dtype) -> None:
+    cache = engine(dtype)
+    before = [plane.clone() for layer in cache.layers for plane in (layer.k, layer.v)]
+    # Block 1 is parked, host block 2 does not exist yet when it is swapped in: it is what 2 held. 5 is copied from it.
+    cache.apply(
+        step(1, [], swap_out=pairs((1, 3), (2, 1)), swap_in=pairs((3, 2), (1, 4)), copies=pairs((2, 5), (4, 6)))
+    )
+    for plane, old in zip((p for layer in cache.layers for p in (layer.k, layer.v)), before, strict=True):
+        assert torch.equal(plane[1], old[1])
+        assert torch.equal(plane[2], old[1])
+        assert torch.equal(plane[4], old[2])
+        assert torch.equal(plane[5], old[1])
+        assert torch.equal(plane[6], old[2])
+        assert torch.equal(plane[3], old[3])
+    if dtype == torch.int8:
+        for layer in cache.layers:
+            assert layer.k_scale is not None
+            assert layer.k_scale[:, 0, 0].tolist() == [2, 3, 3, 5, 4, 3, 4]
+
+
+def test_copies_of_one_step_read_before_they_write() -> None:
+    cache = engine()
+    cache.copy(pairs((1, 2), (2, 1)))
+    assert cache.layers[0].k[:4, 0, 0, 0].tolist() == [0, 2, 1, 3]
+
+
+def test_groups_share_tensors() -> None:
+    groups = (KVGroupSpec(KVGroupKind.WINDOW, 8, (0, 2)), KVGroupSpec(KVGroupKind.FULL, 0, (1,)))
+    cache = CacheEngine(groups, 1, 4, 4, 3, 0, torch.float32, CPU)
+    assert cache.layers[0] is cache.layers[1]
+    assert cache.layers[0].k.data_ptr() != cache.layers[2].k.data_ptr()
+    assert cache.layers[0].k.shape == (4, 1, 4, 4)
+    with pytest.raises(ConfigError):
+        CacheEngine((KVGroupSpec(layers=(0, 2)),), 1, 4, 4, 3, 0, torch.float32, CPU)
+
+
+def test_pools_start_as_zeros_and_untouched_memory_costs_nothing() -> None:
+    big = CacheEngine((KVGroupSpec(layers=(0,)),), 8, 128, 16, 200_000, 0, torch.float32, CPU)  # 26 GB of addresses
+    assert big.layers[0].k[123_456].abs().sum() == 0

@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+
+from pagoda.base.config import CacheConfig
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.worker.memory import (
+    available_memory,
+    blocks_for,
+    estimate_weight_bytes,
+    kv_bytes_per_slot,
+    plan_capacity,
+    usable_cpus,
+)
+
+GIB = 1024**3
+SMOLLM2 = ModelSpec("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, (0,) * 30, tie_embeddings=True)
+FULL = (KVGroupSpec(layers=tuple(range(30))),)
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def machine(root: Path, available_gib: int = 8) -> Path:
+    write(root, proc__meminfo=f"MemTotal: 99 kB\nMemAvailable: {available_gib * 1024 * 1024} kB\n")
+    return root
+
+
+def test_without_cgroups_the_machine_decides(tmp_path: Path) -> None:
+    assert available_memory(machine(tmp_path)) == 8 * GIB
+
+
+def test_v2_the_tightest_ancestor_decides(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    write(root, proc__self__cgroup="0::/outer/inner\n")
+    inner, outer = "sys__fs__cgroup__outer__inner__memory_dot_", "sys__fs__cgroup__outer__memory_dot_"
+    write(root, **{f"{inner}max": "max\n", f"{inner}current": "5\n"})
+    write(root, **{f"{outer}max": f"{4 * GIB}\n", f"{outer}current": f"{3 * GIB}\n"})
+    assert available_memory(root) == GIB
+    write(root, **{f"{outer}stat": f"anon 1\ninactive_file {GIB}\n"})  # page cache that would be given back
+    assert available_memory(root) == 2 * GIB
+
+
+def test_v2_inside_a_container_the_mount_is_our_group(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    write(root, proc__self__cgroup="0::/../../pod123\n")
+    write(root, sys__fs__cgroup__memory_dot_max=f"{2 * GIB}", sys__fs__cgroup__memory_dot_current=f"{GIB}")
+    assert available_memory(root) == GIB
+
+
+def test_v1(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    write(root, proc__self__cgroup="7:cpu,cpuacct:/\n4:memory:/docker/abc\n1:name=systemd:/x\n")
+    base = "sys__fs__cgroup__memory__docker__abc__memory_dot_"
+    write(root, **{f"{base}limit_in_bytes": f"{3 * GIB}", f"{base}usage_in_bytes": f"{GIB}"})
+    write(root, **{f"{base}stat": f"total_inactive_file {GIB // 2}\n"})
+    assert available_memory(root) == 2 * GIB + GIB // 2
+    write(root, **{f"{base}limit_in_bytes": "9223372036854771712"})  # v1's way to say "none"
+    assert available_memory(root) == 8 * GIB
+
+
+def test_nothing_readable_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        available_memory(tmp_path)
+
+
+def test_cpu_quota(tmp_path: Path) -> None:
+    all_of_them = usable_cpus(tmp_path)
+    assert all_of_them >= 1
+    write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__cpu_dot_max="100000 100000\n")
+    assert usable_cpus(tmp_path) == 1
+    write(tmp_path, sys__fs__cgroup__cpu_dot_max="50000 100000\n")
+    assert usable_cpus(tmp_path) == 1
+    write(tmp_path, sys__fs__cgroup__cpu_dot_max="max 100000\n")
+    assert usable_cpus(tmp_path) == all_of_them
+
+
+def test_smollm2_in_numbers() -> None:
+    assert estimate_weight_bytes(SMOLLM2, 2) == pytest.approx(269_060_552, rel=0.01)  # the bf16 checkpoint's size
+    assert 30 * kv_bytes_per_slot(SMOLLM2, "bfloat16") == 23040
+    assert 30 * kv_bytes_per_slot(SMOLLM2, "int8") == 30 * 2 * 3 * (64 + 4)
+
+
+def test_pool_from_bytes_share_or_count() -> None:
+    block = 23040 * 16
+    from_bytes = plan_capacity(SMOLLM2, FULL, CacheConfig(kv_cache_memory=101 * block), "bfloat16", 1600, 0)
+    assert (from_bytes.num_blocks, from_bytes.max_tokens) == (100, 1600)
+    assert from_bytes.pool_bytes == 100 * block
+    share = CacheConfig(gpu_memory_utilization=0.25, swap_space=1)
+    from_share = plan_capacity(SMOLLM2, FULL, share, "bfloat16", 8192, 4 * GIB)
+    assert from_share.num_blocks == GIB // block - 1
+    assert from_share.num_host_blocks == GIB // block
+    tiny = CacheConfig(num_blocks=3, num_host_blocks=2)
+    from_count = plan_capacity(SMOLLM2, FULL, tiny, "bfloat16", 8192, 0)
+    assert (from_count.num_blocks, from_count.num_host_blocks) == (3, 2)
+
+
+def test_too_little_says_what_would_fit() -> None:
+    config = CacheConfig(kv_cache_memory=101 * 23040 * 16)
+    with pytest.raises(CapacityError) as caught:
+        plan_capacity(SMOLLM2, FULL, config, "bfloat16", 8192, 0)
+    message = str(caught.value)
+    assert "max_model_len=1600 or less" in message
+    needed = int(message.split("kv_cache_memory=")[-1].split()[0])
+    enough = plan_capacity(SMOLLM2, FULL, CacheConfig(kv_cache_memory=needed), "bfloat16", 8192, 0)
+    assert enough.max_tokens >= 8192
+    with pytest.raises(CapacityError):
+        plan_capacity(SMOLLM2, FULL, CacheConfig(kv_cache_memory=needed - 1), "bfloat16", 8192, 0)
+    plan_capacity(SMOLLM2, FULL, config, "bfloat16", 1600, 0)
+    with pytest.raises(CapacityError, match="gpu_memory_utilization"):
+        plan_capacity(SMOLLM2, FULL, CacheConfig(), "bfloat16", 8192, 1000)
+
+
+def test_window_groups_need_less() -> None:
+    groups = (KVGroupSpec(KVGroupKind.FULL, 0, (0,)), KVGroupSpec(KVGroupKind.WINDOW, 32, (1,)))
+    assert blocks_for(groups, 160, 16) == 10 + 3
+    assert blocks_for(groups, 16, 16) == 2
