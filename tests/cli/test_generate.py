@@ -1,0 +1,53 @@
+import io
+import sys
+
+import pytest
+
+from pagoda.base.errors import RequestError
+from pagoda.cli.console import for_stream, human_bytes
+from pagoda.cli.generate import Figures, read_prompt
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_figures_count_the_first_token_apart() -> None:
+    figures = Figures(num_tokens=11, ready_s=1.5, first_token_s=0.5, total_s=2.5)
+    assert figures.tokens_per_s == pytest.approx(5.0)
+    assert str(figures) == "11 tokens, 5.0 tokens/s, first token after 0.50 s, ready after 1.50 s"
+
+
+@pytest.mark.parametrize(("num_tokens", "total_s", "expected"), [(1, 0.5, 2.0), (0, 0.0, 0.0)])
+def test_figures_of_short_answers(num_tokens: int, total_s: float, expected: float) -> None:
+    assert Figures(num_tokens, 1.0, total_s, total_s).tokens_per_s == expected
+
+
+def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (None, "-"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
+        assert read_prompt(given) == "from a pipe\n"
+    assert read_prompt("argument") == "argument"
+
+
+def test_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(RequestError, match="no prompt"):
+        read_prompt(None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        read_prompt(None)
+
+
+def test_a_terminal_gets_no_escape_sequences() -> None:
+    text = "a\tb\n\x1b[31mred\x07 ünï\x9b"
+    assert for_stream(text, Terminal()) == "a\tb\n[31mred ünï"
+    assert for_stream(text, io.StringIO()) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (98_362_432, "93.8 MiB"), (3 << 40, "3.0 TiB")]
+)
+def test_human_bytes(num_bytes: int, text: str) -> None:
+    assert human_bytes(num_bytes) == text

@@ -1,0 +1,108 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pagoda.base.errors import CapacityError, ConfigError, RequestError
+from pagoda.cli import main as cli_main
+from pagoda.cli import models
+
+COMMANDS = ("generate", "chat", "serve", "plan", "doctor", "models", "bench")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli_main.main(list(arguments))
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench throughput", "bench latency", "bench startup", "models pull"])
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = run(capsys, *command.split(), "--help")
+    assert code == 0
+    assert "Usage: pagoda" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert (code, out.split()[0]) == (0, "pagoda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nope",), "No such command 'nope'"),
+        (("generate", "--max-num-sequ", "3", "hi"), "--max-num-seqs"),
+        (("generate", "--max-num-seqs", "three", "hi"), "--max-num-seqs"),
+        (("plan", "--kv-cache-memory", "much"), "'much' is not a size"),
+        (("models", "pull", "smollm2-136m"), "did you mean 'smollm2-135m'"),
+        (("plan", "--model", "/no/such/folder"), "/no/such/folder does not exist"),
+        (("plan", "--model", "x/y", "--source", "nowhere"), "source='nowhere'"),
+        (("bench", "throughput", "--workload", "/no/such.json"), "workload /no/such.json cannot be read"),
+        (("generate", "--system", "be kind", "hi"), "--system needs --chat"),
+        (("generate", ""), "the prompt is empty"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("pagoda: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigError("a setting\nis wrong"), 2, "pagoda: a setting is wrong\n"),
+        (RequestError("a request is wrong"), 2, "pagoda: a request is wrong\n"),
+        (CapacityError("too large"), 1, "pagoda: too large\n"),
+        (ZeroDivisionError("oops"), 1, "pagoda: internal error: ZeroDivisionError: oops"),
+    ],
+)
+def test_errors_by_kind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, words: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(models, "cached_folders", fail)
+    assert run(capsys, "models", "list")[0] == code
+    assert words in run(capsys, "models", "list")[2]
+    with pytest.raises(type(error)):
+        cli_main.main(["--debug", "models", "list"])
+
+
+def test_interrupted_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "cached_folders", interrupt)
+    assert run(capsys, "models", "list")[0] == 130
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`pagoda --help` must answer at once: its cost is its imports."""
+    code = (
+        "import sys\n"
+        "from pagoda.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'huggingface_hub', 'fastapi', 'pydantic', 'gguf'}\n"
+        "sys.exit(' '.join(sorted(heavy & set(sys.modules))) or None)\n"
+    )
+    begin_s = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert time.perf_counter() - begin_s < 3  # 0.25 s on a machine that does nothing else
