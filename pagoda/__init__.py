@@ -1,0 +1,63 @@
+"""pagoda: an exact and fast inference and serving engine for large language models.
+
+Names are imported when they are first used, so that `import pagoda` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagoda.async_llm import AsyncLLM as AsyncLLM
+    from pagoda.base.config import EngineConfig as EngineConfig
+    from pagoda.base.errors import CapacityError as CapacityError
+    from pagoda.base.errors import ConfigError as ConfigError
+    from pagoda.base.errors import InvariantBroken as InvariantBroken
+    from pagoda.base.errors import PagodaError as PagodaError
+    from pagoda.base.errors import RequestError as RequestError
+    from pagoda.base.errors import WorkerDied as WorkerDied
+    from pagoda.base.outputs import CompletionOutput as CompletionOutput
+    from pagoda.base.outputs import EmbeddingOutput as EmbeddingOutput
+    from pagoda.base.outputs import Logprob as Logprob
+    from pagoda.base.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from pagoda.base.outputs import RequestMetrics as RequestMetrics
+    from pagoda.base.outputs import RequestOutput as RequestOutput
+    from pagoda.base.sampling_params import PoolingParams as PoolingParams
+    from pagoda.base.sampling_params import SamplingParams as SamplingParams
+    from pagoda.llm import LLM as LLM
+
+_HOMES = {
+    "pagoda.llm": ("LLM",),
+    "pagoda.async_llm": ("AsyncLLM",),
+    "pagoda.base.sampling_params": ("SamplingParams", "PoolingParams"),
+    "pagoda.base.config": ("EngineConfig",),
+    "pagoda.base.outputs": (
+        "RequestOutput",
+        "CompletionOutput",
+        "Logprob",
+        "RequestMetrics",
+        "PoolingRequestOutput",
+        "EmbeddingOutput",
+    ),
+    "pagoda.base.errors": (
+        "PagodaError",
+        "ConfigError",
+        "RequestError",
+        "CapacityError",
+        "WorkerDied",
+        "InvariantBroken",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -31,7 +31,7 @@ class ChatTemplate:
         if not named:
             raise ConfigError("the model's list of chat templates is empty")
         self.sources: Mapping[str, str] = named
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
         try:
             self._templates = {name: _ENVIRONMENT.from_string(text) for name, text in named.items()}
         except jinja2.TemplateSyntaxError as error:
@@ -60,7 +60,7 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
             )
         variables = {
-            **self._special_tokens,
+            **self.special_tokens,
             **(template_kwargs or {}),
             "messages": turns,
             "tools": list(tools) if tools else None,

@@ -13,21 +13,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import Registry
 from pagoda.engine.tokenizer import LibraryTokenizer, bos_eos_template, make_facts
+from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile
 
-_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
+_CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
-
-# Special tokens that end an answer, as model families named them: many files name only one of several.
-_END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-)
 
 
 def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
@@ -50,7 +40,7 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
     _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
     bos_id = file.get("tokenizer.ggml.bos_token_id", int)
-    return LibraryTokenizer(backend, make_facts(backend, bos_id, _eos_ids(file, backend), template, names))
+    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names))
 
 
 # ---- families
@@ -189,14 +179,6 @@ def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, n
     eos = names.get("eos_token") if with_eos else None
     if bos or eos:
         backend.post_processor = bos_eos_template(backend, bos, eos)
-
-
-def _eos_ids(file: GGUFFile, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """The end the file names, then the ends of turn that its special tokens have."""
-    ids = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")]
-    special = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
-    ids += [special.get(text) for text in _END_OF_TURN]
-    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 # ---- how a text is cut into words before BPE: published patterns, by the names GGUF files use

@@ -1,0 +1,36 @@
+"""ByteTokenizer: a token is a byte. For tests, and to try an engine without any model's vocabulary."""
+
+from collections.abc import Sequence
+
+from pagoda.engine.chat_template import ChatTemplate
+from pagoda.engine.tokenizer import TokenizerFacts
+
+BOS, EOS = 256, 257
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, 256 begins and 257 ends a text; texts are encoded without either."""
+
+    facts = TokenizerFacts(
+        vocab_size=258,
+        bos_token_id=BOS,
+        eos_token_ids=(EOS,),
+        special_token_ids=frozenset({BOS, EOS}),
+        chat_template=ChatTemplate(_TEMPLATE),
+    )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        kept = (i for i in token_ids if not (skip_special_tokens and i >= BOS))
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if 0 <= token_id < BOS:
+            return bytes([token_id])
+        return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id, b"")

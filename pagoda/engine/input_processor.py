@@ -1,0 +1,266 @@
+"""InputProcessor: what a user gave becomes a core Request, or a RequestError that says what is wrong with it."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import RequestError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import Request
+from pagoda.engine.chat_template import ChatTemplate, Message
+from pagoda.engine.tokenizer import Tokenizer, load_tokenizer
+from pagoda.loading.model_files import ModelFiles
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, in an object."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, in an object; `prompt` is only shown."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+"""What a caller may pass as one prompt."""
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """The prompt as its caller wrote it, None for bare token ids."""
+    if isinstance(prompt, Mapping):
+        return prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None
+
+
+_SEED_BITS = 62  # leaves room in an int64 for `seed + branch`
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as the model will read it."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """What requests of one engine must keep to.
+
+    vocab_size: ids are below it.   max_model_len: prompt and output together, in tokens.   max_num_branches: largest n.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_num_branches: int
+    max_logprobs: int = 20
+
+
+class InputProcessor:
+    """Makes Requests. Holds no request; `handle` numbers count up."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: InputLimits, engine_seed: int | None = None) -> None:
+        """engine_seed: makes the seeds of requests that bring none repeatable, by their order."""
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
+        self._next_handle = 0
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_time_s: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Tokenise, check and complete. Raises RequestError naming what is wrong."""
+        token_ids = self.token_ids_of(prompt)
+        return self.make_request(
+            request_id, token_ids, params, arrival_time_s=arrival_time_s, priority=priority, cache_salt=cache_salt
+        )
+
+    def make_request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        *,
+        arrival_time_s: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """As `process`, for a prompt that is token ids already."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params is {type(params).__name__}, expected SamplingParams", "sampling_params"
+            )
+        prompt_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
+        sampling = self._complete(params, len(prompt_ids))
+        self._next_handle += 1
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt_ids,
+            sampling=sampling,
+            arrival_time_s=arrival_time_s,
+            priority=priority,
+            handle=self._next_handle,
+            seed=self._seed(params.seed),
+            eos_token_ids=self.tokenizer.facts.eos_token_ids,
+            cache_salt=cache_salt,
+        )
+
+    # ---- prompts
+
+    def token_ids_of(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
+        """The prompt's tokens, not checked yet. Raises RequestError when it is no prompt at all."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                prompt = prompt["prompt_token_ids"]
+            elif "prompt" in prompt:
+                prompt = prompt["prompt"]
+            else:
+                raise RequestError(f"a prompt object needs prompt or prompt_token_ids, got {sorted(prompt)}", "prompt")
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+            return prompt
+        raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; RequestError when it is not valid Unicode."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            bad = f"{text[error.start]!r} at character {error.start}"
+            raise RequestError(
+                f"the prompt is not valid Unicode: {bad} is half of a surrogate pair", "prompt"
+            ) from None
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """The conversation as text and token ids.
+
+        chat_template: the text of a template to use instead of the model's own.
+        Raises RequestError when there is no template, or it refuses.
+        """
+        own = self.tokenizer.facts.chat_template
+        if chat_template is not None:
+            try:
+                template = ChatTemplate(chat_template, own.special_tokens if own is not None else None)
+            except ValueError as error:
+                raise RequestError(str(error), "chat_template") from None
+        elif own is None:
+            raise RequestError(
+                "this model has no chat template: give one (chat_template), or use plain prompts", "messages"
+            )
+        else:
+            template = own
+        text = template.render(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return RenderedChat(text, self.encode(text, add_special_tokens=False))
+
+    def _check_prompt(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
+        """int32 [num_prompt_tokens]."""
+        limits = self.limits
+        if len(token_ids) == 0:
+            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError("a prompt is text or a flat list of integer token ids", "prompt")
+        outside = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
+        if len(outside):
+            at = int(outside[0])
+            raise RequestError(
+                f"prompt token {at} is {int(ids[at])}, outside the vocabulary of {limits.vocab_size}", "prompt"
+            )
+        if truncate is not None:
+            ids = ids[-(limits.max_model_len - 1 if truncate == -1 else truncate) :]
+        if len(ids) >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the model takes {limits.max_model_len} with the output; "
+                "shorten it, or set truncate_prompt_tokens",
+                "prompt",
+            )
+        return ids.astype(np.int32)
+
+    # ---- parameters
+
+    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """What the engine needs: limits against the model's, bad words as tokens, the length cut to what fits."""
+        limits = self.limits
+        if params.n > limits.max_num_branches:
+            raise RequestError(f"n={params.n} is more than the {limits.max_num_branches} the engine runs at once", "n")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > limits.max_logprobs:
+                raise RequestError(f"{name}={asked} is more than max_logprobs, which is {limits.max_logprobs}", name)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
+        room = limits.max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        bad_words = params.bad_words_token_ids + self._bad_words_token_ids(params.bad_words)
+        for sequence in bad_words:
+            self._check_ids("bad_words_token_ids", sequence)
+        return dataclasses.replace(
+            params,
+            max_tokens=max_tokens,
+            min_tokens=min(params.min_tokens, max_tokens),
+            bad_words_token_ids=tuple(dict.fromkeys(bad_words)),
+        )
+
+    def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
+        size = self.limits.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < size:
+                raise RequestError(f"{name} has {token_id}, outside the vocabulary of {size}", name)
+
+    def _bad_words_token_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is written in the middle of a text (behind a space) and at its beginning."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare = word.lstrip(" ") or word
+            for text in (bare, " " + bare):
+                ids = tuple(self.encode(text, add_special_tokens=False))
+                if ids:
+                    found.append(ids)
+        return tuple(found)
+
+    def _seed(self, asked: int | None) -> int:
+        if asked is not None:
+            return asked % (1 << _SEED_BITS)
+        if self._seeds is not None:
+            return int(self._seeds.integers(1 << _SEED_BITS))
+        return secrets.randbits(_SEED_BITS)
+
+
+def build_input_processor(
+    config: EngineConfig, files: ModelFiles, vocab_size: int, max_model_len: int
+) -> InputProcessor:
+    """The input processor of a model: reads its tokenizer, not its weights.
+
+    Raises ConfigError when the tokenizer or its chat template cannot be used.
+    """
+    tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template)
+    limits = InputLimits(vocab_size, max_model_len, config.scheduler.max_num_seqs, config.model.max_logprobs)
+    return InputProcessor(tokenizer, limits, config.model.seed)

@@ -1,0 +1,70 @@
+"""LLMEngine: prompts in, texts out, one step at a time, on the caller's own thread."""
+
+from collections.abc import Sequence
+
+from pagoda.base.errors import PagodaError, RequestError
+from pagoda.base.outputs import RequestOutput
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import RequestStatus
+from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.input_processor import InputProcessor, Prompt, text_of
+from pagoda.engine.output_processor import OutputKind, OutputProcessor
+
+
+class LLMEngine:
+    """An EngineCore with text at both ends. Whoever calls `step` drives it; nothing runs between the calls."""
+
+    def __init__(self, core: EngineCore, input_processor: InputProcessor) -> None:
+        self.core = core
+        self.input_processor = input_processor
+        self._outputs = OutputProcessor(input_processor.tokenizer)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        kind: OutputKind = OutputKind.FINAL_ONLY,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request. RequestError: the prompt or the parameters cannot be served, or the id is live."""
+        if request_id in self._outputs:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        request = self.input_processor.process(
+            request_id,
+            prompt,
+            params,
+            arrival_time_s=self.core.now(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self._outputs.open(request, kind, text_of(prompt))
+        try:
+            self.core.add_request(request)
+        except PagodaError:
+            self._outputs.close(request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. What it gave, of each request as its OutputKind says. WorkerDied: the worker is gone."""
+        ready: list[RequestOutput] = []
+        for outputs in self.core.step().values():
+            done = self._outputs.process(outputs, self.core.now())
+            for request_id, branch in done.stopped:
+                self.core.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
+            ready += done.outputs
+        return ready
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """End these now; their last outputs, with finish_reason "abort". Unknown ids are ignored."""
+        self.core.abort(request_ids)
+        return self._outputs.abort(request_ids, self.core.now())
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self._outputs) > 0
+
+    def shutdown(self) -> None:
+        """Release the model and its memory. Idempotent."""
+        self.core.shutdown()

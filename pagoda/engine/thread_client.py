@@ -1,0 +1,145 @@
+"""ThreadClient: an engine core on a thread of this process, for AsyncLLM without a second process."""
+
+import asyncio
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from pagoda.base.errors import InvariantBroken, PagodaError, WorkerDied
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.engine import wire
+from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.journal import JournalEntry, error_outputs
+
+_STATS_INTERVAL_S = 0.1
+_Command = Callable[[EngineCore], None]
+
+
+class ThreadClient:
+    """An EngineCoreClient whose core steps on a thread of its own. The thread sleeps while there is nothing to do.
+
+    build: makes the core; called on that thread, so that the event loop stays free while a model loads.
+    """
+
+    def __init__(self, build: Callable[[], EngineCore]) -> None:
+        self._build = build
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stats = wire.EngineStats()
+        self._stats_at_s = 0.0
+
+    async def start(self) -> wire.EngineFacts:
+        """Returns when requests can be served; what `build` raises is raised here."""
+        assert self._thread is None, "a client is started once"
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[wire.EngineFacts] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="pagoda-engine", daemon=True)
+        self._thread.start()
+        return await ready
+
+    def add_request(self, request: Request) -> None:
+        self._commands.put(lambda core: self._add(core, request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._commands.put(lambda core: core.abort(request_ids))
+
+    def finish_branch(self, request_id: str, branch: int, status: RequestStatus) -> None:
+        self._commands.put(lambda core: core.finish_branch(request_id, branch, status))
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        item = await self._outputs.get()
+        if isinstance(item, WorkerDied):
+            self._outputs.put_nowait(item)  # whoever asks again hears it again
+            raise item
+        return item
+
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[bool] = loop.create_future()
+
+        def reset(core: EngineCore) -> None:
+            done = core.reset_prefix_cache(preempt_running)
+            loop.call_soon_threadsafe(_settle, reply, done)
+
+        self._commands.put(reset)
+        return await reply
+
+    def stats(self) -> wire.EngineStats:
+        return self._stats
+
+    async def shutdown(self) -> None:
+        """End the thread after the step it is in. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(thread.join)
+
+    # ---- on the engine's thread
+
+    def _run(self, ready: "asyncio.Future[wire.EngineFacts]") -> None:
+        try:
+            core = self._build()
+        except BaseException as error:  # whatever it is, the caller of start() must hear it
+            self._tell(_fail, ready, error)
+            return
+        self._tell(_settle, ready, core.facts)
+        try:
+            while self._obey(core):
+                for outputs in core.step().values():
+                    self._tell(self._outputs.put_nowait, outputs)
+                if time.monotonic() - self._stats_at_s > _STATS_INTERVAL_S:
+                    self._refresh_stats(core)
+        except (WorkerDied, InvariantBroken) as error:
+            died = error if isinstance(error, WorkerDied) else WorkerDied(f"a defect of the engine: {error}")
+            self._tell(self._outputs.put_nowait, died)
+        except Exception as error:
+            self._tell(self._outputs.put_nowait, WorkerDied(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            core.shutdown()
+
+    def _obey(self, core: EngineCore) -> bool:
+        """Take all commands there are, waiting for one when there is nothing to compute. False: shut down."""
+        while True:
+            is_idle = not core.has_unfinished_requests()
+            if is_idle:
+                self._refresh_stats(core)
+            try:
+                command = self._commands.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(core)
+
+    def _add(self, core: EngineCore, request: Request) -> None:
+        try:
+            core.add_request(request)
+        except PagodaError as error:
+            entry = JournalEntry(request, [[] for _ in range(request.num_branches)], set(range(request.num_branches)))
+            self._tell(self._outputs.put_nowait, error_outputs(entry, str(error), RequestStatus.FINISHED_IGNORED))
+
+    def _refresh_stats(self, core: EngineCore) -> None:
+        self._stats_at_s = time.monotonic()
+        self._stats = wire.EngineStats(**dataclasses.asdict(core.make_stats()))  # type: ignore[call-overload]
+
+    def _tell(self, call: Callable[..., object], *args: object) -> None:
+        """Run `call` on the event loop; nothing when that has ended."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *args)
+
+
+def _settle(future: "asyncio.Future[object]", result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: "asyncio.Future[object]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
