@@ -4,19 +4,25 @@ It blocks while there is nothing to do, takes what has come in between two steps
 """
 
 import contextlib
-import dataclasses
+import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import zmq
 
-from pagoda.base.errors import ConfigError, PagodaError
+from pagoda.assemble import build_engine_core
+from pagoda.base.errors import CapacityError, ConfigError, PagodaError
+from pagoda.core.executor import Executor
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.process_client import ProcessOptions
+from pagoda.engine.flight_recorder import FlightRecorder
+from pagoda.engine.process_client import RECORDER_ROWS, ProcessOptions
+from pagoda.executors.recorded import RecordedExecutor
 
 STATS_INTERVAL_S = 0.1
 
@@ -24,25 +30,22 @@ STATS_INTERVAL_S = 0.1
 class EngineServer:
     """Serves one client over one socket until the socket or the parent goes away."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]") -> None:
         self._core = core
         self._socket = socket
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
 
     def run(self) -> None:
+        """Serve for ever. What the engine core raises ends the process: the client has the journal."""
         core = self._core
         while True:
             if not core.has_unfinished_requests():
-                self._socket.send(self._codec.encode(wire.StatsReport(self._make_stats())))
+                self._send(wire.StatsReport(self._make_stats()))
                 self._handle(self._socket.recv())
             self._drain()
             for outputs in core.step().values():
-                now = time.monotonic()
-                stats = None
-                if now - self._stats_at >= STATS_INTERVAL_S:
-                    self._stats_at, stats = now, self._make_stats()
-                self._socket.send(self._codec.encode(wire.StepOutputs(outputs, stats)))
+                self._send(wire.StepOutputs(outputs, self._stats_now_and_then()))
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -55,18 +58,28 @@ class EngineServer:
                 try:
                     self._core.add_request(request)
                 except PagodaError as error:
-                    refused = wire.RequestRefused(request.request_id, request.handle, str(error))
-                    self._socket.send(self._codec.encode(refused))
+                    self._send(wire.RequestRefused(request.request_id, request.handle, str(error)))
             case wire.AbortRequests(request_ids):
-                self._core.abort(list(request_ids))
+                self._core.abort(request_ids)
             case wire.FinishBranch(request_id, branch, status):
                 self._core.finish_branch(request_id, branch, status)
             case wire.ResetPrefixCache(call_id, preempt_running):
-                done = self._core.reset_prefix_cache(preempt_running)
-                self._socket.send(self._codec.encode(wire.ResetReply(call_id, done)))
+                self._send(wire.ResetReply(call_id, self._core.reset_prefix_cache(preempt_running)))
+            case message:
+                raise AssertionError(f"no such message: {message}")
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._socket.send(self._codec.encode(message))
+
+    def _stats_now_and_then(self) -> wire.EngineStats | None:
+        now_s = time.monotonic()
+        if now_s - self._stats_at < STATS_INTERVAL_S:
+            return None
+        self._stats_at = now_s
+        return self._make_stats()
 
     def _make_stats(self) -> wire.EngineStats:
-        return wire.EngineStats(**dataclasses.asdict(self._core.make_stats()))
+        return wire.EngineStats.of(self._core.make_stats())
 
 
 def main() -> None:
@@ -77,18 +90,33 @@ def main() -> None:
     options = msgspec.msgpack.decode(stdin.read(size), type=ProcessOptions)
     threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, 1000)
     socket.connect(options.socket)
     codec = wire.Codec(wire.ToEngine)
-    began = time.monotonic()
+    began_s = time.monotonic()
     try:
         core = _build(options)
     except (PagodaError, OSError, MemoryError) as error:
-        socket.send(codec.encode(wire.StartFailed(str(error), isinstance(error, ConfigError))))
-        socket.close()
+        socket.send(codec.encode(wire.StartFailed(str(error), isinstance(error, ConfigError | CapacityError))))
+        socket.close(linger=1000)
         sys.exit(1)
-    socket.send(codec.encode(wire.Ready(dataclasses.replace(core.facts, load_s=time.monotonic() - began))))
+    facts = msgspec.structs.replace(core.facts, load_s=time.monotonic() - began_s)
+    socket.send(codec.encode(wire.Ready(facts)))
     EngineServer(core, socket).run()
+
+
+def _build(options: ProcessOptions) -> EngineCore:
+    recorder = FlightRecorder(Path(options.recorder), RECORDER_ROWS)
+
+    def record(executor: Executor, max_rows: int) -> Executor:
+        return RecordedExecutor(executor, recorder, max_rows)
+
+    return build_engine_core(options.config, wrap_executor=record)
+
+
+def _end_with_parent(stdin: BinaryIO) -> None:
+    """Our standard input ends when the parent closes it or dies."""
+    stdin.read()
+    os._exit(0)
 
 
 if __name__ == "__main__":

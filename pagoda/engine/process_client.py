@@ -43,14 +43,13 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     config: EngineConfig
     socket: str
     recorder: str
-    fake: bool = False
 
 
 class _Incarnation:
     """One life of the engine process: the process, its socket and its flight recorder."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path, number: int, context: zmq.asyncio.Context, fake: bool
+        self, config: EngineConfig, folder: Path, number: int, context: zmq.asyncio.Context 
     ) -> None:
         self.recorder_path = folder / f"flight-{number}"
         self.recorder = FlightRecorder(self.recorder_path, RECORDER_ROWS, create=True)
@@ -59,7 +58,7 @@ class _Incarnation:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
         self.socket.bind(address)
-        options = ProcessOptions(config, address, str(self.recorder_path), fake)
+        options = ProcessOptions(config, address, str(self.recorder_path))
         self.process = subprocess.Popen([sys.executable, "-m", "pagoda.engine_process"], stdin=subprocess.PIPE)
         assert self.process.stdin is not None
         data = msgspec.msgpack.encode(options, enc_hook=str)
@@ -87,9 +86,8 @@ class ProcessClient:
     step_timeout_s: a step that runs longer counts as a death.
     """
 
-    def __init__(self, config: EngineConfig, step_timeout_s: float = 120.0, fake: bool = False) -> None:
+    def __init__(self, config: EngineConfig, step_timeout_s: float = 120.0) -> None:
         self._config = config
-        self._fake = fake
         self._step_timeout_s = step_timeout_s
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
@@ -189,7 +187,7 @@ class ProcessClient:
         failed_starts = 0
         while True:
             self._number += 1
-            engine = _Incarnation(self._config, Path(self._folder.name), self._number, self._context, self._fake)
+            engine = _Incarnation(self._config, Path(self._folder.name), self._number, self._context)
             try:
                 ready = await self._run_until_death(engine)
             except asyncio.CancelledError:

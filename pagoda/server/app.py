@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import sys
+from importlib.metadata import version
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-import pagoda
 from pagoda.base.config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, tokens
 from pagoda.server.middleware import Gate
@@ -18,7 +18,7 @@ from pagoda.server.state import ServerState
 
 def create_app(state: ServerState, config: ServerConfig) -> FastAPI:
     """An ASGI app over a started engine. The caller owns engine and sockets."""
-    app = FastAPI(title="pagoda", version=pagoda.__version__, description="OpenAI-compatible API of the pagoda engine")
+    app = FastAPI(title="pagoda", version=version("pagoda-llm"), description="OpenAI-compatible API of the pagoda engine")
     app.state.server = state
     errors.install(app)
     for part in (chat, completions, tokens, operations):
@@ -78,7 +78,7 @@ async def serve(state: ServerState, config: ServerConfig) -> None:
 async def _announce(server: uvicorn.Server, url: str) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    print(f"pagoda {pagoda.__version__} ready at {url}  (docs at {url}/docs)", file=sys.stderr, flush=True)
+    print(f"pagoda {version('pagoda-llm')} ready at {url}  (docs at {url}/docs)", file=sys.stderr, flush=True)
 
 
 def _log_plainly(name: str, stream: "object") -> None:

@@ -1,12 +1,12 @@
 """What operators ask: health, load, metrics, models, version, aborts, the prefix cache."""
 
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-import pagoda
 from pagoda.server.errors import error_response
 from pagoda.server.protocol import AbortRequest
 from pagoda.server.state import state_of
@@ -40,8 +40,8 @@ async def health(http: Request) -> Response:
 
 
 @router.get("/version")
-async def version() -> dict[str, str]:
-    return {"version": pagoda.__version__}
+async def show_version() -> dict[str, str]:
+    return {"version": version("pagoda-llm")}
 
 
 @router.get("/load")

@@ -1,0 +1,68 @@
+"""Puts a server together: settings and an engine client in, the state that all routes share out."""
+
+import asyncio
+
+from pagoda.assemble import resolve_engine
+from pagoda.async_llm import AsyncLLM
+from pagoda.base.config import EngineConfig, ServerConfig
+from pagoda.engine.input_processor import build_input_processor
+from pagoda.engine.process_client import ProcessClient
+from pagoda.engine.wire import EngineFacts
+from pagoda.metrics.prometheus import ServerMetrics
+from pagoda.server.admission import Admission, AdmissionLimits
+from pagoda.server.generation import Generator
+from pagoda.server.state import ServerState
+from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
+
+
+async def build_state(config: EngineConfig, client: ProcessClient, starting: "asyncio.Task[EngineFacts]") -> ServerState:
+    """The state of a server whose engine is being started by `starting`; ready when that is.
+
+    Raises ConfigError or CapacityError for settings that cannot work, WorkerDied when the engine does not start.
+    """
+    # The tokenizer is read here while the engine process loads the weights there.
+    setup = await asyncio.to_thread(resolve_engine, config)
+    inputs = await asyncio.to_thread(build_input_processor, setup.config, setup.max_model_len)
+    facts = await starting
+    names = config.model.served_model_name or (config.model.model,)
+    server = config.server
+    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts))
+    template = inputs.tokenizer.facts.chat_template
+    source = next(iter(template.sources.values())) if template is not None else None
+    return ServerState(
+        generator=Generator(AsyncLLM(client, inputs), Admission(_limits(server)), metrics),
+        model_names=tuple(names),
+        max_model_len=facts.max_model_len,
+        chat_template=source,
+        tool_parser=_tool_parser(server.tool_call_parser, source),
+        engine=client,
+    )
+
+
+def _limits(server: ServerConfig) -> AdmissionLimits:
+    return AdmissionLimits(
+        max_requests=server.max_queued_requests,
+        max_tokens=server.max_queued_tokens,
+        max_requests_per_key=server.max_requests_per_key,
+        requests_per_minute_per_key=server.requests_per_minute_per_key,
+    )
+
+
+def _tool_parser(asked: str, template: str | None) -> str | None:
+    if asked == "none":
+        return None
+    if asked == "auto":
+        return parser_for_template(template)
+    TOOL_PARSERS[asked]  # an unknown name is an error here, not at the first request
+    return asked
+
+
+def _cache_labels(config: EngineConfig, facts: EngineFacts) -> dict[str, str]:
+    return {
+        "block_size": str(facts.block_size),
+        "num_gpu_blocks": str(facts.num_blocks),
+        "num_cpu_blocks": str(facts.num_host_blocks),
+        "enable_prefix_caching": str(config.cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.cache.gpu_memory_utilization),
+        "cache_dtype": config.cache.kv_cache_dtype,
+    }

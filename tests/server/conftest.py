@@ -1,0 +1,16 @@
+"""One server over the fake executor for all tests here that need sockets and a tokenizer but no model's numbers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.live import LiveServer, serving
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """`pagoda serve` whose tokens come from the fake executor: real processes and sockets, no model."""
+    folder: Path = tmp_path_factory.mktemp("server")
+    with serving(folder, "--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048") as server:
+        yield server

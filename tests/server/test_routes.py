@@ -1,0 +1,194 @@
+"""Every route of the server over a real socket, on the fake executor."""
+
+import json
+
+import pytest
+
+from tests.server.live import LiveServer
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "seed": 1}
+TEXT = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+
+
+def events(server: LiveServer, path: str, body: dict[str, object]) -> list[dict[str, object]]:
+    import urllib.request
+
+    request = urllib.request.Request(
+        server.url + path, json.dumps({**body, "stream": True}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line[6:].strip() for line in response if line.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_completion_streamed_is_the_completion(fake_server: LiveServer) -> None:
+    status, whole = fake_server.post("/v1/completions", TEXT)
+    assert status == 200
+    choice = whole["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == 8
+    chunks = events(fake_server, "/v1/completions", TEXT)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == choice["text"] != ""
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert whole["id"].startswith("cmpl-")
+
+
+def test_a_chat_streamed_is_the_chat(fake_server: LiveServer) -> None:
+    status, whole = fake_server.post("/v1/chat/completions", CHAT)
+    assert status == 200
+    message = whole["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    chunks = events(fake_server, "/v1/chat/completions", CHAT)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+    assert text == message["content"] != ""
+
+
+def test_n_and_lists_of_prompts_number_their_choices(fake_server: LiveServer) -> None:
+    status, whole = fake_server.post("/v1/completions", {**TEXT, "prompt": ["one", "two"], "n": 2, "temperature": 1.0})
+    assert status == 200
+    assert [c["index"] for c in whole["choices"]] == [0, 1, 2, 3]
+    assert len({c["text"] for c in whole["choices"]}) == 4
+    one = fake_server.post("/v1/completions", {**TEXT, "prompt": "two", "seed": 2})[1]
+    assert whole["choices"][3]["text"] == one["choices"][0]["text"]
+
+
+def test_usage_comes_at_the_end_or_all_along(fake_server: LiveServer) -> None:
+    end = events(fake_server, "/v1/completions", {**TEXT, "stream_options": {"include_usage": True}})
+    assert end[-1]["choices"] == []
+    assert end[-1]["usage"]["completion_tokens"] == 8
+    assert all(c.get("usage") is None for c in end[:-1])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    along = events(fake_server, "/v1/completions", {**TEXT, "stream_options": options})
+    counts = [c["usage"]["completion_tokens"] for c in along]
+    assert counts == sorted(counts)
+    assert counts[0] < 8 == counts[-1]
+
+
+def test_token_ids_in_and_out(fake_server: LiveServer) -> None:
+    ids = fake_server.post("/tokenize", {"prompt": "Once upon a time"})[1]
+    assert ids["count"] == len(ids["tokens"])
+    body = {**TEXT, "prompt": ids["tokens"], "return_token_ids": True}
+    choice = fake_server.post("/v1/completions", body)[1]["choices"][0]
+    assert choice["prompt_token_ids"] == ids["tokens"]
+    assert len(choice["token_ids"]) == 8
+    assert choice["text"] == fake_server.post("/v1/completions", TEXT)[1]["choices"][0]["text"]
+    assert fake_server.post("/detokenize", {"tokens": ids["tokens"]})[1] == {"prompt": "Once upon a time"}
+
+
+def test_echo_gives_the_prompt_back(fake_server: LiveServer) -> None:
+    choice = fake_server.post("/v1/completions", {**TEXT, "echo": True})[1]["choices"][0]
+    assert choice["text"].startswith("Once upon a time")
+
+
+def test_chat_tokens_are_the_templates(fake_server: LiveServer) -> None:
+    answer = fake_server.post("/tokenize", {"messages": CHAT["messages"], "return_token_strs": True})[1]
+    text = "".join(answer["token_strs"])
+    assert "Hello" in text
+    assert text.rstrip().endswith("assistant")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/completions", {**TEXT, "frobnicate": 1}, 400, "frobnicate"),
+        ("/v1/completions", {**TEXT, "best_of": 3}, 400, "best_of"),
+        ("/v1/completions", {**TEXT, "temperature": -1}, 400, "temperature"),
+        ("/v1/completions", {**TEXT, "top_p": 0}, 400, "top_p"),
+        ("/v1/completions", {**TEXT, "prompt": ""}, 400, "prompt"),
+        ("/v1/completions", {**TEXT, "prompt": [10**9]}, 400, "prompt"),
+        ("/v1/completions", {**TEXT, "prompt": [5] * 3000}, 400, "prompt"),
+        ("/v1/completions", {**TEXT, "prompt": "\ud800"}, 400, "prompt"),
+        ("/v1/completions", {**TEXT, "model": "gpt-9"}, 404, "model"),
+        ("/v1/completions", {"max_tokens": 3}, 400, "prompt"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities"),
+        ("/v1/chat/completions", {**CHAT, "chat_template": "{{ raise_exception('no') }}"}, 400, None),
+        ("/v1/chat/completions", {**CHAT, "chat_template": "{% if %}"}, 400, "chat_template"),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 501, "response_format"),
+        ("/v1/embeddings", {"input": "x"}, 501, None),
+        ("/v1/load_lora_adapter", {"lora_name": "x"}, 501, None),
+        ("/nowhere", {}, 404, None),
+    ],
+)
+def test_errors_have_openais_shape_and_name_the_field(
+    fake_server: LiveServer, path: str, body: dict[str, object], status: int, param: str | None
+) -> None:
+    got, answer = fake_server.post(path, body)
+    assert got == status, answer
+    assert answer["error"]["code"] == status
+    assert answer["error"]["message"]
+    assert answer["error"]["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[]", b'{"prompt": "\xff"}'])
+def test_bytes_that_are_no_request_are_a_400(fake_server: LiveServer, body: bytes) -> None:
+    status, answer = fake_server.post("/v1/completions", body)
+    assert status == 400
+    assert "error" in answer
+
+
+def test_operators_routes(fake_server: LiveServer) -> None:
+    assert fake_server.get("/health")[0] == 200
+    assert fake_server.get("/ping")[0] == 200
+    assert "version" in json.loads(fake_server.get("/version")[1])
+    models = json.loads(fake_server.get("/v1/models")[1])["data"]
+    assert models[0]["max_model_len"] == 2048
+    assert fake_server.get(f"/v1/models/{models[0]['id']}")[0] == 200
+    assert fake_server.get("/v1/models/none")[0] == 404
+    assert "chat_template" in json.loads(fake_server.get("/tokenizer_info")[1])
+    fake_server.wait_idle()
+    assert fake_server.post("/reset_prefix_cache", b"")[0] == 200
+    assert fake_server.get("/openapi.json")[0] == 200
+    assert fake_server.get("/docs")[0] == 200
+
+
+METRICS = """num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_perc gpu_cache_usage_perc
+lora_requests_info cache_config_info num_preemptions_total prompt_tokens_total prompt_tokens_cached_total
+generation_tokens_total request_success_total prefix_cache_queries_total prefix_cache_hits_total
+spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket time_per_output_token_seconds_bucket
+e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_prefill_time_seconds_bucket
+request_decode_time_seconds_bucket request_inference_time_seconds_bucket request_prompt_tokens_bucket
+request_generation_tokens_bucket request_params_n_bucket request_params_max_tokens_bucket
+iteration_tokens_total_bucket""".split()
+
+
+def test_metrics_have_the_names_that_dashboards_read(fake_server: LiveServer) -> None:
+    fake_server.post("/v1/completions", TEXT)
+    text = fake_server.get("/metrics")[1]
+    samples = {line.split("{")[0] for line in text.splitlines() if not line.startswith("#")}
+    assert {f"vllm:{name}" for name in METRICS} <= samples
+    counts = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")
+    }
+    for name in ("time_to_first_token", "request_queue_time", "request_decode_time", "e2e_request_latency"):
+        assert counts[f"vllm:{name}_seconds_count"] >= 1, name
+    assert counts["vllm:iteration_tokens_total_count"] >= 8
+    assert counts["vllm:generation_tokens_total"] >= 8
+
+
+def test_timings_come_on_demand(fake_server: LiveServer) -> None:
+    answer = fake_server.post("/v1/completions", {**TEXT, "return_timings": True})[1]
+    assert {"queue_ms", "prefill_ms", "decode_ms", "cached_tokens", "preemptions"} <= set(answer["timings"])
+
+
+def test_abort_by_id_ends_a_request_with_what_it_had(fake_server: LiveServer) -> None:
+    import threading
+    import time
+
+    got: list[object] = []
+    body = {**TEXT, "max_tokens": 2000, "ignore_eos": True, "request_id": "long"}
+    thread = threading.Thread(target=lambda: got.append(fake_server.post("/v1/completions", body)))
+    thread.start()
+    end = time.monotonic() + 10
+    aborted: list[str] = []
+    while not aborted and time.monotonic() < end:
+        aborted = fake_server.post("/abort_requests", {"request_ids": ["cmpl-long"]})[1]["aborted"]
+    thread.join(10)
+    status, answer = got[0]  # type: ignore[misc]
+    assert aborted == ["cmpl-long"]
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")  # type: ignore[index]
+    fake_server.wait_idle()
