@@ -44,12 +44,12 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves."""
     from pagoda.cli.console import stdout_console
-    from pagoda.cli.session import Session
+    from pagoda.cli.session import Session, load
 
     params = SamplingParams(**{**sampling, "seed": options.get("seed")})  # type: ignore[arg-type]
     console = stdout_console()
     with console.status("loading") if console.is_terminal else nullcontext():
-        session = Session.start(options)
+        session = Session(load(options))
     console.print("[dim]/help shows the commands, Ctrl-D leaves[/dim]")
     Conversation(session, params, console, system).run(_line_reader())
 
@@ -133,13 +133,16 @@ class Conversation:
 
         parts: list[str] = []
         reason: str | None = None
-        for piece in self._session.stream(token_ids, self._params):
-            parts.append(piece.text)
-            reason = piece.finish_reason or reason
-            self._console.file.write(for_stream(piece.text, sys.stdout))
-            self._console.file.flush()
+        try:
+            for piece in self._session.stream(token_ids, self._params):
+                parts.append(piece.text)
+                reason = piece.finish_reason or reason
+                self._console.file.write(for_stream(piece.text, sys.stdout))
+                self._console.file.flush()
+        except KeyboardInterrupt:
+            reason = "interrupted"
         self._console.print()
-        if reason == "abort":
+        if reason == "interrupted":
             self._say("(stopped)")
         elif reason == "length":
             self._say("(cut off at the length limit)")

@@ -53,10 +53,10 @@ def generate(
 
     from pagoda.base.sampling_params import SamplingParams
     from pagoda.cli.console import for_stream
-    from pagoda.cli.session import Session, seconds_since_start
+    from pagoda.cli.session import Session, load, seconds_since_start
 
     params = SamplingParams(**{**sampling, "seed": options.get("seed")})  # type: ignore[arg-type]
-    session = Session.start(options)
+    session = Session(load(options))
     ready_s = seconds_since_start()
     begin_s = time.perf_counter()
     if chat:
@@ -64,20 +64,22 @@ def generate(
         token_ids = session.encode_chat([*turns, {"role": "user", "content": text}])
     else:
         token_ids = session.encode(text)
-    first_token_s, num_tokens, finish_reason = 0.0, 0, None
-    for piece in session.stream(token_ids, params):
-        num_tokens = max(num_tokens, piece.num_tokens)
-        first_token_s = first_token_s or time.perf_counter() - begin_s
-        finish_reason = piece.finish_reason or finish_reason
-        sys.stdout.write(for_stream(piece.text, sys.stdout))
-        sys.stdout.flush()
+    first_token_s, num_tokens, interrupted = 0.0, 0, False
+    try:
+        for piece in session.stream(token_ids, params):
+            first_token_s = first_token_s or time.perf_counter() - begin_s
+            num_tokens += piece.num_tokens
+            sys.stdout.write(for_stream(piece.text, sys.stdout))
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # what is there stays, and is counted
+        interrupted = True
     print()
     if not quiet:
         from pagoda.cli.console import stderr_console
 
         figures = Figures(num_tokens, ready_s, first_token_s, time.perf_counter() - begin_s)
         stderr_console().print(str(figures), style="dim")
-    if finish_reason == "abort":
+    if interrupted:
         raise typer.Exit(130)
 
 

@@ -53,6 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
+        if "bench" in arguments:
+            bench.mount_scheduler()
         return int(app(arguments, prog_name="pagoda", standalone_mode=False) or 0)
     except typer.TyperException as error:  # a flag or command that does not exist, a value of the wrong type
         return _fail(error.format_message(), error.exit_code)

@@ -1,14 +1,10 @@
-"""An engine in this process, as the terminal commands use it: one answer at a time, streamed, stopped by Ctrl-C."""
+"""A model loaded in this process, as the terminal commands use it."""
 
-import itertools
 import os
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from pagoda.base.sampling_params import SamplingParams
@@ -21,81 +17,46 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to an answer.   num_tokens: of the answer so far."""
+    """What one step added to an answer.   num_tokens: how many; their text may come with a later piece."""
 
     text: str
     num_tokens: int
     finish_reason: str | None = None
 
 
-class Interrupts:
-    """Counts Ctrl-C while a step must not be cut in two; the second one goes through as KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.seen = False
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.seen:
-            raise KeyboardInterrupt
-        self.seen = True
-
-    @contextmanager
-    def held(self) -> Iterator["Interrupts"]:
-        """Within the block a first Ctrl-C only sets `seen`."""
-        before = signal.signal(signal.SIGINT, self._handle)
-        try:
-            yield self
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-
 class Session:
-    """A loaded model that answers one prompt after another."""
+    """Answers one prompt after another, streamed. Ctrl-C raises KeyboardInterrupt between steps and ends the answer."""
 
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
-        self._ids = itertools.count()
-
-    @classmethod
-    def start(cls, options: Mapping[str, object]) -> "Session":
-        """Load the model; shows what is being fetched. Raises what LLM raises."""
-        from pagoda.cli.console import fetching
-
-        with fetching():
-            from pagoda.llm import LLM
-
-            return cls(LLM(**options))
 
     @property
     def max_model_len(self) -> int:
-        return self._llm.max_model_len
+        return self._llm.engine.core.facts.max_model_len
 
     def encode(self, text: str) -> list[int]:
         """A text to continue, as token ids."""
-        return self._llm.get_tokenizer().encode(text)
+        return self._llm.engine.input_processor.encode(text)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation up to the answer that is wanted. Raises ConfigError when the model has no chat template."""
-        return self._llm.render_chat(messages)
+        """A conversation up to the answer that is wanted. Raises RequestError when the model has no chat template."""
+        return self._llm.engine.input_processor.render_chat(messages).token_ids
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
-        """The answer as it comes. After Ctrl-C, or when the iterator is closed, the request is aborted."""
-        engine = self._llm.engine
-        request_id = f"cli-{next(self._ids)}"
-        engine.add_request(request_id, token_ids, params)
-        length = 0
-        with Interrupts().held() as interrupts:
-            try:
-                while engine.has_unfinished_requests():
-                    for output in engine.step():
-                        answer = output.outputs[0]
-                        text, length = answer.text[length:], len(answer.text)
-                        yield Piece(text, len(answer.token_ids), answer.finish_reason)
-                    if interrupts.seen:
-                        yield Piece("", 0, "abort")
-                        return
-            finally:
-                engine.abort_request([request_id])
+        """The answer as it comes; leaving the iteration ends it. RequestError or CapacityError come before it begins."""
+        for output in self._llm.stream(token_ids, params):
+            for answer in output.outputs:
+                yield Piece(answer.text, len(answer.token_ids), answer.finish_reason)
+
+
+def load(options: Mapping[str, object]) -> "LLM":
+    """The model that the flags ask for; shows what is being fetched. Raises what LLM raises."""
+    from pagoda.cli.console import fetching
+
+    with fetching():
+        from pagoda.llm import LLM
+
+        return LLM(**options)
 
 
 def seconds_since_start() -> float:

@@ -9,6 +9,8 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.chat import Conversation, read_message
 from pagoda.cli.session import Message, Piece
 
+INTERRUPT = Piece("", 0)
+
 
 class ScriptedSession:
     """Answers from a list; remembers what it was asked. A message's tokens are its words."""
@@ -24,7 +26,10 @@ class ScriptedSession:
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
         self.asked.append(self._messages)
-        yield from self._answers.pop(0)
+        for piece in self._answers.pop(0):
+            if piece is INTERRUPT:
+                raise KeyboardInterrupt
+            yield piece
 
 
 def lines(*given: str | type[BaseException]) -> Callable[[str], str]:
@@ -63,7 +68,7 @@ def test_answers_are_streamed_and_remembered() -> None:
 
 
 def test_stopped_answer_stays_in_the_history() -> None:
-    session = ScriptedSession([[Piece("One two", 2), Piece("", 2, "abort")], [Piece("ok", 1, "stop")]])
+    session = ScriptedSession([[Piece("One two", 2), INTERRUPT], [Piece("ok", 1, "stop")]])
     printed = talk(session, "count", "go on")
     assert "(stopped)" in printed
     assert session.asked[1] == [user("count"), assistant("One two"), user("go on")]

@@ -9,3 +9,10 @@ app.command("throughput")(throughput.throughput)
 app.command("latency")(latency.latency)
 app.command("startup")(startup.startup)
 serve.register(app)
+
+
+def mount_scheduler() -> None:
+    """Add `bench scheduler`. Apart from the others: it imports the scheduler, which `--help` need not."""
+    from pagoda.cli.bench import scheduler
+
+    scheduler.register(app)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from pagoda.cli.bench.figures import percentile, report
+from pagoda.cli.bench.throughput import run_at_once
 from pagoda.cli.bench.workload import random_workload
 from pagoda.cli.options import engine_options
 
@@ -21,14 +22,15 @@ def latency(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
 ) -> None:
     """Time of a batch of equal requests: median, p90, p99. Prompts are new and random each time: none is cached."""
-    from pagoda.cli.session import Session
+    from pagoda.cli.session import load
 
-    session = Session.start(options)
+    llm = load(options)
+    vocab_size = llm.tokenizer.facts.vocab_size
     times_s: list[float] = []
     for iteration in range(warm_up + iterations):
-        items = random_workload(batch_size, input_len, output_len, session.vocab_size, seed=iteration)
+        items = random_workload(batch_size, input_len, output_len, vocab_size, seed=iteration)
         begin_s = time.perf_counter()
-        session.run_batch([(item.prompt_token_ids, item.max_tokens) for item in items])
+        run_at_once(llm, items)
         if iteration >= warm_up:
             times_s.append(time.perf_counter() - begin_s)
     report(

@@ -1,14 +1,22 @@
 """`pagoda bench throughput`: a workload through one engine, all requests at once."""
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagoda.base.errors import RequestError
+from pagoda.base.outputs import RequestOutput
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.bench.figures import report
-from pagoda.cli.bench.workload import read_workload
+from pagoda.cli.bench.workload import WorkItem, read_workload
 from pagoda.cli.options import engine_options
+
+if TYPE_CHECKING:
+    from pagoda.llm import LLM
 
 WARM_UP_TOKENS = 8
 
@@ -27,17 +35,14 @@ def throughput(
     secs counts from the first request to the last token; cold_start_s from the start of the process until the model
     has answered a short request.
     """
-    from pagoda.cli.session import Session, seconds_since_start
+    from pagoda.cli.session import load, seconds_since_start
 
     items = read_workload(workload)
-    session = Session.start(options)
-    session.run_batch([(list(range(10, 40)), WARM_UP_TOKENS)])
+    llm = load(options)
+    run_at_once(llm, [WorkItem(list(range(10, 40)), WARM_UP_TOKENS)])
     cold_start_s = seconds_since_start()
     begin_s = time.perf_counter()
-    if arrivals:
-        num_output = session.run_arrivals(items)
-    else:
-        num_output = session.run_batch([(item.prompt_token_ids, item.max_tokens) for item in items])
+    num_output = run_at_arrivals(llm, items) if arrivals else run_at_once(llm, items)
     secs = time.perf_counter() - begin_s
     report(
         {
@@ -51,3 +56,40 @@ def throughput(
         },
         as_json,
     )
+
+
+def fixed_length(num_tokens: int) -> SamplingParams:
+    """Greedy, exactly so many tokens, no text: what the engines that are compared do."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def run_at_once(llm: "LLM", items: Sequence[WorkItem]) -> int:
+    """All requests together; the number of output tokens. Raises RequestError when one was refused."""
+    prompts = [item.prompt_token_ids for item in items]
+    outputs = llm.generate(prompts, [fixed_length(item.max_tokens) for item in items], use_tqdm=False)
+    return _count_tokens(outputs)
+
+
+def run_at_arrivals(llm: "LLM", items: Sequence[WorkItem]) -> int:
+    """Each request when its time has come; the number of output tokens."""
+    engine = llm.engine
+    waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_s))
+    outputs: list[RequestOutput] = []
+    begin_s = time.perf_counter()
+    while waiting or engine.has_unfinished_requests():
+        now_s = time.perf_counter() - begin_s
+        while waiting and waiting[0][1].arrival_s <= now_s:
+            number, item = waiting.popleft()
+            engine.add_request(f"bench-{number}", item.prompt_token_ids, fixed_length(item.max_tokens))
+        if engine.has_unfinished_requests():
+            outputs += engine.step()
+        elif waiting:
+            time.sleep(waiting[0][1].arrival_s - now_s)
+    return _count_tokens(outputs)
+
+
+def _count_tokens(outputs: Sequence[RequestOutput]) -> int:
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError(f"request {output.request_id} of the workload was not served: {output.error}")
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
