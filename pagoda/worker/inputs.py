@@ -48,7 +48,8 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
     seq_lens = start + num_new
     max_query_len = int(num_new.max())
     if max_query_len == 1:
-        row_of_token, positions, slot_of_row = rows, start, np.arange(num_rows)
+        row_of_token, slot_of_row = rows, np.arange(num_rows)
+        positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
     else:
         row_of_token = np.repeat(rows, num_new)
         slot_of_row = np.repeat(np.arange(num_rows), num_new)
