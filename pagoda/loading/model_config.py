@@ -118,7 +118,6 @@ _GGUF_INTEGERS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.sliding_window": "sliding_window",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
 _GGUF_NUMBERS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -158,14 +157,24 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     values["eos_token_id"] = list(end_token_ids(file))
     values["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
     values["dtype"] = _natural_dtype(file)
-    scaling = file.get(f"{name}.rope.scaling.type", str)
-    if scaling is not None and scaling != "none":
-        values["rope_scaling"] = {
-            "rope_type": scaling,
-            "factor": file.get(f"{name}.rope.scaling.factor", float),
-            "original_max_position_embeddings": values["original_max_position_embeddings"],
-        }
+    values["rope_scaling"] = _rope_scaling(file, f"{name}.rope.scaling")
     return values
+
+
+def _rope_scaling(file: GGUFFile, prefix: str) -> dict[str, object] | None:
+    kind = file.get(f"{prefix}.type", str)
+    if kind is None or kind == "none":
+        return None
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if file.get(f"{prefix}.{key}", float) not in (None, 1.0):
+            raise ConfigError(f"{file.path}: {prefix}.{key} = {file.metadata[f'{prefix}.{key}']} is not supported")
+    return {
+        "rope_type": kind,
+        "factor": file.get(f"{prefix}.factor", float),
+        "original_max_position_embeddings": file.get(f"{prefix}.original_context_length", int),
+        "beta_fast": file.get(f"{prefix}.yarn_beta_fast", float),
+        "beta_slow": file.get(f"{prefix}.yarn_beta_slow", float),
+    }
 
 
 def _head_dim(file: GGUFFile, name: str) -> int:

@@ -78,6 +78,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2-window": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**{**_SHAPE, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "gemma3": _gemma3_text,
+    "gemma3-scale-of-head-dim": lambda: _gemma3_text(head_dim=32, query_pre_attn_scalar=32),
     "gemma3-softcap-scaled": lambda: _gemma3_text(
         final_logit_softcapping=3.0,
         rope_parameters={

@@ -1,0 +1,90 @@
+"""Writes transformers models as GGUF as llama.cpp's converter does, with the gguf package's own table of names."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, quants
+from transformers import PreTrainedModel
+
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+}
+
+
+def write_gguf(model: PreTrainedModel, path: Path, kind: GGMLQuantizationType, **metadata: object) -> PreTrainedModel:
+    """Write `model` with its matrices as `kind`, and put the values that reading gives back into `model` itself.
+
+    metadata: further keys, "__" for ".", behind the architecture's name; `factors` is the tensor rope_freqs.weight.
+    """
+    factors = metadata.pop("factors", None)
+    config = model.config
+    architecture = _ARCHITECTURES[config.model_type]
+    name = gguf.MODEL_ARCH_NAMES[architecture]
+    writer = gguf.GGUFWriter(path, name)
+    _add_settings(writer, config)
+    for key, value in metadata.items():
+        full_key = f"{name}.{key.replace('__', '.')}"
+        if isinstance(value, str):
+            writer.add_string(full_key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(full_key, value)
+        else:
+            writer.add_float32(full_key, float(str(value)))
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    state = model.state_dict()
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    for key, tensor in state.items():
+        stored_as = kind if tensor.dim() == 2 else GGMLQuantizationType.F32
+        tensor.copy_(torch.from_numpy(_round_trip(tensor.numpy(), stored_as)))
+        values = tensor.numpy()
+        if name == "llama" and (".q_proj." in key or ".k_proj." in key):
+            heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
+            values = _interleave(values, heads)
+        if name == "gemma3" and key.endswith("norm.weight"):
+            values = values + 1
+        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, key
+        writer.add_tensor(stored, quants.quantize(values, stored_as), raw_dtype=stored_as)
+    if isinstance(factors, np.ndarray):
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add_settings(writer: gguf.GGUFWriter, config) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def _round_trip(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    return quants.dequantize(quants.quantize(values, kind), kind).astype(np.float32)
+
+
+def _interleave(values: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of q and k rows."""
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

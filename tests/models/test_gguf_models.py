@@ -1,0 +1,110 @@
+"""A GGUF and the safetensors folder with the same values are the same model, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from pagoda.base.model_spec import ModelSpec
+from pagoda.kernels.select import select_ops
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_config import read_architecture, summarize_weights, weight_bytes
+from pagoda.loading.model_files import identify
+from tests.models.gguf_writer import write_gguf
+from tests.models.paged_runner import PagedRunner
+from tests.models.tiny import VOCAB, make_model, save
+
+CPU = torch.device("cpu")
+PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
+
+CASES = [
+    ("llama", Kind.F32),
+    ("llama", Kind.Q4_1),
+    ("llama-tied-biased", Kind.F16),
+    ("llama-mha-wide-heads", Kind.BF16),
+    ("mistral", Kind.Q4_0),
+    ("qwen2", Kind.Q5_0),
+    ("qwen2", Kind.Q5_1),
+    ("qwen3", Kind.Q8_0),
+    ("gemma3-scale-of-head-dim", Kind.Q8_0),
+    ("gemma3-scale-of-head-dim", Kind.F32),
+]
+
+
+def logits(path: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        model = load_model(identify(path), select_ops("torch", CPU, 1), torch.float32, CPU)
+        return PagedRunner(model, 1, 40, torch.float32).logits([(0, 0, PROMPT)])
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_same_bits_from_gguf_and_safetensors(name: str, kind: Kind, tmp_path: Path):
+    model = make_model(name)
+    write_gguf(model, tmp_path / "model.gguf", kind)
+    folder = save(model, tmp_path / "folder")
+    assert torch.equal(logits(tmp_path / "model.gguf"), logits(folder))
+    spec = read_architecture(identify(tmp_path / "model.gguf"))[1].spec
+    other = read_architecture(identify(folder))[1].spec
+    assert shapes(spec) == shapes(other)
+
+
+def shapes(spec: ModelSpec) -> tuple[object, ...]:
+    """What must not depend on the format (a Mistral in a GGUF calls itself llama)."""
+    return (
+        *(
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_layers,
+            spec.num_heads,
+            spec.num_kv_heads,
+        ),
+        *(spec.head_dim, spec.max_position, spec.layer_windows, spec.eos_token_ids, spec.tie_embeddings),
+    )
+
+
+def test_llama3_rope_from_frequency_factors(tmp_path: Path):
+    """llama.cpp stores Llama 3's scaling as a tensor of divisors."""
+    model = make_model("llama-rope-llama3")
+    folder = save(model, tmp_path / "folder")
+    plain = 1.0 / 500.0 ** (torch.arange(0, 32, 2).float() / 32)
+    factors = plain / model.model.rotary_emb.inv_freq
+    write_gguf(model, tmp_path / "model.gguf", Kind.F32, factors=factors.numpy())
+    torch.testing.assert_close(logits(tmp_path / "model.gguf"), logits(folder), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("llama-rope-linear", {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}),
+        (
+            "llama-rope-yarn",
+            {
+                "rope__scaling__type": "yarn",
+                "rope__scaling__factor": 4.0,
+                "rope__scaling__original_context_length": 16,
+                "rope__scaling__yarn_beta_fast": 8.0,
+            },
+        ),
+    ],
+)
+def test_rope_scaling_from_metadata(name: str, metadata: dict[str, object], tmp_path: Path):
+    model = make_model(name)
+    folder = save(model, tmp_path / "folder")
+    write_gguf(model, tmp_path / "model.gguf", Kind.F32, **metadata)
+    assert torch.equal(logits(tmp_path / "model.gguf"), logits(folder))
+
+
+def test_weights_are_weighed_without_being_read(tmp_path: Path):
+    model = make_model("llama")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    folder = identify(save(model, tmp_path / "folder"))
+    assert weight_bytes(folder) == 4 * num_parameters
+    assert summarize_weights(folder).bytes_by_type == {"F32": 4 * num_parameters}
+    write_gguf(model, tmp_path / "model.gguf", Kind.Q8_0)
+    summary = summarize_weights(identify(tmp_path / "model.gguf"))
+    assert summary.num_parameters == num_parameters
+    assert list(summary.bytes_by_type) == ["Q8_0", "F32"]
+    matrices = num_parameters - summary.bytes_by_type["F32"] // 4
+    assert summary.bytes_by_type["Q8_0"] == matrices // 32 * 34
