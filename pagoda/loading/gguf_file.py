@@ -147,7 +147,7 @@ class GGUFFile:
         if value is None:
             return None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{self.path}: {key} is {type(value).__name__}, expected {kind.__name__}")
         return value

@@ -84,8 +84,7 @@ class _Builder:
         head_dim = self.spec.head_dim
         factors = None
         if _ROPE_FACTORS in self.weights:
-            factors = torch.empty(head_dim // 2)
-            self.read(_ROPE_FACTORS, factors)
+            factors = self.tensor(_ROPE_FACTORS, (head_dim // 2,), torch.float32).cpu()
         config = self.config
         full = build_rotary_table(config.rope_full, head_dim, num_positions, self.device, factors)
         if config.rope_window == config.rope_full:
@@ -151,10 +150,13 @@ class _Builder:
         self, prefix: str, parts: Sequence[str], suffix: str, rows: tuple[int, ...], columns: tuple[int, ...] = ()
     ) -> torch.Tensor:
         """Parts one below the other. rows: their sizes; a single part holds them all, fused already."""
-        out = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
         sizes = rows if len(parts) == len(rows) else (sum(rows),)
-        for name, part in zip(parts, out.split(sizes), strict=True):
-            self.read(f"{prefix}{name}.{suffix}", part)
+        names = [f"{prefix}{part}.{suffix}" for part in parts]
+        for name, size in zip(names, sizes, strict=True):
+            self.check_shape(name, (size, *columns))
+        out = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
+        for name, part in zip(names, out.split(sizes), strict=True):
+            self.weights.read_into(name, part)
         return out
 
     def undo_interleaving(self, qk: torch.Tensor) -> None:
@@ -163,21 +165,22 @@ class _Builder:
         pairs = qk.view(-1, half, 2, *qk.shape[1:])
         qk.copy_(pairs.transpose(1, 2).reshape(qk.shape))
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.read(name, out)
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor in `dtype` (None: compute dtype)."""
+        self.check_shape(name, shape)
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        self.weights.read_into(name, out)
         return out
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """A norm's weight [size] in compute dtype, without the 1 of a unit offset."""
-        out = torch.empty(size, dtype=torch.float32, device=self.device)
-        self.read(f"{name}.weight", out)
+        out = self.tensor(f"{name}.weight", (size,), torch.float32)
         if self.config.unit_offset_norms and self.keys.norms_plus_one:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet
         return out.to(self.dtype)
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        shape = self.weights.shape(name)
-        if shape != tuple(out.shape):
-            raise ConfigError(f"tensor {name!r} has the shape {shape}, the model's settings ask for {tuple(out.shape)}")
-        self.weights.read_into(name, out)
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before anything of that size is allocated."""
+        found = self.weights.shape(name)
+        if found != shape:
+            raise ConfigError(f"tensor {name!r} has the shape {found}, the model's settings ask for {shape}")

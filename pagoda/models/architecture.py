@@ -163,7 +163,7 @@ def read_spec(
     head_dim = config.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{config.origin}: head_dim {head_dim} is odd; rotary embedding needs an even one")
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     bos = config.ids("bos_token_id")
     windows = layer_windows if layer_windows is not None else (0,) * num_layers
     return ModelSpec(

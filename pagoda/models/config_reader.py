@@ -11,6 +11,8 @@ class _Required:
 
 
 REQUIRED: Final = _Required()
+_MOST: Final = 1 << 26
+_MOST_LAYERS: Final = 4096
 
 
 class ConfigReader:
@@ -24,12 +26,18 @@ class ConfigReader:
         self.values = values
         self.origin = origin
 
-    def integer(self, key: str, default: int | _Required = REQUIRED) -> int:
-        """An integer above zero."""
+    def integer(self, key: str, default: int | _Required = REQUIRED, most: int = _MOST) -> int:
+        """An integer from 1 to `most`: a corrupt file must not make us allocate the world."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.wrong(key, "a positive integer")
+        if value > most:
+            raise self.wrong(key, f"at most {most}")
         return value
+
+    def num_layers(self) -> int:
+        """`num_hidden_layers`."""
+        return self.integer("num_hidden_layers", most=_MOST_LAYERS)
 
     def number(self, key: str, default: float | _Required = REQUIRED) -> float:
         """A number, as float."""
@@ -63,9 +71,10 @@ class ConfigReader:
         """A token id or a list of them, as a tuple; empty when absent."""
         value = self.values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        ids = tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool) and item >= 0)
+        if len(ids) != len(items):
             raise self.wrong(key, "a token id or a list of them")
-        return tuple(int(item) for item in items)
+        return ids
 
     def section(self, key: str) -> "ConfigReader | None":
         """The settings nested under `key`; None when absent."""

@@ -67,7 +67,7 @@ def read(config: ConfigReader) -> ArchConfig:
 
 def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
     pattern = config.integer("_sliding_window_pattern", config.integer("sliding_window_pattern"))
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     by_pattern = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
     return windows_by_layer_types(config, config.texts("layer_types") or by_pattern, config.integer("sliding_window"))
 

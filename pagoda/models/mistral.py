@@ -12,7 +12,7 @@ def read(config: ConfigReader) -> ArchConfig:
     config.refuse("layer_types")
     rope = read_rope(config)
     window = config.integer("sliding_window") if config.has("sliding_window") else 0
-    windows = (window,) * config.integer("num_hidden_layers")
+    windows = (window,) * config.num_layers()
     max_position = rope.max_position(config.integer("max_position_embeddings"))
     spec = read_spec(config, "mistral", max_position, windows)
     return ArchConfig(

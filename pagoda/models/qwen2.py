@@ -30,7 +30,7 @@ def read(config: ConfigReader) -> ArchConfig:
 
 def layer_windows(config: ConfigReader) -> tuple[int, ...]:
     """With `use_sliding_window`, those from layer `max_window_layers` on, unless `layer_types` lists them."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     if not config.flag("use_sliding_window", False) or not config.has("sliding_window"):
         return windows_by_layer_types(config, config.texts("layer_types") or (FULL,) * num_layers, 0)
     first = config.number("max_window_layers", 28)
