@@ -32,9 +32,9 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
         raise ConfigError(f"{path}: the file has no tokenizer inside; name one (option tokenizer)")
     try:
         backend = _FAMILIES[kind](file, tokens)
-    except (ValueError, OverflowError) as error:
-        if isinstance(error, ConfigError):
-            raise ConfigError(f"{path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{path}: the tokenizer inside is inconsistent: {error}") from None
     names = _special_names(file, tokens)
     _put_bos_and_eos(file, kind, backend, names)

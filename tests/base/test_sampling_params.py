@@ -1,0 +1,112 @@
+"""Every field of SamplingParams: what is taken, in which form it is kept, and how the rest is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pagoda.base.errors import RequestError
+from pagoda.base.sampling_params import PoolingParams, SamplingParams
+
+BIG = 2**31
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"stop": "x"}, {"stop": ("x",)}),
+        ({"stop": ["x", "yz"]}, {"stop": ("x", "yz")}),
+        ({"stop": None}, {"stop": ()}),
+        ({"bad_words": ["a"]}, {"bad_words": ("a",)}),
+        ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
+        ({"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": (1, 2)}),
+        ({"allowed_token_ids": range(2)}, {"allowed_token_ids": (0, 1)}),
+        ({"logit_bias": {5: 1, 3: -2.5}}, {"logit_bias": ((3, -2.5), (5, 1.0))}),
+        ({"logit_bias": {"5": 1}}, {"logit_bias": ((5, 1.0),)}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"temperature": 1e-9}, {"temperature": 0.0}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({"max_tokens": None, "min_tokens": 500}, {"max_tokens": None, "min_tokens": 500}),
+        ({"max_tokens": np.int64(5)}, {"max_tokens": 5}),
+        ({"seed": -1}, {"seed": -1}),
+        ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": -1}),
+        ({"bad_words_token_ids": [[1], (2, 3)]}, {"bad_words_token_ids": ((1,), (2, 3))}),
+    ],
+)
+def test_what_users_write_is_kept_in_normal_form(given: dict[str, object], kept: dict[str, object]) -> None:
+    params = SamplingParams(**given)  # type: ignore[arg-type]
+    assert {name: getattr(params, name) for name in kept} == kept
+    hash(params)
+    assert dataclasses.replace(params) == params
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("n", 0, "at least 1"),
+        ("n", 1.5, "an integer"),
+        ("n", True, "an integer"),
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", float("nan"), "finite"),
+        ("temperature", float("inf"), "finite"),
+        ("temperature", "hot", "finite"),
+        ("top_p", 0, r"\(0, 1\]"),
+        ("top_p", 1.01, r"\(0, 1\]"),
+        ("top_k", -2, "at least -1"),
+        ("top_k", 0.5, "an integer"),
+        ("min_p", -0.1, r"\[0, 1\]"),
+        ("min_p", 2, r"\[0, 1\]"),
+        ("seed", 2**63, r"\[-9223372036854775808, 9223372036854775807\]"),
+        ("seed", 1.0, "an integer"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", BIG, "2147483647"),
+        ("min_tokens", -1, "at least 0"),
+        ("min_tokens", 17, "max_tokens, which is 16"),
+        ("stop", "", "none of them empty"),
+        ("stop", ["a", ""], "none of them empty"),
+        ("stop", [1], "texts"),
+        ("stop", 3, "texts"),
+        ("stop", b"x", "texts"),
+        ("stop_token_ids", [-1], "at least 0"),
+        ("stop_token_ids", "12", "token ids"),
+        ("allowed_token_ids", [], "at least one"),
+        ("allowed_token_ids", [0.5], "an integer"),
+        ("logit_bias", {1: 101}, r"\[-100, 100\]"),
+        ("logit_bias", {-1: 1}, "at least 0"),
+        ("logit_bias", {"x": 1}, "an integer"),
+        ("logit_bias", [1, 2], "mapping"),
+        ("logit_bias", 5, "mapping"),
+        ("bad_words", [""], "none of them empty"),
+        ("bad_words_token_ids", [[]], "at least one"),
+        ("presence_penalty", 2.1, r"\[-2, 2\]"),
+        ("frequency_penalty", -2.1, r"\[-2, 2\]"),
+        ("repetition_penalty", 0, "above 0"),
+        ("logprobs", -1, "at least 0"),
+        ("prompt_logprobs", 1.5, "an integer"),
+        ("truncate_prompt_tokens", 0, "at least 1"),
+        ("truncate_prompt_tokens", -2, "at least -1"),
+        ("ignore_eos", 1, "True or False"),
+        ("skip_special_tokens", None, "True or False"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name_value_and_range(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(RequestError, match=allowed) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.param == name
+    assert str(caught.value).startswith(f"{name}=")
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)  # type: ignore[arg-type]
+
+
+def test_unknown_parameters_are_refused() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("name", "value"), [("task", "guess"), ("normalize", 1), ("dimensions", 0)])
+def test_pooling_params(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=name):
+        PoolingParams(**{name: value})  # type: ignore[arg-type]
