@@ -8,7 +8,7 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.batch import AttentionMetadata
-from pagoda.kernels.linear import library as library_linear
+from pagoda.kernels.linear.packed import PackedLinears, PackedWeight
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.ops import KVLayer, LinearWeight
@@ -41,6 +41,7 @@ class NativeOps:
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self.library = library
         self.threads = threads
+        self.linears = PackedLinears(library, threads)
         bind = partial(_bind, library.functions)
         norm_shape = (*(_LONG,) * 5, _FLOAT, _INT, _INT)
         self._rms_norm = bind("pagoda_rms_norm", _INT, *(_PTR,) * 5, *norm_shape)
@@ -58,15 +59,15 @@ class NativeOps:
         self._softcap = bind("pagoda_softcap", _INT, _PTR, _PTR, _LONG, _FLOAT, _INT)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-        return library_linear.prepare(weight, bias)
+        return self.linears.prepare(weight, bias)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, library_linear.LibraryLinear)
-        return library_linear.linear(x, weight)
+        assert isinstance(weight, PackedWeight)
+        return self.linears.linear(x, weight)
 
     def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, library_linear.LibraryLinear)
-        return library_linear.logits(x, weight)
+        assert isinstance(weight, PackedWeight)
+        return self.linears.logits(x, weight)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         if scale != 1.0:

@@ -1,18 +1,8 @@
 // Gated activations and the soft cap; their definition is activation/reference.py.
+#include "gates.h"
 #include "parallel.h"
-#include "simd.h"
 
 namespace {
-
-struct Silu {
-    static f32x16 of(f32x16 x) { return x * sigmoid(x); }
-};
-struct GeluTanh {
-    static f32x16 of(f32x16 x) {
-        f32x16 inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
-        return 0.5f * x * (1.0f + tanh(inner));
-    }
-};
 
 template <class Activation, class T>
 void gated(const void* gate_up, void* out, int64_t tokens, int64_t width, int threads) {

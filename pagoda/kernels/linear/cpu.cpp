@@ -1,0 +1,76 @@
+// The linear layers' entry points; their definition is linear/reference.py.
+#include "gemm.h"
+
+// x [rows, in] (x_stride elements apart) -> out [rows, out], contiguous.
+PAGODA_EXPORT void pagoda_linear(const PackedLinear* weight, int dtype, const void* x, int64_t rows, int64_t x_stride,
+                                 int out_dtype, void* out, int threads) {
+    if (rows == 0) return;
+    linear_run({weight, x, rows, x_stride, dtype, out_dtype, out, weight->out_features, nullptr, GATE_NONE, nullptr},
+               threads);
+}
+
+PAGODA_EXPORT int64_t pagoda_linear_bytes(const PackedLinear* weight) {
+    return panel_bytes(*weight) * ((weight->out_features + PANEL - 1) / PANEL);
+}
+
+// Weights [out, steps] of 2- or 4-byte words to panels [steps][32].
+template <class Word>
+static void pack_words(const Word* from, Word* to, int64_t out_features, int64_t steps, int threads) {
+    int64_t panels = (out_features + PANEL - 1) / PANEL;
+    parallel(threads, [&](int thread, int num_threads) {
+        Range mine = share_of(panels, thread, num_threads);
+        for (int64_t p = mine.begin; p < mine.end; p++) {
+            int64_t columns = out_features - p * PANEL < PANEL ? out_features - p * PANEL : PANEL;
+            Word* panel = to + p * PANEL * steps;
+            if (columns < PANEL) memset(static_cast<void*>(panel), 0, sizeof(Word) * PANEL * steps);
+            for (int64_t begin = 0; begin < steps; begin += 16) {
+                int64_t end = begin + 16 < steps ? begin + 16 : steps;
+                for (int64_t c = 0; c < columns; c++) {
+                    const Word* row = from + (p * PANEL + c) * steps;
+                    for (int64_t s = begin; s < end; s++) panel[s * PANEL + c] = row[s];
+                }
+            }
+        }
+    });
+}
+PAGODA_EXPORT void pagoda_pack_words(int word_bytes, const void* from, void* to, int64_t out_features, int64_t steps,
+                                     int threads) {
+    if (word_bytes == 4)
+        pack_words(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), out_features, steps, threads);
+    else
+        pack_words(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), out_features, steps, threads);
+}
+
+// Codes uint8 [out, groups * group], scales (and minima, KIND_Q4_MIN) f16 [out, groups] to panels of records.
+PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint16_t* scales,
+                                     const uint16_t* minima, int threads) {
+    const PackedLinear w = *weight;
+    int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
+    int64_t record = quantized_record_bytes(w.kind, w.group), header = w.kind == KIND_Q4_MIN ? 4 * PANEL : 2 * PANEL;
+    auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
+    parallel(threads, [&](int thread, int num_threads) {
+        Range mine = share_of(panels, thread, num_threads);
+        for (int64_t p = mine.begin; p < mine.end; p++) {
+            int64_t columns = w.out_features - p * PANEL < PANEL ? w.out_features - p * PANEL : PANEL;
+            for (int64_t g = 0; g < groups; g++) {
+                uint8_t* at = to + (p * groups + g) * record;
+                memset(at, 0, static_cast<size_t>(record));
+                for (int64_t c = 0; c < columns; c++) {
+                    int64_t row = p * PANEL + c;
+                    memcpy(at + 2 * c, scales + row * groups + g, 2);
+                    if (w.kind == KIND_Q4_MIN) memcpy(at + 2 * PANEL + 2 * c, minima + row * groups + g, 2);
+                    const uint8_t* code = codes + (row * groups + g) * w.group;
+                    for (int64_t quad = 0; quad < w.group / 4; quad++) {
+                        if (w.kind == KIND_Q8) {
+                            memcpy(at + header + quad * 4 * PANEL + 4 * c, code + 4 * quad, 4);
+                        } else {
+                            uint8_t* bytes = at + header + quad / 2 * 4 * PANEL + 4 * c;
+                            for (int64_t j = 0; j < 4; j++)
+                                bytes[j] = static_cast<uint8_t>(bytes[j] | code[4 * quad + j] << (quad % 2 * 4));
+                        }
+                    }
+                }
+            }
+        }
+    });
+}

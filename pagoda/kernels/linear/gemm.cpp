@@ -1,0 +1,343 @@
+// The linear layer: converting x, sharing tiles out to threads, finishing the sums. Its definition is reference.py.
+#include "gemm.h"
+
+#include <cmath>
+
+#include "../activation/gates.h"
+#include "float_tiles.h"
+#include "int_tiles.h"
+
+namespace {
+
+#if defined(PAGODA_AVX512)
+constexpr int MAX_TILE_ROWS = 6;
+constexpr bool MANY_REGISTERS = true;
+#else
+constexpr int MAX_TILE_ROWS = 3;
+constexpr bool MANY_REGISTERS = false;
+#endif
+constexpr int MAX_TILE_PANELS = 4;
+// From so many rows on threads claim pieces instead of taking equal shares: a thread that lost its core for a moment
+// then costs little. Below, a weight is read once, and one long stream each is faster.
+constexpr int64_t CLAIM_ROWS = 16;
+constexpr int64_t CLAIMS_PER_THREAD = 8;
+// Rows of x that are multiplied with a panel before the next panel comes; they stay in the L2 cache.
+constexpr int64_t BLOCK_BYTES = 256 * 1024;
+
+// ---- x as the tiles want it ----
+
+struct Operand {
+    const void* words;  // float tiles
+    int64_t stride;     // in words
+    QuantizedRows quantized;
+};
+
+int64_t groups_of(const PackedLinear& w) { return (w.in_features + w.group - 1) / w.group; }
+int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? (w.in_features + 1) / 2 : w.in_features; }
+
+bool converts(const LinearJob& job) {
+    switch (job.weight->kind) {
+        case KIND_F32: return false;
+        case KIND_BF16: return job.weight->in_features % 2 != 0 || job.x_stride % 2 != 0;
+        default: return true;
+    }
+}
+
+Operand operand(const LinearJob& job) {
+    const PackedLinear& w = *job.weight;
+    if (is_quantized(w.kind)) {
+        int64_t groups = groups_of(w);
+        auto* bytes = static_cast<int8_t*>(job.scratch);
+        auto* scales = reinterpret_cast<float*>(bytes + round_up(job.rows * groups * w.group, 64));
+        auto* sums = reinterpret_cast<int32_t*>(scales + job.rows * groups);
+        return {nullptr, 0, {bytes, scales, sums}};
+    }
+    if (converts(job)) return {job.scratch, word_steps(w), {}};
+    return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
+}
+
+// One group of `count` <= 64 elements, the rest of `group` is zero: symmetric, the largest magnitude at 127.
+template <class T>
+void quantize_group(const T* x, int64_t count, int64_t group, int8_t* bytes, float* scale, int32_t* sum) {
+    f32x16 values[4] = {}, largest = {};
+    for_lanes(count, [&](int64_t i, int n) {
+        f32x16 v = load_lanes(x + i, n);
+        values[i / 16] = v;
+        largest = vmax(largest, v > 0.0f ? v : -v);
+    });
+    float limit = lane_max(largest);
+    float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
+    i32x16 total = {};
+    for (int64_t part = 0; part * 16 < group; part++) {
+        // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        f32x16 rounded = (values[part] * inverse + 12582912.0f) - 12582912.0f;
+        i32x16 whole = __builtin_convertvector(rounded, i32x16);
+        total += whole;
+        typedef int8_t i8x16 __attribute__((vector_size(16)));
+        i8x16 narrow = __builtin_convertvector(whole, i8x16);
+        memcpy(bytes + part * 16, &narrow, 16);
+    }
+    int32_t lanes[16];
+    memcpy(lanes, &total, 64);
+    int32_t all = 0;
+    for (int32_t lane : lanes) all += lane;
+    *sum = all;
+    *scale = limit / 127.0f;
+}
+
+template <class T>
+void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
+    const PackedLinear& w = *job.weight;
+    QuantizedRows to = operand(job).quantized;
+    int64_t groups = groups_of(w);
+    for (int64_t r = begin; r < end; r++) {
+        const T* x = static_cast<const T*>(job.x) + r * job.x_stride;
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t left = w.in_features - g * w.group;
+            quantize_group(x + g * w.group, left < w.group ? left : w.group, w.group,
+                           const_cast<int8_t*>(to.bytes) + (r * groups + g) * w.group,
+                           const_cast<float*>(to.scales) + r * groups + g, const_cast<int32_t*>(to.sums) + r * groups + g);
+        }
+    }
+}
+
+// ---- one tile ----
+
+using Tile = void (*)(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
+                      float* out, int64_t out_stride);
+
+template <class Step, int ROWS, int PANELS>
+void run_float_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
+                    float* out, int64_t out_stride) {
+    using Weight = typename Step::Weight;
+    float_tile<Step, ROWS, PANELS>(static_cast<const typename Step::Word*>(x.words) + row * x.stride, x.stride,
+                                   reinterpret_cast<const Weight*>(panel),
+                                   panel_stride / static_cast<int64_t>(sizeof(Weight)), word_steps(w), out, out_stride);
+}
+template <int32_t KIND, int GROUP, int ROWS, int PANELS>
+void run_int_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
+                  float* out, int64_t out_stride) {
+    int64_t groups = groups_of(w);
+    QuantizedRows rows{x.quantized.bytes + row * groups * GROUP, x.quantized.scales + row * groups,
+                       x.quantized.sums + row * groups};
+    int_tile<KIND, GROUP, ROWS, PANELS>(rows, groups, reinterpret_cast<const uint8_t*>(panel), panel_stride, out,
+                                        out_stride);
+}
+
+// Tiles of every height, and for each width 1, 2, 4 what registers allow.
+struct Tiles {
+    Tile narrow[6], wide[6], widest[3];  // 1, 2, 4 panels, by rows - 1; null where registers would not do
+    // The most panels at once that suit `rows` rows.
+    int panels(int64_t rows) const {
+        if (rows <= 3 && widest[rows - 1] != nullptr) return 4;
+        return wide[rows - 1] != nullptr ? 2 : 1;
+    }
+    Tile of(int64_t rows, int panels) const {
+        return panels == 4 ? widest[rows - 1] : panels == 2 ? wide[rows - 1] : narrow[rows - 1];
+    }
+};
+
+template <class Step>
+constexpr Tiles float_tiles() {
+    if constexpr (MANY_REGISTERS)
+        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>,
+                 run_float_tile<Step, 4, 1>, run_float_tile<Step, 5, 1>, run_float_tile<Step, 6, 1>},
+                {run_float_tile<Step, 1, 2>, run_float_tile<Step, 2, 2>, run_float_tile<Step, 3, 2>,
+                 run_float_tile<Step, 4, 2>, run_float_tile<Step, 5, 2>, run_float_tile<Step, 6, 2>},
+                {run_float_tile<Step, 1, 4>, run_float_tile<Step, 2, 4>, run_float_tile<Step, 3, 4>}};
+    else
+        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>}, {}, {}};
+}
+template <int32_t KIND, int GROUP>
+constexpr Tiles int_tiles() {
+    if constexpr (MANY_REGISTERS)
+        return {{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>,
+                 run_int_tile<KIND, GROUP, 4, 1>, run_int_tile<KIND, GROUP, 5, 1>, run_int_tile<KIND, GROUP, 6, 1>},
+                {run_int_tile<KIND, GROUP, 1, 2>, run_int_tile<KIND, GROUP, 2, 2>, run_int_tile<KIND, GROUP, 3, 2>},
+                {run_int_tile<KIND, GROUP, 1, 4>}};
+    else
+        return {{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>},
+                {},
+                {}};
+}
+
+const Tiles& tiles_of(const PackedLinear& w) {
+    static const Tiles f32 = float_tiles<StepF32>(), bf16 = float_tiles<StepBF16>(), f16 = float_tiles<StepF16>();
+    static const Tiles q8_64 = int_tiles<KIND_Q8, 64>(), q8_32 = int_tiles<KIND_Q8, 32>();
+    static const Tiles q4 = int_tiles<KIND_Q4, 32>(), q4_min = int_tiles<KIND_Q4_MIN, 32>();
+    switch (w.kind) {
+        case KIND_F32: return f32;
+        case KIND_BF16: return bf16;
+        case KIND_F16: return f16;
+        case KIND_Q8: return w.group == 64 ? q8_64 : q8_32;
+        case KIND_Q4: return q4;
+        default: return q4_min;
+    }
+}
+
+// ---- finished sums to the output ----
+
+template <class T>
+f32x16 rounded(f32x16 v) {
+    if constexpr (sizeof(T) == 4) return v;
+    T narrow[16];
+    store(narrow, v);
+    return load(narrow);
+}
+f32x16 with_bias(const float* sums, const PackedLinear& w, int64_t column) {
+    f32x16 v = load(sums);
+    return w.bias == nullptr ? v : v + load(w.bias + column);
+}
+
+// A tile's sums [rows][sums_stride], whose first column is `column`, `columns` of them real.
+template <class T, class Out>
+void finish(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
+            int64_t columns) {
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = (row + r) * job.out_stride + column;
+        Out* out = static_cast<Out*>(job.out) + at;
+        const T* residual = job.residual == nullptr ? nullptr : static_cast<const T*>(job.residual) + at;
+        for_lanes(columns, [&](int64_t i, int n) {
+            f32x16 v = with_bias(sums + r * sums_stride + i, *job.weight, column + i);
+            if (residual != nullptr) v = rounded<T>(v) + load_lanes(residual + i, n);
+            store_lanes(out + i, v, n);
+        });
+    }
+}
+// The same with the gate's sums in the first panel and those of up in the second.
+template <class T>
+void finish_gated(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows,
+                  int64_t column) {
+    int64_t up = job.weight->out_features / 2;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < PANEL; i += 16) {
+            const float* at = sums + r * sums_stride + i;
+            f32x16 gate = rounded<T>(with_bias(at, *job.weight, column + i));
+            f32x16 product = rounded<T>(with_bias(at + PANEL, *job.weight, up + column + i));
+            f32x16 active = job.gate == GATE_SILU ? Silu::of(gate) : GeluTanh::of(gate);
+            store(static_cast<T*>(job.out) + (row + r) * job.out_stride + column + i, active * product);
+        }
+}
+
+void finish_tile(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows,
+                 int64_t column, int64_t columns) {
+    if (job.gate != GATE_NONE) {
+        auto run = job.dtype == F32 ? finish_gated<float> : job.dtype == BF16 ? finish_gated<bf16> : finish_gated<f16>;
+        run(job, sums, sums_stride, row, rows, column);
+    } else if (job.out_dtype == F32) {
+        auto run = job.dtype == F32 ? finish<float, float> : job.dtype == BF16 ? finish<bf16, float> : finish<f16, float>;
+        run(job, sums, sums_stride, row, rows, column, columns);
+    } else {
+        auto run = job.dtype == BF16 ? finish<bf16, bf16> : finish<f16, f16>;
+        run(job, sums, sums_stride, row, rows, column, columns);
+    }
+}
+
+// ---- a rectangle of the output ----
+
+// Rows [row, row_end) of panels [panel, panel_end); with a gate, of those and their partners.
+void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    const PackedLinear& w = *job.weight;
+    const Tiles& tiles = tiles_of(w);
+    const char* panels = static_cast<const char*>(w.panels);
+    int64_t bytes = panel_bytes(w), partner = w.out_features / 2 / PANEL * bytes;
+    int64_t count = (row_end - row + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;  // tiles down the rows, nearly equal
+    int64_t most_rows = (row_end - row + count - 1) / count;
+    int most = job.gate != GATE_NONE ? 1 : tiles.panels(most_rows);
+    alignas(64) float sums[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
+    while (panel < panel_end) {
+        int width = most;
+        while (width > panel_end - panel) width /= 2;
+        const char* first = panels + panel * bytes;
+        int64_t columns = w.out_features - panel * PANEL;
+        if (columns > width * PANEL) columns = width * PANEL;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t begin = row + (row_end - row) * i / count, rows = row + (row_end - row) * (i + 1) / count - begin;
+            if (job.gate == GATE_NONE) {
+                tiles.of(rows, width)(x, begin, w, first, bytes, sums, width * PANEL);
+            } else if (tiles.panels(rows) >= 2) {
+                tiles.of(rows, 2)(x, begin, w, first, partner, sums, 2 * PANEL);
+            } else {
+                tiles.of(rows, 1)(x, begin, w, first, 0, sums, 2 * PANEL);
+                tiles.of(rows, 1)(x, begin, w, first + partner, 0, sums + PANEL, 2 * PANEL);
+            }
+            finish_tile(job, sums, (job.gate == GATE_NONE ? width : 2) * PANEL, begin, rows, panel * PANEL, columns);
+        }
+        panel += width;
+    }
+}
+
+}  // namespace
+
+size_t linear_scratch_bytes(const LinearJob& job) {
+    if (!converts(job)) return 0;
+    const PackedLinear& w = *job.weight;
+    if (!is_quantized(w.kind)) return static_cast<size_t>(job.rows * word_steps(w) * 4);
+    int64_t groups = groups_of(w);
+    return static_cast<size_t>(round_up(job.rows * groups * w.group, 64) + job.rows * groups * 8);
+}
+
+void linear_convert(const LinearJob& job, int64_t begin, int64_t end) {
+    const PackedLinear& w = *job.weight;
+    if (is_quantized(w.kind)) {
+        auto run = job.dtype == F32 ? quantize_rows<float> : job.dtype == BF16 ? quantize_rows<bf16> : quantize_rows<f16>;
+        run(job, begin, end);
+        return;
+    }
+    int64_t steps = word_steps(w);
+    for (int64_t r = begin; r < end; r++) {
+        char* to = static_cast<char*>(job.scratch) + r * steps * 4;
+        if (w.kind == KIND_BF16) {
+            memset(to + (steps - 1) * 4, 0, 4);
+            memcpy(to, static_cast<const bf16*>(job.x) + r * job.x_stride, static_cast<size_t>(w.in_features) * 2);
+        } else {
+            const f16* x = static_cast<const f16*>(job.x) + r * job.x_stride;
+            for_lanes(steps, [&](int64_t i, int n) {
+                store_lanes(reinterpret_cast<float*>(to) + i, load_lanes(x + i, n), n);
+            });
+        }
+    }
+}
+
+void linear_multiply(const LinearJob& job, int thread, int num_threads, std::atomic<int64_t>& claims) {
+    Operand x = operand(job);
+    const PackedLinear& w = *job.weight;
+    int64_t panels = (w.out_features + PANEL - 1) / PANEL;
+    if (job.gate != GATE_NONE) panels /= 2;
+    if (job.rows < CLAIM_ROWS || num_threads == 1) {
+        Range mine = share_of(panels, thread, num_threads);
+        int64_t row_bytes = word_steps(w) * (is_quantized(w.kind) ? 1 : 4);
+        int64_t block = BLOCK_BYTES / row_bytes > CLAIM_ROWS ? BLOCK_BYTES / row_bytes : CLAIM_ROWS;
+        for (int64_t row = 0; row < job.rows; row += block)
+            multiply(job, x, row, row + block < job.rows ? row + block : job.rows, mine.begin, mine.end);
+        return;
+    }
+    int64_t row_bytes = word_steps(w) * (is_quantized(w.kind) ? 1 : 4);
+    int64_t blocks = (job.rows * row_bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
+    if (blocks > job.rows / CLAIM_ROWS) blocks = job.rows / CLAIM_ROWS;
+    int64_t pieces = (CLAIMS_PER_THREAD * num_threads + blocks - 1) / blocks;
+    int64_t width = (panels / pieces + 1) / 2 * 2;
+    if (width < 2) width = 2;
+    pieces = (panels + width - 1) / width;
+    for (;;) {
+        int64_t claim = claims.fetch_add(1, std::memory_order_relaxed);
+        if (claim >= blocks * pieces) return;
+        int64_t block = claim / pieces, panel = claim % pieces * width;
+        multiply(job, x, job.rows * block / blocks, job.rows * (block + 1) / blocks, panel,
+                 panel + width < panels ? panel + width : panels);
+    }
+}
+
+void linear_run(LinearJob job, int threads) {
+    size_t bytes = linear_scratch_bytes(job);
+    if (bytes > 0) {
+        job.scratch = thread_scratch(bytes, 3);
+        parallel(threads_for(job.rows * job.weight->in_features, threads), [&](int thread, int num_threads) {
+            Range mine = share_of(job.rows, thread, num_threads);
+            linear_convert(job, mine.begin, mine.end);
+        });
+    }
+    std::atomic<int64_t> claims{0};
+    parallel(threads_for(job.weight->out_features * job.weight->in_features, threads),
+             [&](int thread, int num_threads) { linear_multiply(job, thread, num_threads, claims); });
+}

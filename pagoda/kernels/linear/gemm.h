@@ -1,0 +1,35 @@
+// A linear layer as a job that any number of threads work on together.
+#pragma once
+
+#include <atomic>
+
+#include "packed.h"
+#include "parallel.h"
+#include "simd.h"
+
+enum Gate : int32_t { GATE_NONE = 0, GATE_SILU = 1, GATE_GELU_TANH = 2 };
+
+// out = x @ weight.T + bias. `dtype` is x's, `out_dtype` the same or F32.
+// residual: added after the product was rounded to `dtype`, as the separate op would; the same strides as out. Or null.
+// gate: the weight holds gate then up, each a whole number of panels; out = activation(gate) * up, both rounded first.
+struct LinearJob {
+    const PackedLinear* weight;
+    const void* x;
+    int64_t rows, x_stride;
+    int32_t dtype, out_dtype;
+    void* out;
+    int64_t out_stride;
+    const void* residual;
+    int32_t gate;
+    void* scratch;  // linear_scratch_bytes(), or null when that is 0
+};
+
+// Some x must be converted before it is multiplied (quantised, widened, padded). How much room that takes.
+__attribute__((visibility("hidden"))) size_t linear_scratch_bytes(const LinearJob& job);
+// Converts rows [begin, end); all rows must be done before anybody multiplies.
+__attribute__((visibility("hidden"))) void linear_convert(const LinearJob& job, int64_t begin, int64_t end);
+// This thread's share of the product. `claims` starts at 0 and is shared by the threads.
+__attribute__((visibility("hidden"))) void linear_multiply(const LinearJob& job, int thread, int num_threads,
+                                                           std::atomic<int64_t>& claims);
+// All of it, on `threads` threads.
+__attribute__((visibility("hidden"))) void linear_run(LinearJob job, int threads);

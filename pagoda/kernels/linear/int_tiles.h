@@ -1,0 +1,116 @@
+// Tiles of a product of quantised x and quantised weights: integers within a group, floats across groups.
+//
+// Sums within a group are exact; groups are added in one chain along K, whatever the tile.
+#pragma once
+
+#include "packed.h"
+#include "simd.h"
+
+// Rows of x, quantised: bytes [rows][groups * group], and scale and sum of the bytes [rows][groups].
+struct QuantizedRows {
+    const int8_t* bytes;
+    const float* scales;
+    const int32_t* sums;
+};
+
+typedef uint8_t u8x64 __attribute__((vector_size(64)));
+
+// acc + the dot products of four unsigned bytes of w with four signed bytes of x, in each of 16 lanes.
+inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
+#if defined(__AVX512VNNI__)
+    // Not the intrinsic: GCC 12 spills its accumulators, which halves the speed.
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
+    return acc;
+#else
+    for (int byte = 0; byte < 4; byte++) {
+        i32x16 a = (i32x16)((w >> (8 * byte)) & 0xffu);
+        i32x16 b = (i32x16)(x << (24 - 8 * byte)) >> 24;
+        acc += a * b;
+    }
+    return acc;
+#endif
+}
+
+inline u32x16 load_words(const uint8_t* p) {
+    u32x16 v;
+    memcpy(&v, p, 64);
+    return v;
+}
+
+// out [ROWS][PANELS * 32] (out_stride apart) = x (rows `groups` scales and sums apart) times PANELS panels
+// (panel_stride bytes apart).
+template <int32_t KIND, int GROUP, int ROWS, int PANELS>
+inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
+                     int64_t out_stride) {
+    constexpr int VECTORS = 2 * PANELS;
+    constexpr int64_t HEADER = KIND == KIND_Q4_MIN ? 4 * PANEL : 2 * PANEL;
+    constexpr int64_t RECORD = HEADER + (KIND == KIND_Q8 ? GROUP : GROUP / 2) * PANEL;
+    constexpr int32_t ZERO_POINT = KIND == KIND_Q8 ? 128 : KIND == KIND_Q4 ? 8 : 0;
+    f32x16 acc[ROWS][VECTORS] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t* record = panel + g * RECORD;
+        const uint8_t* data = record + HEADER;
+        i32x16 dot[ROWS][VECTORS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) dot[r][v] = i32x16{} - ZERO_POINT * x.sums[r * groups + g];
+        const int8_t* bytes = x.bytes + g * GROUP;
+        if constexpr (KIND == KIND_Q8) {
+            for (int quad = 0; quad < GROUP / 4; quad++) {
+                u32x16 w[VECTORS];
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++)
+                    w[v] = load_words(data + (v / 2) * panel_stride + quad * 4 * PANEL + (v % 2) * 64);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) {
+                    uint32_t word;
+                    memcpy(&word, bytes + r * groups * GROUP + quad * 4, 4);
+                    u32x16 spread = u32x16{} + word;
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads(dot[r][v], w[v], spread);
+                }
+            }
+        } else {
+            for (int pair = 0; pair < GROUP / 8; pair++) {
+#pragma GCC unroll 2
+                for (int high = 0; high < 2; high++) {
+                    u32x16 w[VECTORS];
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECTORS; v++) {
+                        u32x16 both = load_words(data + (v / 2) * panel_stride + pair * 4 * PANEL + (v % 2) * 64);
+                        w[v] = (high ? both >> 4 : both) & 0x0f0f0f0fu;
+                    }
+#pragma GCC unroll 8
+                    for (int r = 0; r < ROWS; r++) {
+                        uint32_t word;
+                        memcpy(&word, bytes + r * groups * GROUP + (2 * pair + high) * 4, 4);
+                        u32x16 spread = u32x16{} + word;
+#pragma GCC unroll 8
+                        for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads(dot[r][v], w[v], spread);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            const uint8_t* header = record + (v / 2) * panel_stride + (v % 2) * 32;
+            f32x16 scale = load(reinterpret_cast<const f16*>(header));
+            f32x16 minimum = {};
+            if constexpr (KIND == KIND_Q4_MIN) minimum = load(reinterpret_cast<const f16*>(header + 2 * PANEL));
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                float x_scale = x.scales[r * groups + g];
+                acc[r][v] = fma(__builtin_convertvector(dot[r][v], f32x16), scale * x_scale, acc[r][v]);
+                if constexpr (KIND == KIND_Q4_MIN) {
+                    float x_sum = x_scale * static_cast<float>(x.sums[r * groups + g]);
+                    acc[r][v] = fma(minimum, splat(x_sum), acc[r][v]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * 16, acc[r][v]);
+}

@@ -1,0 +1,47 @@
+// How weights lie in memory for the linear kernels, and the record that names one.
+//
+// Output columns are cut into panels of 32, padded with zeros. Within a panel, K runs outermost, so that a multiplication
+// reads the panel as one stream:
+//
+//   F32, F16   [K][32]                          BF16      [K / 2][32][2], pairs of neighbours along K
+//   Q8         [K / group] of {scale f16[32], [group / 4][32][4] unsigned bytes, the value plus 128}
+//   Q4         [K / 32] of {scale f16[32], [4][32][4] bytes}; a byte's low nibble is of quad 2i, the high of quad 2i + 1
+//   Q4_MIN     as Q4 with {scale f16[32], minimum f16[32], ...}
+//
+// Values of the quantised kinds: Q8 scale * (q - 128); Q4 scale * (q - 8); Q4_MIN scale * q + minimum.
+#pragma once
+
+#include <cstdint>
+
+constexpr int64_t PANEL = 32;
+
+enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_F16 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4_MIN = 5 };
+
+// Mirrored by ctypes in linear/native.py.
+struct PackedLinear {
+    const void* panels;
+    const float* bias;  // [out padded to a panel], or null
+    int64_t out_features, in_features;
+    int32_t kind;   // of Kind
+    int32_t group;  // of the quantised kinds: elements along K that share a scale; 32 or 64
+};
+
+inline bool is_quantized(int32_t kind) { return kind >= KIND_Q8; }
+inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+inline int64_t quantized_record_bytes(int32_t kind, int64_t group) {
+    switch (kind) {
+        case KIND_Q8: return 2 * PANEL + group * PANEL;
+        case KIND_Q4: return 2 * PANEL + group * PANEL / 2;
+        default: return 4 * PANEL + group * PANEL / 2;
+    }
+}
+// Bytes of one panel.
+inline int64_t panel_bytes(const PackedLinear& w) {
+    switch (w.kind) {
+        case KIND_F32: return w.in_features * PANEL * 4;
+        case KIND_BF16: return (w.in_features + 1) / 2 * PANEL * 4;
+        case KIND_F16: return w.in_features * PANEL * 2;
+        default: return (w.in_features + w.group - 1) / w.group * quantized_record_bytes(w.kind, w.group);
+    }
+}

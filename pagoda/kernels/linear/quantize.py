@@ -1,0 +1,64 @@
+"""Quantised weights before they are packed: codes and scales, from floats or from a GGUF's own blocks.
+
+These functions are the definition of what the packed kinds hold; `dequantize` gives the values back.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_PIECE_ROWS = 4096  # rows quantised at a time, so that the float32 copy stays small
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """codes: uint8 [out, in padded to `group`].   scales, minima: float16 [out, groups].
+
+    Values are scale * (code - zero), or with minima scale * code + minimum.   bits: 8 or 4, all a code takes.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor | None
+    in_features: int
+    group: int
+    bits: int
+
+    @property
+    def zero(self) -> int:
+        return 0 if self.minima is not None else 1 << (self.bits - 1)
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out, in]."""
+        codes = self.codes.float().unflatten(1, (-1, self.group))
+        values = (codes - self.zero) * self.scales.float().unsqueeze(-1)
+        if self.minima is not None:
+            values += self.minima.float().unsqueeze(-1)
+        return values.flatten(1)[:, : self.in_features]
+
+
+def quantize(weight: torch.Tensor, group: int = 64) -> QuantizedWeight:
+    """Weight [out, in], any float dtype, to 8 bits: symmetric, one scale for `group` neighbours along `in`."""
+    pieces = [_quantize(piece, group) for piece in weight.split(_PIECE_ROWS)]
+    codes = torch.cat([codes for codes, _ in pieces])
+    scales = torch.cat([scales for _, scales in pieces])
+    return QuantizedWeight(codes, scales, None, weight.shape[1], group, 8)
+
+
+def _quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    padding = -weight.shape[1] % group
+    groups = torch.nn.functional.pad(weight.float(), (0, padding)).unflatten(1, (-1, group))
+    scales = (groups.abs().amax(-1) / 127).half()
+    inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+    # The scale is rounded first, so that codes make up for it as far as they can.
+    codes = (groups * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).add_(128)
+    return codes.flatten(1).to(torch.uint8), scales
+
+
+def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels make of their input: int8 [T, in padded] and float32 scales [T, groups]."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    limit = groups.abs().amax(-1)
+    # A tensor above, as torch would divide a number by multiplying with the reciprocal, which rounds twice.
+    inverse = torch.where(limit > 0, torch.tensor(127.0) / limit, 0)
+    return (groups * inverse.unsqueeze(-1)).round_().flatten(1).to(torch.int8), limit / 127

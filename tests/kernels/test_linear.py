@@ -1,0 +1,117 @@
+"""Packed linear layers against their definition, and each row's bits against the company it keeps."""
+
+import pytest
+import torch
+
+from pagoda.kernels.linear.packed import PackedWeight
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, quantize_rows
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import LinearWeight
+from pagoda.kernels.reference_ops import ReferenceOps
+
+SHAPES = [(576, 960), (1536, 576), (100, 17), (17, 100), (1, 1), (33, 65), (130, 49)]  # in, out
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+QUANTIZED = ["q8", "q8_32", "q4", "q4_min"]
+
+
+def two_threads(native: NativeOps) -> NativeOps:
+    return NativeOps(native.library, threads=2)
+
+
+def quantized(kind: str, out_features: int, in_features: int) -> QuantizedWeight:
+    if kind.startswith("q8"):
+        return quantize(torch.randn(out_features, in_features), 32 if kind == "q8_32" else 64)
+    groups = -(-in_features // 32)
+    codes = torch.randint(0, 16, (out_features, 32 * groups), dtype=torch.uint8)
+    scales = (torch.rand(out_features, groups) / 10).half()
+    minima = (torch.randn(out_features, groups) / 10).half() if kind == "q4_min" else None
+    return QuantizedWeight(codes, scales, minima, in_features, 32, 4)
+
+
+def any_weight(native: NativeOps, kind: torch.dtype | str, out_features: int, in_features: int) -> LinearWeight:
+    if isinstance(kind, str):
+        return native.linears.prepare_quantized(quantized(kind, out_features, in_features), torch.randn(out_features))
+    return native.prepare_linear(torch.randn(out_features, in_features).to(kind), torch.randn(out_features).to(kind))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_reference(
+    native: NativeOps, reference: ReferenceOps, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    in_features, out_features = shape
+    weight, bias = torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype)
+    x = torch.randn(37, in_features).to(dtype)
+    for used in (bias, None):
+        packed, plain = native.prepare_linear(weight, used), reference.prepare_linear(weight, used)
+        expected = reference.logits(x, plain)
+        tolerance = 2e-6 * float(in_features**0.5) * 4
+        torch.testing.assert_close(native.logits(x, packed), expected, rtol=1e-5, atol=tolerance)
+        assert torch.equal(native.linear(x, packed), native.logits(x, packed).to(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantized_equals_its_definition(
+    native: NativeOps, kind: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    in_features, out_features = shape
+    weight, bias = quantized(kind, out_features, in_features), torch.randn(out_features)
+    x = torch.randn(9, in_features).to(dtype)
+    codes, scales = quantize_rows(x, weight.group)
+    values = (codes.double().unflatten(1, (-1, weight.group)) * scales.double().unsqueeze(-1)).flatten(1)
+    expected = values[:, :in_features] @ weight.dequantize().double().T + bias
+    got = native.logits(x, native.linears.prepare_quantized(weight, bias))
+    assert (got - expected).abs().max() <= 1e-6 * max(1.0, float(expected.abs().max()))
+
+
+def test_quantize_keeps_values_within_half_a_step() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 200)
+    weight[3] = 0.0
+    packed = quantize(weight)
+    step = packed.scales.float().repeat_interleave(64, dim=1)[:, :200]
+    assert bool(((packed.dequantize() - weight).abs() <= step * 0.5 + weight.abs() * 1e-3).all())
+    assert bool((packed.dequantize()[3] == 0).all())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", [*DTYPES, *QUANTIZED], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(native: NativeOps, kind: torch.dtype | str, threads: int) -> None:
+    """Every number of rows from 1 to 70, at shifting positions; and more rows than one block of the cache."""
+    torch.manual_seed(0)
+    ops = two_threads(native) if threads == 2 else native
+    dtype = torch.bfloat16 if isinstance(kind, str) else kind
+    for in_features, out_features in ((576, 192), (131, 49)):
+        weight = any_weight(native, kind, out_features, in_features)
+        x = torch.randn(400, in_features).to(dtype)
+        alone = torch.cat([ops.logits(row.unsqueeze(0), weight) for row in x])
+        for rows in [*range(1, 71), 128, 255, 400]:
+            first = (rows * 7) % (401 - rows)
+            assert torch.equal(ops.logits(x[first : first + rows], weight), alone[first : first + rows]), rows
+
+
+def test_rows_may_stand_apart(native: NativeOps) -> None:
+    """x may be a slice of wider rows, at any offset."""
+    torch.manual_seed(0)
+    for kind in (*DTYPES, *QUANTIZED):
+        dtype = torch.bfloat16 if isinstance(kind, str) else kind
+        weight = any_weight(native, kind, 40, 64)
+        for width, first in ((65, 1), (130, 3), (128, 64)):
+            x = torch.randn(5, width).to(dtype)[:, first : first + 64]
+            assert torch.equal(native.linear(x, weight), native.linear(x.contiguous(), weight))
+
+
+def test_no_rows(native: NativeOps) -> None:
+    weight = native.prepare_linear(torch.randn(8, 16))
+    assert native.linear(torch.empty(0, 16), weight).shape == (0, 8)
+
+
+def test_weights_stand_on_aligned_pages(native: NativeOps) -> None:
+    weight = native.prepare_linear(torch.randn(40, 16))
+    assert isinstance(weight, PackedWeight)
+    assert weight.panels.data_ptr() % 4096 == 0
+    assert weight.panels.numel() == 64 * 16 * 4
