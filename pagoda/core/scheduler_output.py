@@ -168,7 +168,7 @@ class ModelRunnerOutput:
     logprobs: for every sampled token in the order of `sampled` flattened without padding, or None when nobody asked.
     prompt_logprobs: row -> columns for the prompt positions computed in this step (those that have a next prompt token).
     pooled: row -> float32 vector.   failed: row -> message, for a row whose numbers are no longer finite.
-    duration_s: execution time of the step, for the delay factor and the cost model.
+    duration_s: execution time of the step, for the delay factor and the cost model.   swap_s: the part of it that swap copies took.
     """
 
     step: int
@@ -179,6 +179,7 @@ class ModelRunnerOutput:
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     duration_s: float = 0.0
+    swap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
