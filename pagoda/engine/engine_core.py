@@ -12,7 +12,7 @@ from pagoda.base.clock import Clock
 from pagoda.base.errors import InvariantBroken, RequestError, WorkerDied
 from pagoda.core.executor import Executor
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import EngineFacts
 
@@ -82,22 +82,17 @@ class EngineCore:
         A step that fails ends the requests that were in it with ERROR. Raises WorkerDied when the executor is gone:
         the caller still has every request and what it has emitted so far, and can replay it elsewhere.
         """
-        planned_nothing = True
-        if len(self._in_flight) < self._depth:
+        in_flight = self._in_flight
+        if len(in_flight) < self._depth and (self._scheduler.has_unfinished_requests() or not in_flight):
             output = self._scheduler.schedule()
-            planned_nothing = output.is_empty
-            self._in_flight.append(_InFlight(output, self._submit(output)))
-        if len(self._in_flight) < self._depth and not planned_nothing:
-            return {}
-        step = self._in_flight.popleft()
+            if not output.is_empty or _has_events(output):
+                in_flight.append(_InFlight(output, self._executor.submit(output)))
+            elif not in_flight:
+                return self._scheduler.update_from_output(output, None)
+            if not output.is_empty and len(in_flight) < self._depth:
+                return {}
+        step = in_flight.popleft()
         return self._scheduler.update_from_output(step.output, self._result_of(step))
-
-    def _submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        if output.is_empty and not _has_events(output):
-            future: Future[ModelRunnerOutput] = Future()
-            future.set_result(_empty_result(output))
-            return future
-        return self._executor.submit(output)
 
     def _result_of(self, step: _InFlight) -> ModelRunnerOutput:
         try:
@@ -112,7 +107,7 @@ class EngineCore:
         """Forget all cached prefixes. False, and nothing changed, while blocks are in use and must not be preempted."""
         return self._scheduler.reset_prefix_cache(preempt_running)
 
-    def make_stats(self) -> object:
+    def make_stats(self) -> SchedulerStats:
         """The scheduler's gauges and totals (see Scheduler.make_stats)."""
         return self._scheduler.make_stats()
 
@@ -160,14 +155,12 @@ def _has_events(output: SchedulerOutput) -> bool:
     )
 
 
-def _empty_result(output: SchedulerOutput) -> ModelRunnerOutput:
-    num_samples = len(output.sample_rows)
-    return ModelRunnerOutput(output.step, np.full((num_samples, 1), -1, np.int32), np.zeros(num_samples, np.int32))
-
-
 def _failed_result(output: SchedulerOutput, message: str) -> ModelRunnerOutput:
     """The result of a step none of whose rows may go on."""
-    empty = _empty_result(output)
+    num_samples = len(output.sample_rows)
     return ModelRunnerOutput(
-        output.step, empty.sampled, empty.num_sampled, failed=dict.fromkeys(output.rows.tolist(), message)
+        output.step,
+        sampled=np.full((num_samples, 1), -1, np.int32),
+        num_sampled=np.zeros(num_samples, np.int32),
+        failed=dict.fromkeys(output.rows.tolist(), message),
     )

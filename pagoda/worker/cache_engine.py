@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+import time
 
 import numpy as np
 import torch
@@ -47,13 +48,19 @@ class CacheEngine:
             raise ConfigError(f"KV groups must name every layer once, got layers {sorted(slot_of_layer)}")
         self.layers = [self._device[slot_of_layer[layer]] for layer in sorted(slot_of_layer)]
 
-    def apply(self, output: SchedulerOutput) -> None:
-        """Do the step's block moves: all swaps out, then all swaps in, then all copies. Returns when they are ordered
-        before
-        anything that is run on the device afterwards."""
-        self.swap_out(output.swap_out)
-        self.swap_in(output.swap_in)
+    def apply(self, output: SchedulerOutput) -> float:
+        """Do the step's block moves: all swaps out, then all swaps in, then all copies. Returns the seconds swaps took.
+
+        Whatever is run on the device afterwards comes after them.
+        """
+        swap_s = 0.0
+        if len(output.swap_out) or len(output.swap_in):
+            begin_s = time.perf_counter()
+            self.swap_out(output.swap_out)
+            self.swap_in(output.swap_in)
+            swap_s = time.perf_counter() - begin_s
         self.copy(output.copies)
+        return swap_s
 
     def swap_out(self, pairs: np.ndarray) -> None:
         """Device blocks pairs[:, 0] to host blocks pairs[:, 1]; int32 [k, 2]."""

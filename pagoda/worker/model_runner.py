@@ -39,9 +39,10 @@ class ModelRunner:
         A row whose logits are not finite is reported in `failed` and gets no token; the others are not touched by it.
         """
         begin_s = time.perf_counter()
-        self._apply(output)
+        swap_s = self._apply(output)
         if output.is_empty:
-            return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=time.perf_counter() - begin_s)
+            duration_s = time.perf_counter() - begin_s
+            return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
         inputs = build_inputs(self._table, output, self._device)
         hidden = self._model.forward(inputs.batch, self._cache.layers)
         if not inputs.takes_all_logits:
@@ -58,15 +59,17 @@ class ModelRunner:
             pooled=pooled,
             failed=failed,
             duration_s=time.perf_counter() - begin_s,
+            swap_s=swap_s,
         )
 
-    def _apply(self, output: SchedulerOutput) -> None:
-        """The step's events. Half of them applied would leave a table that is not the scheduler's."""
+    def _apply(self, output: SchedulerOutput) -> float:
+        """Apply the step's events; the seconds its swaps took. Half applied, the table is not the scheduler's any more."""
         try:
-            self._cache.apply(output)
+            swap_s = self._cache.apply(output)
             self._table.apply(output)
         except Exception as error:
             raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error
+        return swap_s
 
     def _sample(
         self, inputs: StepInputs, output: SchedulerOutput, hidden: torch.Tensor

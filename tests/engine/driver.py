@@ -1,0 +1,156 @@
+"""Engines for tests, and the loop that drives one to the end."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pagoda.base.clock import SystemClock
+from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.executor import Executor
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.request import Request
+from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.wire import EngineFacts
+
+MAX_STEPS = 20_000
+
+
+@dataclass
+class Answers:
+    """tokens: (request id, branch) -> emitted tokens.   finishes: the same key -> Finish."""
+
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finishes: dict[tuple[str, int], Finish] = field(default_factory=dict)
+    num_steps: int = 0
+
+    def take(self, outputs: EngineCoreOutputs, ids: Sequence[str]) -> None:
+        at = 0
+        for handle, branch, count in zip(outputs.handles, outputs.branches, outputs.counts, strict=True):
+            key = (ids[handle], int(branch))
+            assert key not in self.finishes, f"{key} emits after its end"
+            self.tokens.setdefault(key, []).extend(outputs.token_ids[at : at + count].tolist())
+            at += count
+        for finish in outputs.finishes:
+            key = (ids[finish.handle], finish.branch)
+            assert key not in self.finishes, f"{key} ends twice"
+            self.finishes[key] = finish
+
+
+def request(
+    number: int, prompt: Sequence[int], sampling: SamplingParams, seed: int = 0, eos: tuple[int, ...] = ()
+) -> Request:
+    return Request(
+        f"r{number}",
+        np.array(prompt, np.int32),
+        sampling,
+        handle=number,
+        seed=seed,
+        eos_token_ids=eos,
+        arrival_time_s=float(number),
+    )
+
+
+def drive(
+    core: EngineCore, requests: Sequence[Request], on_step: Callable[[int, Answers], None] | None = None
+) -> Answers:
+    """Add all requests (numbered 0, 1, ..), step until all is done. on_step(number of steps so far, answers so far)."""
+    answers = Answers()
+    ids = [each.request_id for each in requests]
+    for each in requests:
+        core.add_request(each)
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            answers.take(outputs, ids)
+        answers.num_steps += 1
+        if on_step is not None:
+            on_step(answers.num_steps, answers)
+        assert answers.num_steps < MAX_STEPS, "the engine makes no progress"
+    return answers
+
+
+def make_core(
+    executor_for: Callable[[int], Executor],
+    *,
+    num_blocks: int = 64,
+    max_model_len: int = 256,
+    vocab_size: int = 1000,
+    cache: CacheConfig | None = None,
+    num_host_blocks: int = 0,
+    groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0,)),),
+    **options: object,
+) -> EngineCore:
+    """A started engine on `executor_for(rows of the table)`. options: fields of SchedulerConfig."""
+    config = SchedulerConfig(**options)  # type: ignore[arg-type]
+    clock = SystemClock()
+    scheduler = Scheduler(
+        config,
+        cache or CacheConfig(block_size=4),
+        groups,
+        num_blocks,
+        max_model_len,
+        clock,
+        num_host_blocks=num_host_blocks,
+    )
+    executor = executor_for(scheduler.max_rows)
+    executor.start()
+    facts = EngineFacts(max_model_len, 4, num_blocks, num_host_blocks, 0.0)
+    return EngineCore(scheduler, executor, clock, facts, vocab_size, config.pipeline_depth)
+
+
+def write_tiny_llama(folder: Path, seed: int = 0, window: int = 0) -> Path:
+    """A random two-layer model with GQA in the Hugging Face layout, fp32; as Mistral where it has a window."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, heads, kv_heads, head_dim, vocab, layers = 48, 96, 4, 2, 16, 160, 2
+    generator = torch.Generator().manual_seed(seed)
+
+    def weight(*shape: int) -> "torch.Tensor":
+        return torch.randn(shape, generator=generator) * (2.0 / shape[-1] ** 0.5)
+
+    tensors = {"model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator)}
+    for i in range(layers):
+        p = f"model.layers.{i}."
+        tensors |= {
+            f"{p}input_layernorm.weight": torch.ones(hidden),
+            f"{p}post_attention_layernorm.weight": torch.ones(hidden),
+            f"{p}self_attn.q_proj.weight": weight(heads * head_dim, hidden),
+            f"{p}self_attn.k_proj.weight": weight(kv_heads * head_dim, hidden),
+            f"{p}self_attn.v_proj.weight": weight(kv_heads * head_dim, hidden),
+            f"{p}self_attn.o_proj.weight": weight(hidden, heads * head_dim),
+            f"{p}mlp.gate_proj.weight": weight(inner, hidden),
+            f"{p}mlp.up_proj.weight": weight(inner, hidden),
+            f"{p}mlp.down_proj.weight": weight(hidden, inner),
+        }
+    tensors |= {"model.norm.weight": torch.ones(hidden), "lm_head.weight": weight(vocab, hidden)}
+    config = {
+        "architectures": ["MistralForCausalLM" if window else "LlamaForCausalLM"],
+        "model_type": "mistral" if window else "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    }
+    if window:
+        config["sliding_window"] = window
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,208 @@
+"""The loop around scheduler and executor, on executors that compute nothing."""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode
+from pagoda.base.errors import PagodaError, RequestError, WorkerDied
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import RequestStatus
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.executors.fake import FakeExecutor, fake_token
+from tests.engine.driver import Answers, drive, make_core, request
+
+MAX_LEN = 256
+
+
+def fake(rows: int) -> FakeExecutor:
+    return FakeExecutor(rows, MAX_LEN + 1, 4, vocab_size=1000)
+
+
+def expected(prompt: list[int], count: int, seed: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(fake_token(np.array(tokens), seed, 1000))
+    return tokens[len(prompt) :]
+
+
+def prompts(count: int, shared: int = 9) -> list[list[int]]:
+    rng = np.random.default_rng(count)
+    head = rng.integers(0, 1000, shared).tolist()
+    return [[*head, *rng.integers(0, 1000, rng.integers(1, 25)).tolist()] for _ in range(count)]
+
+
+SETTINGS = [
+    {},
+    {"max_num_seqs": 2},
+    {"max_num_seqs": 3, "max_num_batched_tokens": 5},
+    {"scheduling_mode": SchedulingMode.PHASED},
+    {"num_blocks": 24, "preemption_mode": PreemptionMode.RECOMPUTE},
+    {"num_blocks": 24, "preemption_mode": PreemptionMode.SWAP, "num_host_blocks": 40},
+    {"pipeline_depth": 2},
+    {"pipeline_depth": 2, "async_scheduling": True},
+    {"pipeline_depth": 3, "async_scheduling": True, "num_blocks": 24},
+    {"cache": CacheConfig(block_size=4, enable_prefix_caching=False)},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_any_schedule_gives_each_request_its_own_tokens(settings: dict[str, object]) -> None:
+    core = make_core(fake, **settings)  # type: ignore[arg-type]
+    texts = prompts(7)
+    requests = [
+        request(i, text, SamplingParams(max_tokens=5 + 3 * i, n=1 + (i % 3 == 0)), seed=10 * i)
+        for i, text in enumerate(texts)
+    ]
+    answers = drive(core, requests)
+    for i, text in enumerate(texts):
+        for branch in range(1 + (i % 3 == 0)):
+            assert answers.tokens[f"r{i}", branch] == expected(text, 5 + 3 * i, 10 * i + branch)
+            assert answers.finishes[f"r{i}", branch].status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert not core.has_unfinished_requests()
+
+
+def test_ends_by_stop_token_eos_and_from_outside() -> None:
+    text = prompts(1)[0]
+    truth = expected(text, 30, 0)
+    core = make_core(fake)
+    requests = [
+        request(0, text, SamplingParams(max_tokens=30, stop_token_ids=(truth[4],))),
+        request(1, text, SamplingParams(max_tokens=30), eos=(truth[6],)),
+        request(2, text, SamplingParams(max_tokens=30)),
+    ]
+
+    def stop_third(num_steps: int, answers: Answers) -> None:
+        if len(answers.tokens.get(("r2", 0), ())) == 10:
+            core.finish_branch("r2", 0, RequestStatus.FINISHED_STOPPED)
+
+    answers = drive(core, requests, stop_third)
+    assert answers.tokens["r0", 0] == truth[:5]
+    assert answers.finishes["r0", 0].stop_reason == truth[4]
+    assert answers.tokens["r1", 0] == truth[:7]
+    assert answers.finishes["r1", 0].status is RequestStatus.FINISHED_STOPPED
+    assert answers.tokens["r2", 0] == truth[:10]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort_ends_in_silence_and_leaves_the_others(depth: int) -> None:
+    core = make_core(fake, pipeline_depth=depth, async_scheduling=depth > 1)
+    texts = prompts(3)
+    requests = [request(i, text, SamplingParams(max_tokens=12)) for i, text in enumerate(texts)]
+    seen: list[int] = []
+
+    def abort(num_steps: int, answers: Answers) -> None:
+        if num_steps == 5:
+            core.abort(["r1", "unknown"])
+            seen.append(len(answers.tokens["r1", 0]))
+
+    answers = drive(core, requests, abort)
+    assert len(answers.tokens["r1", 0]) == seen[0]
+    for i in (0, 2):
+        assert answers.tokens[f"r{i}", 0] == expected(texts[i], 12, 0)
+
+
+def test_ids_that_the_model_does_not_have_never_get_in() -> None:
+    core = make_core(fake)
+    good = SamplingParams(max_tokens=2)
+    for number, (prompt, sampling, what) in enumerate(
+        [
+            ([], good, "empty"),
+            ([5, 1000], good, "prompt token id 1000"),
+            ([-1], good, "prompt token id -1"),
+            ([5], SamplingParams(allowed_token_ids=(1, 1000)), "allowed_token_ids: id 1000"),
+            ([5], SamplingParams(logit_bias=((2000, 1.0),)), "logit_bias: id 2000"),
+            ([5], SamplingParams(bad_words_token_ids=((1, 3000),)), "bad_words_token_ids: id 3000"),
+            ([5], SamplingParams(stop_token_ids=(4000,)), "stop_token_ids: id 4000"),
+        ]
+    ):
+        with pytest.raises(RequestError, match=what):
+            core.add_request(request(number, prompt, sampling))
+    assert not core.has_unfinished_requests()
+    core.add_request(request(9, [5], good))
+    with pytest.raises(PagodaError):
+        core.add_request(request(9, [6], good))
+
+
+class FailingExecutor(FakeExecutor):
+    """The step that runs a row which ends with `bad_token` raises; or, where `fail_rows`, that row alone fails."""
+
+    def __init__(self, rows: int, bad_token: int, fail_rows: bool = False, error: Exception | None = None) -> None:
+        super().__init__(rows, MAX_LEN + 1, 4, vocab_size=1000)
+        self.bad_token = bad_token
+        self.fail_rows = fail_rows
+        self.error = error or ValueError("kernel fell over")
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        done = super().submit(output)
+        result = done.result()
+        ends = (output.start + output.num_new)[output.sample_index] - 1
+        bad = self._table.token_ids[output.sample_rows, ends] == self.bad_token
+        if not bad.any():
+            return done
+        future: Future[ModelRunnerOutput] = Future()
+        if self.fail_rows:
+            failed = dict.fromkeys(output.sample_rows[bad].tolist(), "not finite")
+            sampled = np.where(bad[:, None], -1, result.sampled)
+            future.set_result(
+                ModelRunnerOutput(output.step, sampled, np.where(bad, 0, 1).astype(np.int32), failed=failed)
+            )
+        else:
+            future.set_exception(self.error)
+        return future
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_that_fails_ends_alone(depth: int) -> None:
+    core = make_core(
+        lambda rows: FailingExecutor(rows, 7, fail_rows=True), pipeline_depth=depth, async_scheduling=depth > 1
+    )
+    texts = [[1, 2, 3], [4, 5, 7], [6, 7, 8]]
+    answers = drive(core, [request(i, text, SamplingParams(max_tokens=6)) for i, text in enumerate(texts)])
+    finish = answers.finishes["r1", 0]
+    assert finish.status is RequestStatus.FINISHED_ERROR
+    assert finish.message == "not finite"
+    assert ("r1", 0) not in answers.tokens
+    for i in (0, 2):
+        assert answers.tokens[f"r{i}", 0] == expected(texts[i], 6, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int) -> None:
+    core = make_core(lambda rows: FailingExecutor(rows, 7), max_num_seqs=2, pipeline_depth=depth)
+    texts = [[1, 2, 3], [4, 5, 7], [6, 7, 8], [9, 9, 9]]
+    answers = drive(core, [request(i, text, SamplingParams(max_tokens=6)) for i, text in enumerate(texts)])
+    for i in (0, 1):
+        assert answers.finishes[f"r{i}", 0].status is RequestStatus.FINISHED_ERROR
+        assert "kernel fell over" in (answers.finishes[f"r{i}", 0].message or "")
+    for i in (2, 3):
+        assert answers.tokens[f"r{i}", 0] == expected(texts[i], 6, 0)
+    # What the failed step should have put into the cache is not there.
+    again = drive(core, [request(0, [1, 2, 3, 4, 5, 6, 8, 8, 8], SamplingParams(max_tokens=3))])
+    assert again.tokens["r0", 0] == expected([1, 2, 3, 4, 5, 6, 8, 8, 8], 3, 0)
+
+
+def test_a_dead_worker_is_the_callers_business() -> None:
+    core = make_core(lambda rows: FailingExecutor(rows, 7, error=WorkerDied("gone")))
+    with pytest.raises(WorkerDied, match="gone"):
+        drive(core, [request(0, [5, 7], SamplingParams(max_tokens=6))])
+
+
+def test_shutdown_with_steps_in_flight() -> None:
+    core = make_core(fake, pipeline_depth=2, async_scheduling=True)
+    core.add_request(request(0, [1, 2, 3], SamplingParams(max_tokens=50)))
+    assert core.step() == {}
+    core.shutdown()
+    core.shutdown()
+
+
+def test_stats_and_cache_reset() -> None:
+    core = make_core(fake)
+    drive(core, [request(0, list(range(20)), SamplingParams(max_tokens=3))])
+    drive(core, [request(0, list(range(20)), SamplingParams(max_tokens=3))])
+    assert core.make_stats().prefix_hits > 0  # type: ignore[attr-defined]
+    assert core.reset_prefix_cache()
+    core.add_request(request(1, list(range(20)), SamplingParams(max_tokens=9)))
+    core.step()
+    assert not core.reset_prefix_cache()
