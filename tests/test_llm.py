@@ -1,0 +1,211 @@
+"""LLM: batches in order, one bad prompt among good ones, streams, Ctrl-C, closing."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+import pagoda
+from pagoda import LLM, ConfigError, RequestError, RequestOutput, SamplingParams, WorkerDied
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.executors.fake import FakeExecutor
+from tests.cached_models import cached_model
+from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
+
+SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+        yield llm
+
+
+def text_of(output: RequestOutput) -> str:
+    return output.outputs[0].text
+
+
+def test_outputs_come_in_the_order_of_prompts_and_do_not_depend_on_company(llm: LLM) -> None:
+    prompts = [f"prompt number {i}" * (1 + i % 4) for i in range(20)]
+    params = [SamplingParams(max_tokens=3 + i % 7, seed=i, ignore_eos=True) for i in range(20)]
+    together = llm.generate(prompts, params)  # type: ignore[arg-type]
+    assert [o.prompt for o in together] == prompts
+    assert [len(o.outputs[0].token_ids) for o in together] == [p.max_tokens for p in params]
+    for prompt, param, output in zip(prompts, params, together, strict=True):
+        assert llm.generate(prompt, param)[0].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2]}])
+def test_a_single_prompt_is_a_batch_of_one(llm: LLM, prompt: object) -> None:
+    outputs = llm.generate(prompt, SHORT)  # type: ignore[arg-type]
+    assert len(outputs) == 1
+    assert outputs[0].finished
+    assert len(outputs[0].outputs[0].token_ids) == 8
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_one_bad_prompt_does_not_hurt_the_others(llm: LLM) -> None:
+    outputs = llm.generate(["good", "", "x" * MAX_LEN, [300], "also good"], SHORT)
+    assert [o.error is None for o in outputs] == [True, False, False, False, True]
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "error", "error", "length"]
+    assert "empty" in (outputs[1].error or "")
+    assert all(o.finished for o in outputs)
+    assert outputs[1].prompt == ""
+
+
+def test_a_single_bad_prompt_raises(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate("")
+
+
+def test_lists_must_match(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
+        llm.generate(["a", "b"], [SHORT])
+    with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
+        llm.generate(["a", "b"], SHORT, priority=[1])
+
+
+def test_branches(llm: LLM) -> None:
+    (output,) = llm.generate(["a"], SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True))
+    alone = [llm.generate("a", SamplingParams(seed=5 + i, max_tokens=6, ignore_eos=True))[0] for i in range(3)]
+    assert [part.index for part in output.outputs] == [0, 1, 2]
+    assert [part.token_ids for part in output.outputs] == [one.outputs[0].token_ids for one in alone]
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(llm: LLM) -> None:
+    letters = SamplingParams(max_tokens=60, seed=3, allowed_token_ids=None, ignore_eos=True)
+    tokens = llm.generate("go", letters)[0].outputs[0].token_ids
+    printable = next(i for i, token in enumerate(tokens) if 33 <= token < 127)
+    stop = chr(tokens[printable])
+    (output,) = llm.generate(["go"], SamplingParams(max_tokens=60, seed=3, stop=stop, ignore_eos=True))  # type: ignore[arg-type]
+    assert output.outputs[0].stop_reason == stop
+    assert output.outputs[0].token_ids == tokens[: printable + 1]
+    assert stop not in text_of(output)
+    while llm.engine.core.has_unfinished_requests():  # what was in flight comes home
+        llm.engine.step()
+
+
+def test_chat_renders_one_or_many_conversations(llm: LLM) -> None:
+    hi, bye = [{"role": "user", "content": "hi"}], [{"role": "user", "content": "bye"}]
+    (one,) = llm.chat(hi, SHORT)
+    assert one.prompt == "<user>hi\n<assistant>"
+    assert [o.prompt for o in llm.chat([hi, bye], SHORT)] == ["<user>hi\n<assistant>", "<user>bye\n<assistant>"]
+    (templated,) = llm.chat(hi, SHORT, chat_template="{{ messages[0].content }}", add_generation_prompt=False)
+    assert templated.prompt == "hi"
+    with pytest.raises(RequestError, match="messages is empty"):
+        llm.chat([], SHORT)
+
+
+def test_a_stream_tells_what_generate_tells(llm: LLM) -> None:
+    deltas = list(llm.stream("a stream", SHORT))
+    (whole,) = llm.generate("a stream", SHORT)
+    assert "".join(map(text_of, deltas)) == text_of(whole)
+    assert [t for d in deltas for t in d.outputs[0].token_ids] == whole.outputs[0].token_ids
+    assert [d.finished for d in deltas] == [False] * 7 + [True]
+
+
+def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
+    stream = llm.stream("a stream", SamplingParams(max_tokens=200, ignore_eos=True))
+    assert len(list(itertools.islice(stream, 3))) == 3
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.has_unfinished_requests()
+    assert text_of(llm.generate("next", SHORT)[0]) is not None
+
+
+def test_streams_and_batches_may_interleave(llm: LLM) -> None:
+    expected = [text_of(llm.generate(p, SHORT)[0]) for p in ("one", "two", "three")]
+    one, two = llm.stream("one", SHORT), llm.stream("two", SHORT)
+    texts = ["", "", ""]
+    texts[0] += text_of(next(one))
+    texts[1] += text_of(next(two))
+    texts[2] = text_of(llm.generate("three", SHORT)[0])
+    texts[0] += "".join(map(text_of, one))
+    texts[1] += "".join(map(text_of, two))
+    assert texts == expected
+
+
+class InterruptingExecutor(FakeExecutor):
+    """Presses Ctrl-C in the middle of its third step."""
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        if self.num_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().submit(output)
+
+
+def test_ctrl_c_ends_the_batch_and_not_the_llm() -> None:
+    core = fake_core(InterruptingExecutor(64, MAX_LEN, vocab_size=258))
+    with LLM.over(LLMEngine(core, byte_inputs())) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert not llm.engine.has_unfinished_requests()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert len(llm.generate(["a", "b"], SHORT)) == 2
+
+
+def test_another_thread_may_use_it(llm: LLM) -> None:
+    found: list[RequestOutput] = []
+    thread = threading.Thread(target=lambda: found.extend(llm.generate(["a"], SHORT)))
+    thread.start()
+    thread.join()
+    assert found[0].finished
+
+
+class DyingExecutor(FakeExecutor):
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        if self.num_steps == 2:
+            self.shutdown()
+        return super().submit(output)
+
+
+def test_a_dead_worker_is_an_error_and_closing_is_idempotent() -> None:
+    llm = LLM.over(LLMEngine(fake_core(DyingExecutor(64, MAX_LEN, vocab_size=258)), byte_inputs()))
+    with pytest.raises(WorkerDied):
+        llm.generate(["a"], SHORT)
+    llm.close()
+    llm.close()
+
+
+def test_unknown_models_and_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(max_num_sequences=3)
+    with pytest.raises(ConfigError, match="smollm2-135m"):
+        LLM("smollm2-135")
+
+
+def test_importing_pagoda_imports_neither_torch_nor_numpy() -> None:
+    heavy = "[m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules]"
+    code = f"import sys, pagoda; pagoda.SamplingParams(); print({heavy})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_public_names() -> None:
+    assert {"LLM", "AsyncLLM", "SamplingParams", "PoolingParams", "EngineConfig"} <= set(pagoda.__all__)
+    for name in pagoda.__all__:
+        assert getattr(pagoda, name).__name__ == name
+    assert set(pagoda.__all__) <= set(dir(pagoda))
+    with pytest.raises(AttributeError, match="nothing_here"):
+        _ = pagoda.nothing_here  # type: ignore[attr-defined]
+
+
+def test_smollm2_answers() -> None:
+    cached_model("smollm2-135m")
+    with LLM(max_num_seqs=4, max_model_len=512, kv_cache_memory=64 << 20) as llm:
+        france, bad = llm.generate(["The capital of France is", ""], SamplingParams(max_tokens=4, temperature=0.0))
+        assert text_of(france).startswith(" Paris")
+        assert bad.error is not None
+        messages = [{"role": "user", "content": "What is the capital of Italy? Answer with one word."}]
+        deltas = list(llm.stream_chat(messages, SamplingParams(max_tokens=20, temperature=0.0)))
+        assert "Rome" in "".join(map(text_of, deltas))
+        assert deltas[-1].finished
