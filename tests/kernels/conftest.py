@@ -13,7 +13,7 @@ from pagoda.kernels.torch_ops import TorchOps
 @pytest.fixture(scope="session")
 def native() -> NativeOps:
     try:
-        return NativeOps(load(), threads=2)
+        return NativeOps(load(), threads=1)
     except NativeUnavailable as error:
         pytest.skip(str(error))
 

@@ -31,13 +31,9 @@ SHAPES = [
 def test_matches_the_reference(fast: Ops, reference: ReferenceOps, shape: tuple, dtype: torch.dtype) -> None:
     *sizes, window, softcap = shape
     geometry = Geometry(*sizes, dtype=dtype)
-    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((1, 37, 130, 531))]
-    steps = [[(1, 36), (3, 500)], [(0, 1), (1, 1), (2, 129), (3, 1)], [(3, 30), (2, 1)]]
-    for step in steps:
-        ours, theirs = PagedRows(fast, geometry, rows), PagedRows(reference, geometry, rows, seed=1)
-        for done in steps[: steps.index(step)]:
-            ours.step(done, 0.1, window, softcap)
-            theirs.step(done, 0.1, window, softcap)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((1, 37, 130, 331))]
+    ours, theirs = PagedRows(fast, geometry, rows), PagedRows(reference, geometry, rows, seed=1)
+    for step in ([(1, 36), (3, 300)], [(0, 1), (1, 1), (2, 129), (3, 1)], [(3, 30), (2, 1)]):
         got, want = ours.step(step, 0.1, window, softcap), theirs.step(step, 0.1, window, softcap)
         torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

@@ -8,7 +8,7 @@ struct Silu {
 };
 struct GeluTanh {
     static f32x16 of(f32x16 x) {
-        f32x16 inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
-        return 0.5f * x * (1.0f + tanh(inner));
+        // (1 + tanh(y)) / 2 is the sigmoid of 2 y, without the cancellation where tanh nears -1.
+        return x * sigmoid(1.5957691216057308f * (x + 0.044715f * (x * x * x)));
     }
 };

@@ -18,8 +18,9 @@ namespace {
 
 constexpr int SEGMENT = 256;
 constexpr int TILE_QUERY_VECTORS = 48;  // query vectors (queries x heads of one KV head) that share a pass over the context
+constexpr int PREFETCH_ROWS = 12;  // tiles of more query vectors compute longer than their pages take to come
 constexpr float NOTHING_SEEN = -1e30f;  // running maximum before any position: finite, so that differences are numbers
-constexpr float HIDDEN = -3e38f;        // score of a position out of sight: its weight comes out as exactly 0
+constexpr float HIDDEN = -1e37f;        // score of a position out of sight: its weight comes out as exactly 0
 
 struct Problem {
     const void* q;
@@ -79,26 +80,22 @@ struct Forms {
         return reinterpret_cast<const Stored*>(pages) + (block * p.num_kv_heads + kv_head) * p.block_size * p.head_dim;
     }
 
-    // `count` lanes of stored values as operands. A block of 8 slots is half a vector.
-    static void widen(const Stored* from, Lane* to, int count) {
+    // N lanes of stored values as operands. A block of 8 slots is half a vector.
+    template <int N>
+    static void widen(const Stored* from, Lane* to) {
         if constexpr (IN_PLACE) {
-            memcpy(static_cast<void*>(to), from, sizeof(Lane) * count);
-            return;
-        }
-        for (int i = 0; i < count; i += 16) {
-            int n = std::min(16, count - i);
-            if constexpr (SCALED) {
-                u16x16 raw = {};
-                memcpy(&raw, from + 2 * i, 2 * n);
-                u32x16 pair = __builtin_convertvector(raw, u32x16);
-                f32x16 low = __builtin_convertvector((i32x16)(pair << 24) >> 24, f32x16);
-                f32x16 high = __builtin_convertvector((i32x16)(pair << 16) >> 24, f32x16);
-                // Integers up to 127 are exact in bf16: the upper half of the float.
-                u32x16 lanes = ((u32x16)low >> 16) | ((u32x16)high & 0xffff0000u);
-                memcpy(to + i, &lanes, 4 * n);
-            } else {
-                store_lanes(reinterpret_cast<float*>(to) + i, load_lanes(from + i, n), n);
-            }
+            memcpy(static_cast<void*>(to), from, sizeof(Lane) * N);
+        } else if constexpr (SCALED) {
+            u16x16 raw = {};
+            memcpy(&raw, from, 2 * N);
+            u32x16 pair = __builtin_convertvector(raw, u32x16);
+            f32x16 low = __builtin_convertvector((i32x16)(pair << 24) >> 24, f32x16);
+            f32x16 high = __builtin_convertvector((i32x16)(pair << 16) >> 24, f32x16);
+            // Integers up to 127 are exact in bf16: the upper half of the float.
+            u32x16 lanes = ((u32x16)low >> 16) | ((u32x16)high & 0xffff0000u);
+            memcpy(to, &lanes, 4 * N);
+        } else {
+            store_lanes(reinterpret_cast<float*>(to), load_lanes(from, N), N);
         }
     }
 
@@ -117,20 +114,21 @@ struct Forms {
 template <class Lane>
 struct Workspace {
     Lane *queries, *weights, *keys, *values;
-    float *scores, *keep, *sums, *key_scale, *value_scale;
-    float* segment;
+    float *scores, *keep, *new_top, *sums, *key_scale, *value_scale, *segment;
 
     static Workspace take(const Problem& p, int rows) {
         size_t d = p.head_dim, r = rows;
-        size_t sizes[] = {r * d, r * CHUNK, d * CHUNK, d * CHUNK, r * CHUNK, r, r * 16, CHUNK, CHUNK, Partial::floats(rows, p.head_dim) * 2};
+        size_t partials = Partial::floats(rows, p.head_dim) * 2;
+        size_t sizes[] = {r * d, r * CHUNK, d * CHUNK, d * CHUNK, r * CHUNK, r, r, r * 16, CHUNK, CHUNK, partials};
         size_t total = 0;
         for (size_t& size : sizes) total += size = (size + 15) / 16 * 16;
         char* at = static_cast<char*>(thread_scratch(total * 4, 0));
-        char* places[10];
-        for (int i = 0; i < 10; i++) places[i] = at, at += sizes[i] * 4;
+        char* places[11];
+        for (int i = 0; i < 11; i++) places[i] = at, at += sizes[i] * 4;
         auto lanes = [&](int i) { return reinterpret_cast<Lane*>(places[i]); };
         auto floats = [&](int i) { return reinterpret_cast<float*>(places[i]); };
-        return {lanes(0), lanes(1), lanes(2), lanes(3), floats(4), floats(5), floats(6), floats(7), floats(8), floats(9)};
+        return {lanes(0),  lanes(1),  lanes(2),  lanes(3),  floats(4), floats(5),
+                floats(6), floats(7), floats(8), floats(9), floats(10)};
     }
 };
 
@@ -146,41 +144,12 @@ struct Attention {
     // Blocks outside that range are not touched: their table entries may be stale.
     void bring(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Lane>& w,
                KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
-        int bs = p.block_size, hd = p.head_dim;
-        int low = std::max(chunk_at, visible), high = std::min(chunk_at + CHUNK, end);
-        int64_t fallback = table[low / bs];
-        bool wide = bs % 16 == 0;
-        keys.stride = F::IN_PLACE && wide ? bs : CHUNK;
-        int step = wide ? 16 : 8;
-        for (int i = 0; i < CHUNK; i += step) {
-            int at = chunk_at + i, slot = at % bs;
-            bool seen = at + step > low && at < high;
-            int64_t block = seen ? table[at / bs] : fallback;
-            const Stored* k = F::page(p.k_pages, p, block, kv_head) + int64_t(slot) * WIDTH;
-            if constexpr (F::IN_PLACE) {
-                if (wide) {
-                    keys.keys[i / 16] = reinterpret_cast<const Lane*>(k);
-                    continue;
-                }
-            }
-            for (int d = 0; d < hd / WIDTH; d++) F::widen(k + int64_t(d) * bs * WIDTH, w.keys + d * CHUNK + i, step);
-        }
-        if (!(F::IN_PLACE && wide))
-            for (int g = 0; g < LANE_GROUPS; g++) keys.keys[g] = w.keys + 16 * g;
-
-        values.begin = (low - chunk_at) / WIDTH;
-        values.end = (high - chunk_at + WIDTH - 1) / WIDTH;
-        values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;
-        for (int j = values.begin; j < values.end; j++) {
-            int at = chunk_at + j * WIDTH;
-            const Stored* v = F::page(p.v_pages, p, table[at / bs], kv_head) + int64_t(at % bs) * hd;
-            if constexpr (F::IN_PLACE) {
-                values.rows[j] = reinterpret_cast<const Lane*>(v);
-            } else {
-                F::widen(v, w.values + j * hd, hd);
-                values.rows[j] = w.values + j * hd;
-            }
-        }
+        int bs = p.block_size, low = std::max(chunk_at, visible), high = std::min(chunk_at + CHUNK, end);
+        if (bs % 16 == 0)
+            bring_keys<16>(table, kv_head, chunk_at, low, high, w, keys);
+        else
+            bring_keys<8>(table, kv_head, chunk_at, low, high, w, keys);
+        bring_values(table, kv_head, chunk_at, low, high, w, values);
         if constexpr (F::SCALED) {
             for (int i = 0; i < CHUNK; i++) {
                 int at = chunk_at + i;
@@ -192,32 +161,78 @@ struct Attention {
         }
     }
 
-    // Scores of one query vector at position `at` become weights; top, sums and keep follow.
-    void soften(float* scores, Lane* weights, int chunk_at, int at, const Workspace<Lane>& w, float& top, float* sums,
-                float& keep) const {
-        f32x16 s[LANE_GROUPS];
-        f32x16 highest = splat(HIDDEN);
+    // STEP slots side by side lie in one block.
+    template <int STEP>
+    void bring_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+                    KeyChunk<Kind>& keys) const {
+        constexpr bool DIRECT = F::IN_PLACE && STEP == 16;
+        int bs = p.block_size, index = chunk_at / bs, slot = chunk_at % bs;
+        int64_t seen_block = table[low / bs];  // stands in for blocks that nobody sees
+        keys.stride = DIRECT ? bs : CHUNK;
+        for (int i = 0; i < CHUNK; i += STEP) {
+            int at = chunk_at + i;
+            int64_t block = at + STEP > low && at < high ? table[index] : seen_block;
+            const Stored* k = F::page(p.k_pages, p, block, kv_head) + slot * WIDTH;
+            if constexpr (DIRECT) {
+                keys.keys[i / 16] = reinterpret_cast<const Lane*>(k);
+            } else {
+                keys.keys[i / 16] = w.keys + i / 16 * 16;
+                for (int d = 0; d < p.head_dim / WIDTH; d++, k += int64_t(bs) * WIDTH)
+                    F::template widen<STEP>(k, w.keys + d * CHUNK + i);
+            }
+            slot += STEP;
+            if (slot == bs) slot = 0, index++;
+        }
+    }
+
+    void bring_values(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+                      ValueChunk<Kind>& values) const {
+        int bs = p.block_size, hd = p.head_dim;
+        values.begin = (low - chunk_at) / WIDTH;
+        values.end = (high - chunk_at + WIDTH - 1) / WIDTH;
+        values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;
+        int first = chunk_at + values.begin * WIDTH, index = first / bs, slot = first % bs;
+        for (int j = values.begin; j < values.end; index++, slot = 0) {
+            const Stored* v = F::page(p.v_pages, p, table[index], kv_head) + int64_t(slot) * hd;
+            int stop = std::min(values.end, j + (bs - slot) / WIDTH);
+            for (; j < stop; j++, v += WIDTH * hd) {
+                if constexpr (F::IN_PLACE) {
+                    values.rows[j] = reinterpret_cast<const Lane*>(v);
+                } else {
+                    for (int d = 0; d < hd; d += 16) F::template widen<16>(v + d * WIDTH, w.values + j * hd + d);
+                    values.rows[j] = w.values + j * hd;
+                }
+            }
+        }
+    }
+
+    // What scores are multiplied by to become exponents of 2. A soft cap has brought them there already.
+    float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
+
+    // Scales, caps and masks one query vector's scores where there is need; returns the largest exponent.
+    float finish_scores(float* scores, int chunk_at, int at, const Workspace<Lane>& w) const {
         int from = p.window > 0 ? at - p.window + 1 - chunk_at : 0, to = at - chunk_at;
         bool partly = from > 0 || to < CHUNK - 1;
+        f32x16 highest = splat(HIDDEN);
         for (int g = 0; g < LANE_GROUPS; g++) {
-            s[g] = load(scores + 16 * g);
-            if constexpr (F::SCALED) s[g] = s[g] * load(w.key_scale + 16 * g);
-            if (p.softcap > 0.0f)
-                s[g] = tanh(s[g] * (p.scale / p.softcap)) * (p.softcap * LOG2_E);
-            else
-                s[g] = s[g] * (p.scale * LOG2_E);
+            f32x16 s = load(scores + 16 * g);
+            if constexpr (F::SCALED) s = s * load(w.key_scale + 16 * g);
+            if (p.softcap > 0.0f) s = tanh(s * (p.scale / p.softcap)) * (p.softcap * LOG2_E);
             if (partly) {
                 i32x16 lane = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + 16 * g;
-                s[g] = (lane >= from) & (lane <= to) ? s[g] : splat(HIDDEN);
+                s = (lane >= from) & (lane <= to) ? s : splat(HIDDEN);
             }
-            highest = vmax(highest, s[g]);
+            if (F::SCALED || p.softcap > 0.0f || partly) store(scores + 16 * g, s);
+            highest = vmax(highest, s);
         }
-        float new_top = std::max(top, lane_max(highest));
-        keep = exp2(splat(top - new_top))[0];
-        top = new_top;
+        return lane_max(highest) * exponent_scale();
+    }
+
+    // Scores of one query vector become weights, and are added to its running sums.
+    void weigh(const float* scores, Lane* weights, float top, float keep, float* sums, const Workspace<Lane>& w) const {
         f32x16 sum = load(sums) * keep;
         for (int g = 0; g < LANE_GROUPS; g++) {
-            f32x16 weight = exp2(s[g] - new_top);
+            f32x16 weight = exp2(fma(load(scores + 16 * g), splat(exponent_scale()), splat(-top)));
             sum = sum + weight;
             if constexpr (F::SCALED) weight = weight * load(w.value_scale + 16 * g);
             if constexpr (WIDTH == 2)
@@ -226,6 +241,39 @@ struct Attention {
                 store(reinterpret_cast<float*>(weights) + 16 * g, weight);
         }
         store(sums, sum);
+    }
+
+    // Online softmax of a chunk for all rows of a tile: scores to weights, with `keep` for what was summed before.
+    void soften(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part) const {
+        int n = rows(t), group = p.group();
+        for (int r = 0; r < n; r++) {
+            float top = finish_scores(w.scores + r * CHUNK, chunk_at, t.first_at + r / group, w);
+            w.new_top[r] = std::max(part.top[r], top);
+        }
+        for_lanes(n, [&](int64_t r, int lanes) {
+            f32x16 top = load_lanes(w.new_top + r, lanes);
+            store_lanes(w.keep + r, exp2(load_lanes(part.top + r, lanes) - top), lanes);
+            store_lanes(part.top + r, top, lanes);
+        });
+        for (int r = 0; r < n; r++)
+            weigh(w.scores + r * CHUNK, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], w.sums + r * 16, w);
+    }
+
+    // Pages are scattered, and the hardware's own prefetcher starts anew in each: ask for the next chunk's ahead of time.
+    void prefetch(const int32_t* table, int64_t kv_head, int from, int end) const {
+        int bs = p.block_size, to = std::min(from + CHUNK, end);
+        int64_t page_bytes = int64_t(bs) * p.head_dim * sizeof(Stored);
+        for (int index = from / bs, at = from; at < to; index++, at = index * bs) {
+            // The part of a page that the chunk reads; of K, whose slots lie side by side, all of a small page.
+            int64_t begin = int64_t(at % bs) * p.head_dim * sizeof(Stored);
+            int64_t count = std::min(page_bytes - begin, int64_t(to - at) * p.head_dim * int64_t(sizeof(Stored)));
+            const char* v = reinterpret_cast<const char*>(F::page(p.v_pages, p, table[index], kv_head)) + begin;
+            const char* k = reinterpret_cast<const char*>(F::page(p.k_pages, p, table[index], kv_head)) + begin;
+            for (int64_t i = 0; i < count; i += 64) {
+                __builtin_prefetch(k + i);
+                __builtin_prefetch(v + i);
+            }
+        }
     }
 
     int rows(const Tile& t) const { return t.num_queries * p.group(); }
@@ -239,7 +287,7 @@ struct Attention {
     }
 
     void run_segment(const Tile& t, int64_t kv_head, int segment, const Workspace<Lane>& w, Partial part) const {
-        int n = rows(t), group = p.group(), hd = p.head_dim;
+        int n = rows(t), hd = p.head_dim;
         const int32_t* table = p.block_table + t.row * p.table_stride;
         for (int r = 0; r < n; r++) part.top[r] = NOTHING_SEEN;
         memset(part.acc, 0, sizeof(float) * n * hd);
@@ -250,11 +298,10 @@ struct Attention {
         KeyChunk<Kind> keys;
         ValueChunk<Kind> values;
         for (int chunk_at = first; chunk_at < last; chunk_at += CHUNK) {
+            if (n <= PREFETCH_ROWS) prefetch(table, kv_head, chunk_at + CHUNK, end);
             bring(table, kv_head, chunk_at, visible, end, w, keys, values);
             scores_of<Kind>(w.queries, n, keys, hd / WIDTH, w.scores);
-            for (int r = 0; r < n; r++)
-                soften(w.scores + r * CHUNK, w.weights + r * (CHUNK / WIDTH), chunk_at, t.first_at + r / group, w,
-                       part.top[r], w.sums + r * 16, w.keep[r]);
+            soften(t, chunk_at, w, part);
             outputs_of<Kind>(w.weights, n, values, hd, w.keep, part.acc);
         }
         for (int r = 0; r < n; r++) part.total[r] = lane_sum(load(w.sums + r * 16));

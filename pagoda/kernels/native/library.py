@@ -13,7 +13,7 @@ from pagoda.kernels.native import build
 logger = logging.getLogger("pagoda")
 
 # torch is imported above for a reason: its OpenMP runtime must be mapped before ours is looked for.
-_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
+_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)(-\w+)?\.so[.\d]*$")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,162 @@
+"""Building and loading: cached by content, safe to race, one OpenMP runtime, and a way out without a compiler."""
+
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.base.errors import ConfigError
+from pagoda.kernels import select
+from pagoda.kernels.native import build, library
+from pagoda.kernels.native.threads import available_cpus
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.torch_ops import TorchOps
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tiny_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A kernels folder of one small source, so that building takes no time."""
+    kernels = tmp_path / "kernels"
+    (kernels / "native").mkdir(parents=True)
+    real = build.KERNELS / "native"
+    for name in ("info.cpp", "parallel.h"):
+        (kernels / "native" / name).write_bytes((real / name).read_bytes())
+    monkeypatch.setattr(build, "KERNELS", kernels)
+    return kernels
+
+
+@pytest.fixture
+def compiler() -> build.Compiler:
+    try:
+        return build.find_compiler()
+    except build.NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def test_built_once_and_again_when_a_source_changes(
+    tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = library.openmp_runtimes()[0]
+    first = build.build(runtime, tmp_path / "cache", compiler)
+    assert "compiling the native kernels" in caplog.text
+    caplog.clear()
+    assert build.build(runtime, tmp_path / "cache", compiler) == first
+    assert not caplog.text
+    header = tiny_kernels / "native" / "parallel.h"
+    header.write_text(header.read_text() + "\n// changed\n")
+    assert build.build(runtime, tmp_path / "cache", compiler) != first
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]  # no litter
+
+
+def test_two_may_race(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+    runtime = library.openmp_runtimes()[0]
+    with ThreadPoolExecutor(2) as pool:
+        builds = [pool.submit(build.build, runtime, tmp_path / "cache", compiler) for _ in range(2)]
+    assert builds[0].result() == builds[1].result()
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_source_that_does_not_compile_says_so(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+    (tiny_kernels / "native" / "broken.cpp").write_text("int main( {")
+    with pytest.raises(build.NativeUnavailable, match=r"broken\.cpp"):
+        build.build(library.openmp_runtimes()[0], tmp_path / "cache", compiler)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_no_place_to_keep_the_library(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.NativeUnavailable, match="cannot write compiled kernels"):
+        build.build(library.openmp_runtimes()[0], tmp_path / "file" / "cache", compiler)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="pagoda"):
+        ops = select.select_ops("auto", CPU, 1)
+    assert isinstance(ops, TorchOps)
+    assert len(caplog.records) == 1
+    assert "apt install g++" in caplog.text
+    with pytest.raises(ConfigError, match="apt install g"):
+        select.select_ops("native", CPU, 1)
+
+
+def test_names() -> None:
+    assert select.select_ops("torch", CPU, 1).name == "torch"
+    assert select.select_ops("reference", CPU, 1).name == "reference"
+    with pytest.raises(ConfigError, match="did you mean 'native'"):
+        select.select_ops("nativ", CPU, 1)
+    with pytest.raises(ConfigError, match="run on a CPU"):
+        select.select_ops("native", torch.device("cuda"), 1)
+    assert select.select_ops("auto", torch.device("cuda"), 1).name == "torch"
+
+
+def test_one_openmp_runtime(native: NativeOps) -> None:
+    """In a fresh process: torch's threads run torch's op and ours, and no second runtime is mapped."""
+    program = (
+        "import torch; from pagoda.kernels.native.library import load, openmp_runtimes;"
+        "functions = load().functions; torch.set_num_threads(2); torch.ones(1000000).sum();"
+        "print(functions.pagoda_num_threads(2), len(openmp_runtimes()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "1"]
+
+
+def test_runtimes_are_told_by_name(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    names = ("libgomp-a34b3233.so.1", "libgomp.so.1.0.0", "libiomp5.so", "libomp.so", "libgompertz.so", "libc.so.6")
+    maps.write_text("".join(f"7f00-7f01 r--p 0 fe:00 42    /usr/lib/{name}\n" * 2 for name in names))
+    assert [path.name for path in library.openmp_runtimes(maps)] == sorted(names[:4])
+
+
+def fake_machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, 4),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "250000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, 4),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n"}, 1),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/x\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+        ({f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 2},{i % 2 + 2}" for i in range(4)}, 2),
+    ],
+    ids=["free", "v2 of a parent", "v2 unlimited", "less than one", "v1", "hyper-threads"],
+)
+def test_available_cpus(files: dict[str, str], cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert available_cpus(fake_machine(tmp_path, files)) == cpus
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_lesser_instruction_sets(march: str, compiler: build.Compiler, tmp_path: Path) -> None:
+    """The same tests of ops and attention, on a build for older CPUs."""
+    program = f"""
+import sys, pytest
+from pathlib import Path
+from pagoda.kernels.native import library
+plain = library.load
+import tests.kernels.conftest as conftest
+conftest.load = lambda: plain(Path({str(tmp_path)!r}), march={march!r})
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_ops.py", "tests/kernels/test_attention.py"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,170 @@
+"""Every op but attention: each implementation against the reference, over ugly shapes, and row by row."""
+
+import pytest
+import torch
+
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import Ops
+from pagoda.kernels.reference_ops import ReferenceOps
+from tests.kernels.paged import Geometry, make_metadata
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+# One rounding of the result, and for float32 a few of the sums.
+TOLERANCE = {F32: 4e-6, BF16: 8e-3, F16: 1e-3}
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.dtype == want.dtype
+    tolerance = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 70])
+@pytest.mark.parametrize("hidden", [16, 37, 576, 1031])
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_norms(
+    fast: Ops, reference: ReferenceOps, tokens: int, hidden: int, unit_offset: bool, dtype: torch.dtype
+) -> None:
+    x, residual, weight = (draw(*shape, dtype=dtype) for shape in ((tokens, hidden), (tokens, hidden), (hidden,)))
+    residual = residual.flip(0)
+    close(fast.rms_norm(x, weight, 1e-5, unit_offset), reference.rms_norm(x, weight, 1e-5, unit_offset))
+    got = fast.add_rms_norm(x, residual, weight, 1e-5, unit_offset)
+    want = reference.add_rms_norm(x, residual, weight, 1e-5, unit_offset)
+    close(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(fast.add(x, residual), want[1])
+
+
+@DTYPES
+def test_norm_of_heads_inside_a_fused_projection(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    """QK norm: vectors of one head each, strided over tokens and heads."""
+    q, k, _ = fast.split_qkv(draw(5, (4 + 2 * 2) * 80, dtype=dtype), 4, 2, 80)
+    weight = draw(80, dtype=dtype)
+    for heads in (q, k):
+        close(fast.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [8, 100, 1536])
+@pytest.mark.parametrize("tokens", [1, 3, 65])
+def test_gated_activations(fast: Ops, reference: ReferenceOps, tokens: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * draw(tokens, 2 * width, dtype=dtype)
+    close(fast.silu_mul(gate_up), reference.silu_mul(gate_up))
+    close(fast.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up))
+
+
+@DTYPES
+def test_activations_at_their_ends(fast: Ops, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-1e4, -90.0, -1e-3, 0.0, 1e-3, 90.0, 1e4], dtype=dtype)
+    ones = torch.ones_like(gate)
+    for gated in (fast.silu_mul, fast.gelu_tanh_mul):
+        out = gated(torch.cat([gate, ones]).unsqueeze(0))[0]
+        close(out[[0, 1, 3, 5, 6]], torch.tensor([0.0, 0.0, 0.0, 90.0, 1e4], dtype=dtype))
+        assert out[2] < 0 < out[4]
+
+
+@DTYPES
+@pytest.mark.parametrize("elements", [1, 33, 50_000])
+def test_softcap(fast: Ops, reference: ReferenceOps, elements: int, dtype: torch.dtype) -> None:
+    x = 100 * draw(2, elements, dtype=dtype)
+    close(fast.softcap(x, 30.0) / 30.0, reference.softcap(x, 30.0) / 30.0)
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [1.0, 33.94])
+def test_embedding(fast: Ops, reference: ReferenceOps, scale: float, dtype: torch.dtype) -> None:
+    table = draw(50, 40, dtype=dtype)
+    token_ids = torch.tensor([0, 49, 7, 7], dtype=torch.int32)
+    assert torch.equal(fast.embedding(token_ids, table, scale), reference.embedding(token_ids, table, scale))
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+def test_rotary(fast: Ops, reference: ReferenceOps, head_dim: int, dtype: torch.dtype) -> None:
+    q, k, _ = fast.split_qkv(draw(6, 7 * head_dim, dtype=dtype), 3, 2, head_dim)
+    positions = torch.tensor([0, 5, 5, 99, 1, 64], dtype=torch.int32)
+    cos, sin = draw(100, head_dim // 2, dtype=F32), draw(100, head_dim // 2, dtype=F32, seed=1)
+    for got, want in zip(
+        fast.rotary(q, k, positions, cos, sin), reference.rotary(q, k, positions, cos, sin), strict=True
+    ):
+        close(got, want)
+
+
+@DTYPES
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
+def test_rotary_fused_with_the_write(fast: Ops, int8_cache: bool, dtype: torch.dtype) -> None:
+    """The same bits as one after the other."""
+    geometry = Geometry(4, 2, 80, 8, dtype, int8_cache)
+    q, k, v = fast.split_qkv(draw(21, 8 * 80, dtype=dtype), 4, 2, 80)
+    cos, sin = draw(100, 40, dtype=F32), draw(100, 40, dtype=F32, seed=1)
+    positions = torch.arange(3, 24, dtype=torch.int32)
+    metadata = make_metadata(geometry, [(3, 21)], [[3, 1, 2]])
+    fused, plain = geometry.new_cache(3), geometry.new_cache(3)
+    got = fast.rotary_write_kv(q, k, v, positions, cos, sin, fused, metadata)
+    want, rotated = fast.rotary(q, k, positions, cos, sin)
+    fast.write_kv(rotated, v, plain, metadata)
+    assert torch.equal(got, want)
+    for name in ("k", "v", "k_scale", "v_scale"):
+        a, b = getattr(fused, name), getattr(plain, name)
+        assert a is b is None or torch.equal(a, b)
+
+
+@DTYPES
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
+def test_copied_blocks_hold_the_same_context(fast: Ops, int8_cache: bool, dtype: torch.dtype) -> None:
+    """A chain of copies, in order: a row reads the same through the copies as through the originals."""
+    geometry = Geometry(2, 1, 32, 8, dtype, int8_cache)
+    cache = geometry.new_cache(8)
+    here, there = (make_metadata(geometry, [(0, 16)], [blocks]) for blocks in ([1, 2], [5, 6]))
+    q, k, v = fast.split_qkv(draw(16, 4 * 32, dtype=dtype), 2, 1, 32)
+    fast.write_kv(k, v, cache, here)
+    want = fast.attention(q, cache, here, 0.2)
+    fast.copy_blocks(cache, [(1, 4), (4, 5), (2, 6), (3, 1)])
+    assert torch.equal(fast.attention(q, cache, there, 0.2), want)
+    assert not torch.equal(fast.attention(q, cache, here, 0.2), want)  # block 1 was overwritten last
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 5])
+def test_linear_and_logits(fast: Ops, reference: ReferenceOps, rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(rows, 96, dtype=dtype), draw(70, 96, dtype=dtype, seed=1) / 10, draw(70, dtype=dtype)
+    for with_bias in (None, bias):
+        ours, theirs = fast.prepare_linear(weight, with_bias), reference.prepare_linear(weight, with_bias)
+        assert (ours.out_features, ours.in_features) == (70, 96)
+        torch.testing.assert_close(
+            fast.linear(x, ours), reference.linear(x, theirs), atol=TOLERANCE[dtype] * 4, rtol=TOLERANCE[dtype] * 4
+        )
+        got = fast.logits(x, ours)
+        assert got.dtype == F32
+        tolerance = TOLERANCE[dtype] * 4
+        torch.testing.assert_close(got, reference.logits(x, theirs), atol=tolerance, rtol=tolerance)
+
+
+def test_select_rows(fast: Ops) -> None:
+    x = draw(9, 4, dtype=F32)
+    assert torch.equal(fast.select_rows(x, torch.tensor([8, 0, 3])), x[[8, 0, 3]])
+
+
+@DTYPES
+def test_bits_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> None:
+    """Native elementwise ops: row by row, by one thread and by three, the same bits."""
+    tokens = 90
+    ops = {threads: NativeOps(native.library, threads) for threads in (1, 3)}
+    x, residual = draw(tokens, 576, dtype=dtype), draw(tokens, 576, dtype=dtype, seed=1)
+    weight, gate_up = draw(576, dtype=dtype, seed=2), draw(tokens, 3072, dtype=dtype, seed=3)
+    for run in (
+        lambda o, rows: o.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
+        lambda o, rows: o.rms_norm(x[rows], weight, 1e-5),
+        lambda o, rows: o.silu_mul(gate_up[rows]),
+        lambda o, rows: o.gelu_tanh_mul(gate_up[rows]),
+        lambda o, rows: o.softcap(x[rows], 20.0),
+    ):
+        whole = run(ops[1], slice(None))
+        assert torch.equal(whole, run(ops[3], slice(None)))
+        assert torch.equal(whole, torch.cat([run(ops[1], slice(i, i + 1)) for i in range(tokens)]))
