@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.request_table import Branch
+from pagoda.core.request_table import Branch, LiveRequest
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.scheduler_state import SchedulerState, only_finishes
 
@@ -130,10 +130,10 @@ class OutputPass:
         counts = lineup.ones if same_rows else np.ones(len(rows), np.int32)
         client = lineup.client
         clients = table.client[rows] if client is None else None
-        cached = self._first_words(rows) if state.silent else {}
+        first_words = self._first_words(rows) if state.silent else {}
         finishes = self._end_rows(rows, tokens, at, over) if over.any() else {}
         outputs = EngineCoreOutputs(handles, branches, counts, tokens, logprobs=result.logprobs)
-        return self._tell(outputs, clients, client, finishes, cached)
+        return self._tell(outputs, clients, client, finishes, first_words)
 
     def _end_rows(
         self, rows: np.ndarray, tokens: np.ndarray, at: np.ndarray, over: np.ndarray
@@ -160,7 +160,7 @@ class OutputPass:
         rows = output.sample_rows
         stands = np.zeros(len(rows), np.int32)  # tokens of each sample that stand
         clients = table.client[rows]
-        cached = self._first_words(rows[result.num_sampled > 0])
+        first_words = self._first_words(rows[result.num_sampled > 0])
         for i, row in enumerate(rows.tolist()):
             branch = table.branch_of[row]
             if branch is None or branch.is_finished:
@@ -198,7 +198,7 @@ class OutputPass:
         outputs = EngineCoreOutputs(
             table.handle[rows[spoke]], table.branch[rows[spoke]], stands[spoke], result.sampled[kept], logprobs=logprobs
         )
-        told = self._tell(outputs, clients[spoke], None, finishes, cached)
+        told = self._tell(outputs, clients[spoke], None, finishes, first_words)
         for client, by_handle in prompt_logprobs.items():
             told[client] = replace(told.get(client) or only_finishes(()), prompt_logprobs=by_handle)
         for client, vectors in pooled.items():
@@ -273,7 +273,7 @@ class OutputPass:
         clients: np.ndarray | None,
         client: int | None,
         finishes: dict[int, list[Finish]],
-        cached: dict[int, dict[int, int]],
+        first_words: dict[int, list[LiveRequest]],
     ) -> dict[int, EngineCoreOutputs]:
         """Group by client. clients: one a row, or None where all are `client`'s."""
         if clients is None:
@@ -281,19 +281,21 @@ class OutputPass:
             told = {client: outputs}
         else:
             told = {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
-        for one, counts in cached.items():
-            told[one] = replace(told[one], num_cached_tokens=counts)
+        for one, spoke in first_words.items():
+            cached = {live.request.handle: live.num_cached_tokens for live in spoke}
+            queued = {live.request.handle: live.queue_s for live in spoke}
+            told[one] = replace(told[one], num_cached_tokens=cached, queue_s=queued)
         for one, ended in finishes.items():
             told[one] = _with_finishes(told.get(one), tuple(ended))
         return told
 
-    def _first_words(self, rows: np.ndarray) -> dict[int, dict[int, int]]:
-        """client -> handle -> cached prompt tokens, of requests that emit for the first time."""
-        said: dict[int, dict[int, int]] = {}
+    def _first_words(self, rows: np.ndarray) -> dict[int, list[LiveRequest]]:
+        """By client, requests that emit for the first time."""
+        said: dict[int, list[LiveRequest]] = {}
         for row in self._state.silent.keys() & set(rows.tolist()):
             live = self._state.silent.pop(row)
             live.has_spoken = True
-            said.setdefault(live.request.client_index, {})[live.request.handle] = live.num_cached_tokens
+            said.setdefault(live.request.client_index, []).append(live)
         return said
 
 

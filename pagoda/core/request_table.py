@@ -57,6 +57,7 @@ class LiveRequest:
 
     line_key: its place in the waiting line (policy.py).   admission: number of its last admission; orders the running set.
     num_cached_tokens: prompt tokens found in the prefix cache at its first admission; has_spoken: the client was told.
+    queue_s: seconds from its arrival to its first admission.
     num_prompt_positions_told: prompt logprobs that went out; a resumed request computes them again, but does not tell again.
     awaiting_fork: branches that share the first row until the prompt is computed.
     """
@@ -69,6 +70,7 @@ class LiveRequest:
     admission: int = -1
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    queue_s: float = 0.0
     has_spoken: bool = False
     num_prompt_positions_told: int = 0
 

@@ -85,6 +85,7 @@ class Finish:
     """One branch of a request ended. The last branch's Finish has `request_done`.
 
     stop_reason: the stop token id where one ended it (eos: None).   message: for IGNORED and ERROR, readable by users.
+    num_preemptions: of its request, so far.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class Finish:
     stop_reason: int | None = None
     request_done: bool = True
     message: str | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +191,8 @@ class EngineCoreOutputs:
     handles: int64 [n] (Request.handle).   branches: int32 [n].   counts: int32 [n] tokens emitted.
     token_ids: int32 [sum(counts)], flat.   logprobs: rows in the order of token_ids, or None.
     prompt_logprobs, pooled: by handle.   finishes: branches that ended with this step, last tokens included above.
-    num_cached_tokens: handle -> prompt tokens found in the prefix cache, told once, with the first emission.
+    num_cached_tokens, queue_s: handle -> prompt tokens found in the prefix cache, and seconds from arrival to the first
+        step; told once, with the first emission.
     """
 
     handles: np.ndarray
@@ -201,3 +204,4 @@ class EngineCoreOutputs:
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     num_cached_tokens: dict[int, int] = field(default_factory=dict)
+    queue_s: dict[int, float] = field(default_factory=dict)

@@ -253,6 +253,8 @@ class SchedulerState:
 
     def enter_running(self, live: LiveRequest) -> None:
         """`live` takes its seats; the caller gives rows to its branches."""
+        if live.admission < 0:
+            live.queue_s = self.clock.now() - live.request.arrival_time_s
         self.num_admissions += 1
         live.admission = self.num_admissions
         live.status = RequestStatus.RUNNING
@@ -282,7 +284,16 @@ class SchedulerState:
         done = not live.unfinished
         if done:
             self._remove(live, status)
-        return Finish(live.request_id, live.request.handle, branch.index, status, stop_reason, done, message)
+        return Finish(
+            live.request_id,
+            live.request.handle,
+            branch.index,
+            status,
+            stop_reason,
+            done,
+            message,
+            live.num_preemptions,
+        )
 
     def _remove(self, live: LiveRequest, status: RequestStatus) -> None:
         """Nothing of the request is left in any queue."""

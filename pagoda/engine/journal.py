@@ -160,12 +160,14 @@ class Journal:
             handles[i], branches[i] = self._alias.get(int(handles[i]), (int(handles[i]), int(branches[i])))
         finishes = tuple(map(self._undo_finish_alias, outputs.finishes))
         own = {k: self._alias[k][0] if k in self._alias else k for k in outputs.num_cached_tokens}
+        queue_s = {own[k]: v for k, v in outputs.queue_s.items()}
         return dataclasses.replace(
             outputs,
             handles=handles,
             branches=branches,
             finishes=finishes,
             num_cached_tokens={own[k]: v for k, v in outputs.num_cached_tokens.items()},
+            queue_s=queue_s,
             prompt_logprobs={},  # the first engine told them, or a sibling will not: n > 1 has one prompt
         )
 

@@ -56,7 +56,7 @@ class OutputProcessor:
         ends = {(finish.handle, finish.branch): finish for finish in outputs.finishes}
         for handle, num_cached in outputs.num_cached_tokens.items():
             if (live := self._by_handle.get(handle)) is not None:
-                live.num_cached_tokens = num_cached
+                live.first_scheduled(num_cached, outputs.queue_s.get(handle))
         for handle, columns in outputs.prompt_logprobs.items():
             if (live := self._by_handle.get(handle)) is not None:
                 live.add_prompt_logprobs(columns)
@@ -74,6 +74,8 @@ class OutputProcessor:
                 done.stopped.append((live.request.request_id, index))
         for finish in outputs.finishes:
             live = self._by_handle.get(finish.handle)
+            if live is not None:
+                live.metrics.num_preemptions = finish.num_preemptions
             if live is not None and not live.branches[finish.branch].is_done:
                 touched[finish.handle] = live
                 live.end_branch(finish)
@@ -147,6 +149,13 @@ class _LiveRequest:
         wanted = len(self.prompt_token_ids) - len(rows)
         for row in range(min(len(columns.ranks), wanted)):
             rows.append(logprob_entry(columns, row, asked, self._tokenizer))
+
+    def first_scheduled(self, num_cached_tokens: int, queue_s: float | None) -> None:
+        """Told once; a request replayed into another engine keeps what the first said."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_cached_tokens
+            if queue_s is not None:
+                self.metrics.first_scheduled_time = self.metrics.arrival_time + queue_s
 
     def end_branch(self, finish: Finish) -> None:
         """An end that came without tokens, or with an error."""
