@@ -43,7 +43,7 @@ class Session:
         return self._llm.engine.input_processor.render_chat(messages).token_ids
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
-        """The answer as it comes; leaving the iteration ends it. RequestError or CapacityError come before it begins."""
+        """The answer as it comes; leaving the iteration ends it. RequestError, CapacityError come before it begins."""
         for output in self._llm.stream(token_ids, params):
             for answer in output.outputs:
                 yield Piece(answer.text, len(answer.token_ids), answer.finish_reason)

@@ -115,9 +115,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SHARDED = {
     "config.json": b"{}",
-    "model.safetensors.index.json": json.dumps(
-        {"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}
-    ).encode(),
+    "model.safetensors.index.json": b'{"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}',
     "x-1.safetensors": b"1",
     "x-2.safetensors": b"2",
 }
@@ -143,9 +141,7 @@ def test_hub_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_incomplete_snapshot_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     no_network(monkeypatch)
     hub_snapshot(tmp_path / "hub", "org/name", {name: data for name, data in SHARDED.items() if name != missing})
-    with pytest.raises(
-        ConfigError, match=r"org/name: no config\.json with its safetensors weights"
-    ):
+    with pytest.raises(ConfigError, match=r"org/name: no config\.json with its safetensors weights"):
         resolve_model(config("org/name", tmp_path))
 
 
