@@ -1,0 +1,116 @@
+"""The commands over the default model, which `make test` fetches."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pagoda.base.config import ModelConfig
+from pagoda.cli.main import main
+from tests.cached_models import cached_model
+
+SMALL = ("--max-model-len", "512", "--kv-cache-memory", "64MiB", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def _default_model_is_cached() -> None:
+    cached_model(ModelConfig().model)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert not ended.value.code
+    return capsys.readouterr()
+
+
+def test_generate_streams_and_tells_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = run(capsys, "generate", "The capital of France is", "--max-tokens", "6", *SMALL)
+    assert out.strip().startswith("Paris")
+    assert err.splitlines()[-1].startswith("6 tokens, ")
+    assert "ready after" in err
+
+
+def test_generate_through_the_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = run(capsys, "generate", "--chat", "--quiet", "Say hello.", "--max-tokens", "8", *SMALL)
+    assert out.strip()
+    assert "tokens/s" not in err
+
+
+def test_prompt_longer_than_the_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "word " * 600, *SMALL])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("pagoda: ")
+    assert "512" in err
+
+
+def test_too_little_memory_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--kv-cache-memory", "1MiB"])
+    assert ended.value.code == 1
+    assert "set max_model_len=" in capsys.readouterr().err
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = json.loads(run(capsys, "plan", "--json", "--kv-cache-memory", "64MiB", "--max-model-len", "512")[0])
+    assert plan["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2  # layers, K and V, KV heads, head size, bytes of bfloat16
+    assert plan["num_blocks"] == (64 << 20) // (16 * plan["kv_bytes_per_token"]) - 1
+    assert plan["requests_by_length"] == {"512": plan["num_blocks"] // 32}
+
+
+def workload(folder: Path, *arrivals_s: float) -> Path:
+    rows = [{"prompt_token_ids": list(range(100, 120)), "max_tokens": 4, "arrival_s": at} for at in arrivals_s]
+    (folder / "w.json").write_text(json.dumps(rows))
+    return folder / "w.json"
+
+
+@pytest.mark.parametrize("extra", [(), ("--arrivals",)])
+def test_throughput_prints_one_json_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    path = workload(tmp_path, 0.0, 0.0, 0.2)
+    out, _ = run(capsys, "bench", "throughput", "--workload", str(path), "--json", *extra, *SMALL)
+    figures = json.loads(out)
+    assert out.count("\n") == 1
+    assert set(figures) == {"engine", "requests", "in", "out", "secs", "out_tok_s", "cold_start_s"}
+    assert (figures["engine"], figures["requests"], figures["in"], figures["out"]) == ("pagoda", 3, 60, 12)
+    assert figures["secs"] >= (0.2 if extra else 0)
+
+
+def test_latency_reports_percentiles(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--batch-size", "2", "--input-len", "8", "--output-len", "3", "--iterations", "2", "--warm-up", "1")
+    figures = json.loads(run(capsys, "bench", "latency", "--json", *arguments, *SMALL)[0])
+    assert 0 < figures["p50_s"] <= figures["p90_s"] <= figures["p99_s"]
+    assert figures["batch_size"] == 2
+
+
+def test_ctrl_c_keeps_what_was_said() -> None:
+    code = "from pagoda.cli.main import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "generate",
+        "Count: one, two,",
+        "--max-tokens",
+        "400",
+        "--ignore-eos",
+        *SMALL,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
+    assert first + rest.rstrip()
+    assert process.returncode == 130
+    assert "tokens/s" in err
+    assert "Traceback" not in err
