@@ -30,8 +30,9 @@ STATS_INTERVAL_S = 0.1
 class EngineServer:
     """Serves one client over one socket until the socket or the parent goes away."""
 
-    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, core: EngineCore, executor: RecordedExecutor, socket: "zmq.Socket[bytes]") -> None:
         self._core = core
+        self._executor = executor
         self._socket = socket
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
@@ -45,7 +46,7 @@ class EngineServer:
                 self._handle(self._socket.recv())
             self._drain()
             for outputs in core.step().values():
-                self._send(wire.StepOutputs(outputs, self._stats_now_and_then()))
+                self._send(wire.StepOutputs(outputs, self._executor.take_step_tokens(), self._stats_now_and_then()))
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -94,23 +95,25 @@ def main() -> None:
     codec = wire.Codec(wire.ToEngine)
     began_s = time.monotonic()
     try:
-        core = _build(options)
+        core, executor = _build(options)
     except (PagodaError, OSError, MemoryError) as error:
         socket.send(codec.encode(wire.StartFailed(str(error), isinstance(error, ConfigError | CapacityError))))
         socket.close(linger=1000)
         sys.exit(1)
     facts = msgspec.structs.replace(core.facts, load_s=time.monotonic() - began_s)
     socket.send(codec.encode(wire.Ready(facts)))
-    EngineServer(core, socket).run()
+    EngineServer(core, executor, socket).run()
 
 
-def _build(options: ProcessOptions) -> EngineCore:
+def _build(options: ProcessOptions) -> tuple[EngineCore, RecordedExecutor]:
     recorder = FlightRecorder(Path(options.recorder), RECORDER_ROWS)
+    recorded: list[RecordedExecutor] = []
 
     def record(executor: Executor, max_rows: int) -> Executor:
-        return RecordedExecutor(executor, recorder, max_rows)
+        recorded.append(RecordedExecutor(executor, recorder, max_rows))
+        return recorded[0]
 
-    return build_engine_core(options.config, wrap_executor=record)
+    return build_engine_core(options.config, wrap_executor=record), recorded[0]
 
 
 def _end_with_parent(stdin: BinaryIO) -> None:

@@ -14,12 +14,16 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
 
 
+PROBATION_TOKENS = 2
+
+
 @dataclass(slots=True)
 class JournalEntry:
     """One live request.
 
     tokens: per branch, what it has emitted.   live: branches that have not ended.
-    strikes: engine deaths it was on board of, without having emitted a token since.
+    num_deaths: engine deaths it was on board of.   strikes: those it has not lived down since: PROBATION_TOKENS emitted in
+        one life clear it (the first comes of a prefill, the second of a decode step, so both paths have been gone).
     life: which life of the engine it entered last, 0 before the first.   aliases: handles of its parts there.
     """
 
@@ -27,7 +31,9 @@ class JournalEntry:
     tokens: list[list[int]]
     live: set[int]
     strikes: int = 0
+    num_deaths: int = 0
     life: int = 0
+    num_since_entry: int = 0
     aliases: set[int] = field(default_factory=set)
 
     @property
@@ -99,7 +105,9 @@ class Journal:
             entry = self._by_handle.get(handle)
             if entry is not None:
                 entry.tokens[branch].extend(flat[at : at + count])
-                entry.strikes = 0
+                entry.num_since_entry += count
+                if entry.num_since_entry >= PROBATION_TOKENS:
+                    entry.strikes = 0
             at += count
         if outputs.finishes:
             outputs = dataclasses.replace(outputs, finishes=tuple(map(self._record_finish, outputs.finishes)))

@@ -2,7 +2,7 @@
 
 It starts the process, feeds it, writes every token into the Journal before anyone sees it, watches for death and for
 hung steps, and then starts another process and replays what was live. Requests that were on board when an engine died
-are put back one by one (each when the one before has yielded a token), so that one which kills the engine again is
+are put back one by one (each when the one before has cleared itself), so that one which kills the engine again is
 known for sure; it alone is refused.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from pagoda.engine.journal import Journal, JournalEntry, error_outputs
 logger = logging.getLogger("pagoda.engine")
 
 MAX_STRIKES = 2
+MAX_DEATHS = 5  # for what kills later in each life than strikes can tell
 MAX_FAILED_STARTS = 3
 WATCH_INTERVAL_S = 0.1
 # More than any scheduler's rows: the recorder notes requests, and only a suspicion hangs on a missing one.
@@ -49,7 +51,7 @@ class _Incarnation:
     """One life of the engine process: the process, its socket and its flight recorder."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path, number: int, context: zmq.asyncio.Context 
+        self, config: EngineConfig, module: str, folder: Path, number: int, context: zmq.asyncio.Context
     ) -> None:
         self.recorder_path = folder / f"flight-{number}"
         self.recorder = FlightRecorder(self.recorder_path, RECORDER_ROWS, create=True)
@@ -59,7 +61,7 @@ class _Incarnation:
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
         self.socket.bind(address)
         options = ProcessOptions(config, address, str(self.recorder_path))
-        self.process = subprocess.Popen([sys.executable, "-m", "pagoda.engine_process"], stdin=subprocess.PIPE)
+        self.process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
         assert self.process.stdin is not None
         data = msgspec.msgpack.encode(options, enc_hook=str)
         self.process.stdin.write(len(data).to_bytes(8, "little") + data)
@@ -83,11 +85,14 @@ class _Incarnation:
 class ProcessClient:
     """An EngineCoreClient over a child process (ZeroMQ, msgpack).
 
-    step_timeout_s: a step that runs longer counts as a death.
+    step_timeout_s: a step that runs longer counts as a death.   module: what the child process runs.
     """
 
-    def __init__(self, config: EngineConfig, step_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = "pagoda.engine_process"
+    ) -> None:
         self._config = config
+        self._module = module
         self._step_timeout_s = step_timeout_s
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
@@ -103,7 +108,8 @@ class ProcessClient:
         self._facts: asyncio.Future[wire.EngineFacts] | None = None
         self._closing = False
         self.num_deaths = 0
-        self.last_progress_s = time.monotonic()
+        self.on_step: Callable[[int], object] = lambda _: None
+        """Told the number of tokens of each step."""
 
     # ---- what AsyncLLM calls
 
@@ -187,7 +193,7 @@ class ProcessClient:
         failed_starts = 0
         while True:
             self._number += 1
-            engine = _Incarnation(self._config, Path(self._folder.name), self._number, self._context)
+            engine = _Incarnation(self._config, self._module, Path(self._folder.name), self._number, self._context)
             try:
                 ready = await self._run_until_death(engine)
             except asyncio.CancelledError:
@@ -247,7 +253,6 @@ class ProcessClient:
         assert self._facts is not None
         if not self._facts.done():
             self._facts.set_result(facts)
-        self.last_progress_s = time.monotonic()
         self._journal.forget_aliases()
         self._probe = None
         self._held.clear()
@@ -275,10 +280,11 @@ class ProcessClient:
             # While a suspect is tried, its company is not suspected with it.
             if self._probe is None or request_id == self._probe:
                 entry.strikes += 1
-            if entry.strikes >= MAX_STRIKES:
+                entry.num_deaths += 1
+            if entry.strikes >= MAX_STRIKES or entry.num_deaths >= MAX_DEATHS:
                 self._journal.close(request_id)
-                logger.error("request %s was on board of %d engine deaths: refused", request_id, entry.strikes)
-                self._outputs.put_nowait(error_outputs(entry, "this request ended the engine process twice"))
+                logger.error("request %s was on board of %d engine deaths: refused", request_id, entry.num_deaths)
+                self._outputs.put_nowait(error_outputs(entry, "this request ended the engine process repeatedly"))
 
     def _give_up(self, error: ConfigError | WorkerDied) -> None:
         assert self._facts is not None
@@ -291,6 +297,7 @@ class ProcessClient:
     def _enter(self, entry: JournalEntry) -> None:
         is_new = entry.life == 0
         entry.life = self._number
+        entry.num_since_entry = 0
         for request in [entry.request] if is_new else self._journal.replay(entry):
             self._send(wire.AddRequest(request))
 
@@ -310,8 +317,9 @@ class ProcessClient:
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
-            case wire.StepOutputs(outputs, stats):
-                self.last_progress_s = time.monotonic()
+            case wire.StepOutputs(outputs, step_tokens, stats):
+                for count in step_tokens:
+                    self.on_step(count)
                 if stats is not None:
                     self._stats = stats
                 self._outputs.put_nowait(self._journal.record(outputs))

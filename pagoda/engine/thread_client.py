@@ -1,7 +1,6 @@
 """ThreadClient: an engine core on a thread of this process, for AsyncLLM without a second process."""
 
 import asyncio
-import dataclasses
 import queue
 import threading
 import time
@@ -126,7 +125,7 @@ class ThreadClient:
 
     def _refresh_stats(self, core: EngineCore) -> None:
         self._stats_at_s = time.monotonic()
-        self._stats = wire.EngineStats(**dataclasses.asdict(core.make_stats()))  # type: ignore[call-overload]
+        self._stats = wire.EngineStats.of(core.make_stats())
 
     def _tell(self, call: Callable[..., object], *args: object) -> None:
         """Run `call` on the event loop; nothing when that has ended."""

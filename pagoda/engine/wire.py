@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
 
 
@@ -73,17 +74,36 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
+    @classmethod
+    def of(cls, stats: SchedulerStats) -> "EngineStats":
+        """The part of the scheduler's statistics that operators read."""
+        return cls(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_swapped=stats.num_swapped,
+            kv_usage=stats.kv_usage,
+            num_free_blocks=stats.num_free_blocks,
+            num_preemptions=stats.preemptions,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            num_drafts=stats.drafts,
+            num_draft_tokens=stats.drafted_tokens,
+            num_accepted_tokens=stats.accepted_tokens,
+        )
+
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """What one step gave its client; `stats` rides along from time to time."""
+    """What one step gave its client.
+
+    step_tokens: tokens computed in each step since the last message.   stats: rides along from time to time.
+    """
 
     outputs: EngineCoreOutputs
+    step_tokens: tuple[int, ...] = ()
     stats: EngineStats | None = None
 
 

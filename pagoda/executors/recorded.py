@@ -19,6 +19,7 @@ class RecordedExecutor:
         self._inner = inner
         self._recorder = recorder
         self._key_of_row = np.zeros(max_rows, np.int64)
+        self._step_tokens: list[int] = []
 
     def start(self) -> None:
         self._inner.start()
@@ -28,10 +29,18 @@ class RecordedExecutor:
             self._key_of_row[init.row] = request_key(init.request_id)
         for fork in output.forks:
             self._key_of_row[fork.dst] = self._key_of_row[fork.src]
+        if not output.is_empty:
+            self._step_tokens.append(output.total_num_scheduled_tokens)
         self._recorder.begin_step(self._key_of_row[output.rows])
         future = self._inner.submit(output)
         future.add_done_callback(lambda _: self._recorder.end_step())
         return future
+
+    def take_step_tokens(self) -> tuple[int, ...]:
+        """Tokens computed in each step since the last call."""
+        taken = tuple(self._step_tokens)
+        self._step_tokens.clear()
+        return taken
 
     def shutdown(self) -> None:
         self._inner.shutdown()

@@ -18,7 +18,9 @@ from pagoda.server.state import ServerState
 
 def create_app(state: ServerState, config: ServerConfig) -> FastAPI:
     """An ASGI app over a started engine. The caller owns engine and sockets."""
-    app = FastAPI(title="pagoda", version=version("pagoda-llm"), description="OpenAI-compatible API of the pagoda engine")
+    app = FastAPI(
+        title="pagoda", version=version("pagoda-llm"), description="OpenAI-compatible API of the pagoda engine"
+    )
     app.state.server = state
     errors.install(app)
     for part in (chat, completions, tokens, operations):

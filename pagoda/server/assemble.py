@@ -15,18 +15,23 @@ from pagoda.server.state import ServerState
 from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
 
 
-async def build_state(config: EngineConfig, client: ProcessClient, starting: "asyncio.Task[EngineFacts]") -> ServerState:
+async def build_state(
+    config: EngineConfig, client: ProcessClient, starting: "asyncio.Task[EngineFacts]"
+) -> ServerState:
     """The state of a server whose engine is being started by `starting`; ready when that is.
 
     Raises ConfigError or CapacityError for settings that cannot work, WorkerDied when the engine does not start.
     """
     # The tokenizer is read here while the engine process loads the weights there.
     setup = await asyncio.to_thread(resolve_engine, config)
-    inputs = await asyncio.to_thread(build_input_processor, setup.config, setup.max_model_len)
+    inputs = await asyncio.to_thread(
+        build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
+    )
     facts = await starting
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts))
+    client.on_step = metrics.iteration_tokens.observe
     template = inputs.tokenizer.facts.chat_template
     source = next(iter(template.sources.values())) if template is not None else None
     return ServerState(

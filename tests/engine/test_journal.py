@@ -32,11 +32,13 @@ def test_tokens_are_written_down_and_replayed_in_order() -> None:
     assert [e.request.request_id for e in journal] == ["a", "b"]
 
 
-def test_a_token_clears_the_suspicion() -> None:
+def test_tokens_clear_the_suspicion() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1))
     entry.strikes = 1
     journal.record(outputs((1, 0, [5])))
+    assert entry.is_on_probation
+    journal.record(outputs((1, 0, [6])))
     assert not entry.is_on_probation
 
 

@@ -12,5 +12,6 @@ from tests.server.live import LiveServer, serving
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """`pagoda serve` whose tokens come from the fake executor: real processes and sockets, no model."""
     folder: Path = tmp_path_factory.mktemp("server")
-    with serving(folder, "--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048") as server:
+    flags = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048")
+    with serving(folder, *flags) as server:
         yield server

@@ -76,7 +76,7 @@ def serving(folder: Path, *flags: str, env: dict[str, str] | None = None) -> Ite
     log = folder / f"server-{port}.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pagoda.cli.main", "serve", "--port", str(port), *flags],
+            [sys.executable, "-m", "pagoda", "serve", "--port", str(port), *flags],
             stdout=sink,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},

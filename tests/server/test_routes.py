@@ -105,7 +105,7 @@ def test_chat_tokens_are_the_templates(fake_server: LiveServer) -> None:
         ("/v1/completions", {"max_tokens": 3}, 400, "prompt"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities"),
-        ("/v1/chat/completions", {**CHAT, "chat_template": "{{ raise_exception('no') }}"}, 400, None),
+        ("/v1/chat/completions", {**CHAT, "chat_template": "{{ raise_exception('no') }}"}, 400, "messages"),
         ("/v1/chat/completions", {**CHAT, "chat_template": "{% if %}"}, 400, "chat_template"),
         ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 501, "response_format"),
         ("/v1/embeddings", {"input": "x"}, 501, None),

@@ -1,0 +1,50 @@
+"""An engine process with faults on board: steps that contain certain requests kill it, or never end.
+
+`python -m tests.engine.poisoned_engine`, started by ProcessClient in test_process_client.py.
+"""
+
+import os
+import time
+from concurrent.futures import Future
+
+import pagoda.engine_process
+from pagoda.core.executor import Executor
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine_process import main
+from pagoda.executors.recorded import RecordedExecutor
+
+
+class PoisonedExecutor:
+    """Dies on the second step of a request whose id starts with "poison"; hangs on one that starts with "hang"."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self._ids: dict[int, str] = {}
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        known = set(self._ids)
+        for row in output.rows.tolist():
+            name = self._ids.get(row, "")
+            if row in known and name.startswith("poison"):
+                os._exit(3)
+            if row in known and name.startswith("hang"):
+                time.sleep(3600)
+        self._ids.update({init.row: init.request_id for init in output.admitted})
+        time.sleep(0.002)
+        return self._inner.submit(output)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class _Recorded(RecordedExecutor):
+    def __init__(self, inner: Executor, *rest: object) -> None:
+        super().__init__(PoisonedExecutor(inner), *rest)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    pagoda.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    main()
