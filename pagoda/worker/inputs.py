@@ -41,7 +41,9 @@ class StepInputs:
 
 def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.device) -> StepInputs:
     """Gather the step's inputs. `output` must not be empty and must have been applied to `table`."""
-    rows, start, num_new = output.rows, output.start, output.num_new
+    rows = output.rows
+    # Kernels read raw int32: another integer type here would be garbage there.
+    start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
     num_rows = len(rows)
     query_start = np.zeros(num_rows + 1, np.int32)
     np.cumsum(num_new, out=query_start[1:])

@@ -80,6 +80,7 @@ class Worker:
         )  # a step in flight past the end may still write its token
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
         self._runner = ModelRunner(model, table, cache, device.device)
+        self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",
             device.device,

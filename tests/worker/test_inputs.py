@@ -64,6 +64,17 @@ def test_batches_of_any_mix(num_groups: int, longest: int) -> None:
         assert inputs.takes_all_logits == (inputs.batch.logits_index.tolist() == list(range(ends[-1])))
 
 
+def test_tensors_are_int32_and_contiguous_whatever_the_scheduler_sent() -> None:
+    table = random_table(np.random.default_rng(0), 1)
+    spans = np.array([[1, 7, 1], [2, 4, 1]], np.int64)
+    output = SchedulerOutput(1, spans[:, 0], spans[:, 1], spans[:, 2], i32(1, 2), i32(0, 1), 2)
+    batch = build_inputs(table, output, CPU).batch
+    metadata = batch.metadata[0]
+    for tensor in (batch.token_ids, batch.positions, metadata.query_start, metadata.seq_lens, metadata.block_table):
+        assert tensor.dtype == torch.int32
+        assert tensor.is_contiguous()
+
+
 def test_forks_share_logits() -> None:
     table = random_table(np.random.default_rng(0), 1)
     forks = (RowFork(3, 4, 1, 1), RowFork(3, 5, 2, 2))

@@ -141,6 +141,12 @@ def test_pooling_gives_the_last_hidden_state_once() -> None:
     assert pooled[0].tolist() == [sum((t + 1) * (p + 3) for p, t in enumerate([3, 1, 4]))]
 
 
+def test_warming_up_leaves_no_trace() -> None:
+    run = runner()
+    run.warm_up()
+    assert run.run(step(1, [(0, 0, 2)], admitted=(row_init(0, [3, 1], [1]),))).sampled[0, 0] == expected_next([3, 1])
+
+
 def test_a_step_without_rows_still_applies_its_events() -> None:
     run = runner()
     out = run.run(step(1, [], admitted=(row_init(0, [3, 1], [1], GREEDY),)))

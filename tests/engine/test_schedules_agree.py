@@ -1,0 +1,139 @@
+"""A tiny random model end to end: whatever the schedule, each request gets the tokens it gets alone.
+
+SPEC section 10, rule 6.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.base.config import EngineConfig
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.engine_core import EngineCore
+from tests.engine.driver import Answers, drive, request, write_tiny_llama
+
+BASE = {
+    "dtype": "float32",
+    "kernels": "auto",
+    "threads": 1,
+    "device": "cpu",
+    "block_size": 8,
+    "num_blocks": 120,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 16,
+    "check_invariants": True,
+}
+SCHEDULES: list[dict[str, object]] = [
+    {"max_num_seqs": 3},
+    {"max_num_batched_tokens": 16},
+    {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 7},
+    {"enable_prefix_caching": False},
+    {"block_size": 16, "num_blocks": 60},
+    {"scheduling_mode": "phased", "max_num_batched_tokens": 128},
+    {"scheduling_mode": "phased", "num_blocks": 24, "max_num_batched_tokens": 128},
+    {"num_blocks": 22, "preemption_mode": "recompute"},
+    {"num_blocks": 22, "preemption_mode": "recompute", "enable_prefix_caching": False},
+    {"num_blocks": 22, "preemption_mode": "swap", "num_host_blocks": 50},
+    {"num_blocks": 22, "preemption_mode": "swap", "num_host_blocks": 9},
+    {"num_blocks": 22, "preemption_mode": "auto", "num_host_blocks": 50, "scheduling_mode": "phased"},
+    {"pipeline_depth": 2},
+    {"pipeline_depth": 2, "async_scheduling": True},
+    {"pipeline_depth": 2, "async_scheduling": True, "num_blocks": 22, "num_host_blocks": 50},
+    {"pipeline_depth": 3, "async_scheduling": True, "num_blocks": 22, "preemption_mode": "recompute"},
+    {"scheduling_policy": "priority", "num_blocks": 22},
+]
+
+
+@pytest.fixture(scope="module", params=[0, 12], ids=["full", "window"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), seed=3, window=request.param)
+
+
+def engine(model: Path, **options: object) -> EngineCore:
+    return build_engine_core(resolve_engine(EngineConfig.from_options(model=str(model), **{**BASE, **options})))
+
+
+def traffic() -> list[tuple[list[int], SamplingParams, int]]:
+    """Prompts (some share a beginning), parameters, seeds."""
+    rng = np.random.default_rng(5)
+    head = rng.integers(3, 160, 18).tolist()
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(temperature=0.8, max_tokens=24, n=3),
+        SamplingParams(temperature=1.2, top_k=20, top_p=0.9, max_tokens=16),
+        SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=25, min_tokens=25),
+        SamplingParams(temperature=0.7, min_p=0.05, max_tokens=12, n=2, logit_bias=((7, 2.0),)),
+    ]
+    requests = []
+    for i in range(10):
+        own = rng.integers(3, 160, rng.integers(1, 34)).tolist()
+        requests.append((head + own if i % 2 else own, kinds[i % len(kinds)], 100 * i))
+    return requests
+
+
+def run(core: EngineCore) -> Answers:
+    answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())])
+    core.shutdown()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[tuple[str, int], list[int]]:
+    """Each branch as a request of its own, with the seed of the branch, nothing else running, nothing cached."""
+    core = engine(model, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=128)
+    expected = {}
+    for i, (prompt, params, seed) in enumerate(traffic()):
+        for branch in range(params.n):
+            one = SamplingParams(
+                **{name: getattr(params, name) for name in params.__dataclass_fields__ if name != "n"}  # type: ignore[arg-type]
+            )
+            answers = drive(core, [request(0, prompt, one, seed + branch, eos=(2,))])
+            expected[f"r{i}", branch] = answers.tokens["r0", 0]
+    core.shutdown()
+    assert len({tuple(tokens) for tokens in expected.values()}) > 10  # the model says something
+    return expected
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_schedules_agree(model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object]) -> None:
+    answers = run(engine(model, **options))
+    assert answers.tokens == alone
+
+
+def test_pools_so_small_that_they_preempt(model: Path) -> None:
+    """The settings above do what they are there for."""
+    core = engine(model, num_blocks=22, preemption_mode="recompute")
+    run(core)
+    assert core.make_stats().preemptions > 0  # type: ignore[attr-defined]
+    core = engine(model, num_blocks=22, preemption_mode="swap", num_host_blocks=50)
+    run(core)
+    assert core.make_stats().swap_outs > 0  # type: ignore[attr-defined]
+
+
+def test_logprobs_do_not_depend_on_the_schedule(model: Path) -> None:
+    prompt = traffic()[1][0]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
+
+    def columns(core: EngineCore) -> tuple[list[list[int]], list[float], list[float]]:
+        core.add_request(request(0, prompt, params))
+        tokens: list[list[int]] = []
+        prompt_values: list[float] = []
+        values: list[float] = []
+        while core.has_unfinished_requests():
+            for outputs in core.step().values():
+                for told in outputs.prompt_logprobs.values():
+                    prompt_values += told.logprobs[:, 0].tolist()
+                if outputs.logprobs is not None:
+                    tokens += outputs.logprobs.token_ids.tolist()
+                    values += outputs.logprobs.logprobs.ravel().tolist()
+        core.shutdown()
+        return tokens, prompt_values, values
+
+    whole = columns(engine(model, max_num_batched_tokens=128))
+    chunked = columns(engine(model, max_num_batched_tokens=16))
+    assert len(whole[1]) == len(prompt) - 1
+    assert len(whole[2]) == 4 * 4
+    assert whole == chunked

@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda.base.config import ParallelConfig
+from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.loading.model_files import identify
+from pagoda.worker.worker import Worker, WorkerConfig
+from tests.engine.driver import write_tiny_llama
+from tests.worker.hand_made import row_init, step
+
+
+def config(folder: Path, **changes: object) -> WorkerConfig:
+    settings: dict[str, object] = {
+        "files": identify(folder),
+        "dtype": "float32",
+        "quantization": None,
+        "kv_dtype": "float32",
+        "block_size": 8,
+        "num_blocks": 10,
+        "num_host_blocks": 0,
+        "max_rows": 4,
+        "max_model_len": 64,
+        "max_drafts": 0,
+        "parallel": ParallelConfig(device="cpu", threads=1, kernels="torch"),
+    }
+    return WorkerConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def test_it_runs_between_start_and_shutdown(tmp_path: Path) -> None:
+    worker = Worker(config(write_tiny_llama(tmp_path)))
+    first = step(1, [(0, 0, 3)], admitted=(row_init(0, [5, 6, 7], [1]),))
+    with pytest.raises(WorkerDied):
+        worker.run(first)
+    worker.start()
+    assert worker.run(first).num_sampled.tolist() == [1]
+    worker.shutdown()
+    worker.shutdown()
+    with pytest.raises(WorkerDied):
+        worker.run(first)
+
+
+def test_what_the_kernels_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with pytest.raises(ConfigError, match="quantization"):
+        Worker(config(folder, quantization="nonsense")).start()
+    with pytest.raises(ConfigError, match="device"):
+        Worker(config(folder, parallel=ParallelConfig(device="abacus"))).start()
+
+
+def test_a_pool_that_cannot_be_had_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        Worker(config(write_tiny_llama(tmp_path), num_blocks=np.iinfo(np.int32).max * 1000)).start()
