@@ -13,7 +13,6 @@ import numpy as np
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
 
-
 PROBATION_TOKENS = 2
 
 
@@ -22,7 +21,7 @@ class JournalEntry:
     """One live request.
 
     tokens: per branch, what it has emitted.   live: branches that have not ended.
-    num_deaths: engine deaths it was on board of.   strikes: those it has not lived down since: PROBATION_TOKENS emitted in
+    num_deaths: engine deaths it was on board of.   strikes: those it has not lived down: PROBATION_TOKENS emitted in
         one life clear it (the first comes of a prefill, the second of a decode step, so both paths have been gone).
     life: which life of the engine it entered last, 0 before the first.   aliases: handles of its parts there.
     """

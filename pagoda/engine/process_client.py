@@ -176,8 +176,8 @@ class ProcessClient:
 
     @property
     def is_up(self) -> bool:
-        """The engine process is there and has said that it is ready."""
-        return self._engine is not None and self._facts is not None and self._facts.done()
+        """The engine process is alive, also if its death was not noticed yet, and has said that it is ready."""
+        return self._engine is not None and self._engine.process.poll() is None
 
     @property
     def engine_pid(self) -> int | None:

@@ -145,15 +145,38 @@ def test_operators_routes(fake_server: LiveServer) -> None:
     assert fake_server.get("/docs")[0] == 200
 
 
-METRICS = """num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_perc gpu_cache_usage_perc
-lora_requests_info cache_config_info num_preemptions_total prompt_tokens_total prompt_tokens_cached_total
-generation_tokens_total request_success_total prefix_cache_queries_total prefix_cache_hits_total
-spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
-time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket time_per_output_token_seconds_bucket
-e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_prefill_time_seconds_bucket
-request_decode_time_seconds_bucket request_inference_time_seconds_bucket request_prompt_tokens_bucket
-request_generation_tokens_bucket request_params_n_bucket request_params_max_tokens_bucket
-iteration_tokens_total_bucket""".split()
+METRICS = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_swapped",
+    "kv_cache_usage_perc",
+    "gpu_cache_usage_perc",
+    "lora_requests_info",
+    "cache_config_info",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "prompt_tokens_cached_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_bucket",
+    "iteration_tokens_total_bucket",
+]
 
 
 def test_metrics_have_the_names_that_dashboards_read(fake_server: LiveServer) -> None:

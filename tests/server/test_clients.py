@@ -1,0 +1,123 @@
+"""Clients that people use, against a live server."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from pagoda.cli.bench import load, report
+from tests.server.live import LiveServer
+
+MODEL = "smollm2-135m"
+
+
+@pytest.fixture
+def client(fake_server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_chat_and_its_stream_agree(client: openai.OpenAI) -> None:
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "seed": 3}
+    whole = client.chat.completions.create(**ask)  # type: ignore[call-overload]
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 12
+    stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content != ""
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_openai_completions_models_and_extra_fields(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == [MODEL]
+    answer = client.completions.create(
+        model=MODEL, prompt=["a", "b"], max_tokens=4, extra_body={"top_k": 5, "ignore_eos": True, "min_tokens": 2}
+    )
+    assert [c.index for c in answer.choices] == [0, 1]
+
+
+def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=MODEL, prompt="x", temperature=-3)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="modalities"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], modalities=["audio"])
+
+
+def test_openai_leaving_a_stream_frees_its_blocks(client: openai.OpenAI, fake_server: LiveServer) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt="x", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    fake_server.wait_idle(5)
+
+
+def test_openai_async_many_at_once(fake_server: LiveServer) -> None:
+    async def main() -> list[str]:
+        client = openai.AsyncOpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
+
+        async def one(i: int) -> str:
+            stream = await client.completions.create(model=MODEL, prompt=f"{i}", max_tokens=20, seed=i, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        return await asyncio.gather(*(one(i) for i in range(24)))
+
+    texts = asyncio.run(main())
+    assert len(set(texts)) == 24
+
+
+def test_litellm_completes_and_streams(fake_server: LiveServer) -> None:
+    """In a process of its own: litellm changes global state when it is imported."""
+    script = """
+import json, sys, litellm
+ask = dict(model="openai/smollm2-135m", api_base=sys.argv[1], api_key="none", max_tokens=8, seed=5,
+           messages=[{"role": "user", "content": "Hi"}])
+whole = litellm.completion(**ask).choices[0].message.content
+parts = [c.choices[0].delta.content or "" for c in litellm.completion(**ask, stream=True)]
+print(json.dumps([whole, "".join(parts)]))
+"""
+    pytest.importorskip("litellm")
+    done = subprocess.run(
+        [sys.executable, "-c", script, f"{fake_server.url}/v1"], capture_output=True, text=True, timeout=120, check=True
+    )
+    whole, streamed = json.loads(done.stdout.splitlines()[-1])
+    assert whole == streamed != ""
+
+
+def test_the_load_generator_reports_what_it_sent(fake_server: LiveServer, tmp_path: Path) -> None:
+    work = tmp_path / "work.json"
+    items = [{"prompt_token_ids": [7, 8, 9], "max_tokens": 5, "arrival_s": i * 0.01} for i in range(10)]
+    work.write_text(json.dumps(items))
+    command = [sys.executable, "-m", "pagoda", "bench", "serve", "--base-url", fake_server.url, "--workload", str(work)]
+    done = subprocess.run(
+        [*command, "--json", "--goodput", "ttft:60000"], capture_output=True, text=True, timeout=60, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert (result["ok"], result["failed"], result["out_tokens"], result["in_tokens"]) == (10, 0, 50, 30)
+    assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"] <= result["e2e_ms"]["p99"]
+    assert result["goodput_requests_s"] == result["requests_s"]
+
+
+def test_the_report_counts_by_hand() -> None:
+    records = [
+        load.RequestRecord(0.0, 3, 0.1, 1.1, 11, [0.1] * 10, 200),
+        load.RequestRecord(1.0, 3, 1.5, 2.5, 11, [0.1] * 10, 200),
+        load.RequestRecord(1.0, 3, status=429, error="full"),
+        load.RequestRecord(1.0, 3, status=500, error="no"),
+    ]
+    result = report.summarise(records, {"ttft": 200.0})
+    assert (result["ok"], result["refused"], result["failed"]) == (2, 1, 1)
+    assert result["duration_s"] == 2.5
+    assert result["out_tok_s"] == 8.8
+    assert result["goodput_requests_s"] == 0.4
+    assert result["ttft_ms"] is not None
+    assert result["ttft_ms"]["mean"] == 300.0
+    assert result["tpot_ms"] is not None
+    assert result["tpot_ms"]["p50"] == 100.0

@@ -1,0 +1,169 @@
+"""Kills, leavers, overload and the end, over HTTP: nothing is lost, nothing leaks."""
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.server.live import LiveServer, serving
+
+FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "1024", "--max-model-len", "2048")
+
+
+async def stream(session: aiohttp.ClientSession, seed: int, max_tokens: int, n: int = 1) -> tuple[int, list[str]]:
+    """(status, text per choice) of one streamed completion."""
+    body = {
+        "prompt": [10 + seed % 50] * 12,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "n": n,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    texts = [""] * n
+    async with session.post("/v1/completions", json=body) as response:
+        if response.status != 200:
+            return response.status, [(await response.json())["error"]["message"]]
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                chunk = json.loads(line[6:])
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    texts[choice["index"]] += choice["text"]
+        return 200, texts
+
+
+def test_a_killed_engine_is_a_pause_and_no_more(tmp_path: Path) -> None:
+    async def load(server: LiveServer, kills: int) -> list[tuple[int, list[str]]]:
+        async with aiohttp.ClientSession(server.url) as session:
+            tasks = [asyncio.create_task(stream(session, i, 600, 1 + i % 3)) for i in range(16)]
+            for _ in range(kills):
+                await asyncio.sleep(0.4)
+                assert not all(task.done() for task in tasks), "too fast: nobody was disturbed"
+                await asyncio.to_thread(server.kill_engine)
+                seen = []
+                while not seen or seen[-1] != 200:  # the truth: down, then up again
+                    async with session.get("/health") as response:
+                        seen.append(response.status)
+                    await asyncio.sleep(0.02)
+                assert 503 in seen
+            return await asyncio.gather(*tasks)
+
+    with serving(tmp_path, *FLAGS) as server:
+        undisturbed = asyncio.run(load(server, 0))
+        assert asyncio.run(load(server, 2)) == undisturbed
+        assert server.wait_idle()["engine_restarts"] == 2
+
+
+def test_leavers_free_everything(fake_server: LiveServer) -> None:
+    async def leave(session: aiohttp.ClientSession, i: int) -> None:
+        body = {"prompt": [9] * 100, "max_tokens": 1500, "stream": i % 2 == 0, "ignore_eos": True, "n": 1 + i % 2}
+        try:
+            async with asyncio.timeout(0.02 * (i % 8)):
+                async with session.post("/v1/completions", json=body) as response:
+                    async for _ in response.content:
+                        pass
+        except TimeoutError:
+            pass
+
+    async def storm() -> None:
+        async with aiohttp.ClientSession(fake_server.url, connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(leave(session, i) for i in range(200)))
+
+    asyncio.run(storm())
+    fake_server.wait_idle(10)
+
+
+def test_a_slow_reader_holds_back_only_itself(fake_server: LiveServer) -> None:
+    async def main() -> float:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(fake_server.url.rsplit(":", 1)[1]))
+        body = json.dumps({"prompt": "x", "max_tokens": 1900, "stream": True, "ignore_eos": True}).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+            + str(len(body)).encode()
+            + b"\r\n\r\n"
+            + body
+        )
+        await reader.read(100)  # and then no more
+        begin_s = time.perf_counter()
+        async with aiohttp.ClientSession(fake_server.url) as session:
+            assert (await stream(session, 1, 50))[0] == 200
+        took_s = time.perf_counter() - begin_s
+        writer.close()
+        return took_s
+
+    assert asyncio.run(main()) < 5
+    fake_server.wait_idle(10)
+
+
+def test_overload_is_429_at_once_and_those_inside_are_served(tmp_path: Path) -> None:
+    async def main(server: LiveServer) -> list[tuple[int, list[str]]]:
+        async with aiohttp.ClientSession(server.url) as session:
+            return await asyncio.gather(*(stream(session, i, 300) for i in range(12)))
+
+    with serving(tmp_path, *FLAGS, "--max-queued-requests", "4") as server:
+        results = asyncio.run(main(server))
+        assert sorted(status for status, _ in results) == [200] * 4 + [429] * 8
+        status, answer = server.post("/v1/completions", {"prompt": ["a"] * 5, "max_tokens": 1})
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        metrics = server.get("/metrics")[1]
+        assert 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="requests"} 9.0' in metrics
+
+
+def test_keys_guard_and_separate(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS, "--api-key", "one", "--api-key", "two") as server:
+        body = {"prompt": [5] * 64, "max_tokens": 2}
+        assert server.post("/v1/completions", body)[0] == 401
+        assert server.get("/health")[0] == 200
+
+        def cached(key: str) -> int:
+            status, answer = server.post("/v1/completions", body, Authorization=f"Bearer {key}")
+            assert status == 200
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert cached("one") == 0
+        assert cached("one") > 0
+        assert cached("two") == 0, "a tenant sees another's prefix"
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    async def main(server: LiveServer) -> tuple[tuple[int, list[str]], int]:
+        async with aiohttp.ClientSession(server.url) as session:
+            running = asyncio.create_task(stream(session, 1, 1500))
+            late_session = aiohttp.ClientSession(server.url)
+            async with late_session.get("/health") as response:  # a connection that is kept
+                assert response.status == 200
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            try:
+                late = (await stream(late_session, 2, 5))[0]
+            except aiohttp.ClientError:
+                late = 503  # the listening socket is closed already
+            await late_session.close()
+            return await running, late
+
+    with serving(tmp_path, *FLAGS) as server:
+        (status, texts), late = asyncio.run(main(server))
+        assert (status, late) == (200, 503)
+        assert texts[0]
+        assert server.process.wait(15) in (0, -signal.SIGTERM)
+
+
+def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS) as server:
+        pid = server.engine_pid()
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + 10
+        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            assert time.monotonic() < end, "the engine process outlives its server"
+            time.sleep(0.05)
+
+
+def test_bad_settings_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="max_model_len"), serving(tmp_path, "--max-model-len", "999999999"):
+        pass
