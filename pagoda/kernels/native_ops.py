@@ -9,10 +9,12 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.linear.packed import PackedLinears, PackedWeight
+from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.ops import KVLayer, LinearWeight
 from pagoda.kernels.rows import reference as rows
+from pagoda.kernels.sampling.native import NativeSampling
 
 _INT, _LONG, _FLOAT, _PTR = c_int, c_int64, c_float, c_void_p
 _Kernel = Callable[..., None]
@@ -42,6 +44,9 @@ class NativeOps:
         self.library = library
         self.threads = threads
         self.linears = PackedLinears(library, threads)
+        sampling = NativeSampling(library, threads)
+        self.best_tokens = sampling.best_tokens
+        self.sample = sampling.sample
         bind = partial(_bind, library.functions)
         norm_shape = (*(_LONG,) * 5, _FLOAT, _INT, _INT)
         self._rms_norm = bind("pagoda_rms_norm", _INT, *(_PTR,) * 5, *norm_shape)
@@ -60,6 +65,11 @@ class NativeOps:
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return self.linears.prepare(weight, bias)
+
+    def prepare_quantized_linear(
+        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> LinearWeight:
+        return self.linears.prepare_quantized(weight, bias)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, PackedWeight)

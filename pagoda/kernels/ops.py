@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.linear.quantize import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,13 +43,42 @@ class LinearWeight(Protocol):
     def in_features(self) -> int: ...
 
 
-class Ops(Protocol):
+class SamplingOps(Protocol):
+    """From logits to tokens: what the sampler uses. The definition is `kernels/sampling/reference.py`."""
+
+    def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [S, V] -> (largest logit float32 [S], an id int64 [S] that has it); NaN where a row has one."""
+        ...
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        uniform: np.ndarray,
+        best: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """One token a row, int64 [S]; best: what `best_tokens` gave for these logits. The rest as reference.sample."""
+        ...
+
+
+class Ops(SamplingOps, Protocol):
     """See the module's page. Each method's reference is `kernels/<op>/reference.py`."""
 
     name: str
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         """Pack once at load. weight [out, in] in compute dtype, bias [out] or None. May keep or drop the original."""
+        ...
+
+    def prepare_quantized_linear(
+        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> LinearWeight:
+        """Pack codes and scales once at load. The native kernels multiply them as they are, and quantise their input by
+        the same groups; the others dequantise to `dtype`, the compute dtype.
+        """
         ...
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """ReferenceOps: every op as its reference defines it."""
 
+import numpy as np
 import torch
 
 from pagoda.kernels.activation import reference as activation
@@ -7,10 +8,12 @@ from pagoda.kernels.attention import reference as attention
 from pagoda.kernels.embedding import reference as embedding
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import reference as linear
+from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.norm import reference as norm
 from pagoda.kernels.ops import LinearWeight
 from pagoda.kernels.rotary import reference as rotary
 from pagoda.kernels.rows import reference as rows
+from pagoda.kernels.sampling import reference as sampling
 
 
 class ReferenceOps:
@@ -20,6 +23,11 @@ class ReferenceOps:
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.PlainLinear(weight, bias)
+
+    def prepare_quantized_linear(
+        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> LinearWeight:
+        return linear.PlainLinear(weight.dequantize().to(dtype), bias)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, linear.PlainLinear)
@@ -43,3 +51,20 @@ class ReferenceOps:
     split_qkv = staticmethod(rows.split_qkv)
     select_rows = staticmethod(rows.select_rows)
     softcap = staticmethod(activation.softcap)
+
+    def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = logits.max(-1)
+        return best.values, best.indices
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        uniform: np.ndarray,
+        best: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        del best  # the definition finds it itself
+        return sampling.sample(logits, temperature, top_k, top_p, min_p, uniform)

@@ -7,10 +7,12 @@ from pagoda.kernels.attention import chunked
 from pagoda.kernels.embedding import reference as embedding
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import library
+from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.norm import reference as norm
 from pagoda.kernels.ops import LinearWeight
 from pagoda.kernels.rotary import reference as rotary
 from pagoda.kernels.rows import reference as rows
+from pagoda.kernels.sampling import batched as sampling
 
 
 class TorchOps:
@@ -20,6 +22,11 @@ class TorchOps:
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return library.prepare(weight, bias)
+
+    def prepare_quantized_linear(
+        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> LinearWeight:
+        return library.prepare(weight.dequantize().to(dtype), bias)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, library.LibraryLinear)
@@ -43,3 +50,8 @@ class TorchOps:
     split_qkv = staticmethod(rows.split_qkv)
     select_rows = staticmethod(rows.select_rows)
     softcap = staticmethod(activation.softcap)
+    sample = staticmethod(sampling.sample)
+
+    def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = logits.max(-1)
+        return best.values, best.indices

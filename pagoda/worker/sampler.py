@@ -4,21 +4,16 @@ Only rows that ask for a feature pay for it. Order: logit bias, then penalties, 
 the rest is kernels/sampling. Log-probabilities are those of the model, before any of it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pagoda.core.scheduler_output import LogprobColumns
-from pagoda.kernels.sampling import batched
+from pagoda.kernels.ops import SamplingOps
 from pagoda.kernels.sampling.reference import uniforms
+from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.device_table import DeviceTable
-
-SampleKernel = Callable[
-    [torch.Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, "tuple[torch.Tensor, torch.Tensor]"],
-    torch.Tensor,
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +32,8 @@ class Sampled:
 class Sampler:
     """Applies the table's sampling parameters. Stateless: all it knows of a row is the table's history and seed."""
 
-    def __init__(self, kernel: SampleKernel = batched.sample) -> None:
-        self._kernel = kernel
+    def __init__(self, ops: SamplingOps | None = None) -> None:
+        self._ops = ops or TorchOps()
 
     def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """One token a draw.
@@ -53,19 +48,19 @@ class Sampler:
         if constrained.size:
             logits = logits.clone() if any_logprobs else logits
             apply_constraints(logits, table, constrained, rows[constrained], positions[constrained])
-        best = logits.max(-1)
-        finite = torch.isfinite(best.values)
+        best = self._ops.best_tokens(logits)
+        finite = torch.isfinite(best[0])
         if not finite.all():
             logits = torch.where(finite.unsqueeze(1), logits, 0.0)
-            best = logits.max(-1)
+            best = self._ops.best_tokens(logits)
         temperature = table.temperature[rows]
         if temperature.any():
             uniform = uniforms(table.seeds[rows], positions)
-            tokens = self._kernel(
+            tokens = self._ops.sample(
                 logits, temperature, table.top_k[rows], table.top_p[rows], table.min_p[rows], uniform, best
             )
         else:
-            tokens = best.indices
+            tokens = best[1]
         chosen = tokens.cpu().numpy()
         columns = None
         if any_logprobs:

@@ -16,6 +16,7 @@ from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices import select_device
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.sampler import Sampler
 
 logger = logging.getLogger("pagoda")
 
@@ -79,7 +80,7 @@ class Worker:
             config.max_model_len + config.max_drafts + 1
         )  # a step in flight past the end may still write its token
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
-        self._runner = ModelRunner(model, table, cache, device.device)
+        self._runner = ModelRunner(model, table, cache, device.device, Sampler(ops))
         self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",

@@ -1,0 +1,75 @@
+"""The native sampler against its definition."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.sampling import batched, reference
+from pagoda.kernels.sampling.native import NativeSampling
+from tests.kernels.test_sampling import columns
+
+
+@pytest.fixture
+def sampling(native: NativeOps) -> NativeSampling:
+    return NativeSampling(native.library, 1)
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 63, 64, 65, 129, 1000, 5003])
+@pytest.mark.parametrize("kind", ["normal", "ties", "flat", "masked"])
+def test_native_equals_reference(sampling: NativeSampling, vocab: int, kind: str) -> None:
+    rng = np.random.default_rng([vocab, len(kind)])
+    n = 64
+    logits = torch.from_numpy(rng.normal(0, 3, (n, vocab)).astype(np.float32))
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.zeros_like(logits)
+    elif kind == "masked":
+        logits[torch.from_numpy(rng.random((n, vocab)) < 0.7)] = -torch.inf
+        logits[:, vocab // 2] = 0.0
+    *arguments, uniform = columns(rng, n, vocab)
+    # A hair under 1, the token is a matter of the last bit of the total, and so of the order of summation.
+    uniform = np.minimum(uniform, 1 - 1e-9)
+    got = sampling.sample(logits, *arguments, uniform)
+    assert got.tolist() == reference.sample(logits, *arguments, uniform).tolist()
+    last = sampling.sample(logits, *arguments, np.full(n, 1 - 2.0**-53))
+    assert logits.gather(1, last.unsqueeze(1)).isfinite().all()
+
+
+def test_a_large_vocabulary(sampling: NativeSampling) -> None:
+    rng = np.random.default_rng(5)
+    n, vocab = 12, 49_153
+    logits = torch.from_numpy(rng.normal(0, 2, (n, vocab)).astype(np.float32))
+    one = np.ones(n, np.float32)
+    top_k = np.array([0, 0, 0, 3000, 50, 40_000] * 2, np.int32)
+    top_p = np.array([0.1, 0.9, 0.999, 0.5, 1.0, 1.0] * 2, np.float32)
+    arguments = (logits, one, top_k, top_p, 0.001 * one, rng.random(n))
+    assert sampling.sample(*arguments).tolist() == reference.sample(*arguments).tolist()
+
+
+def test_threads_and_neighbours_change_nothing(native: NativeOps, sampling: NativeSampling) -> None:
+    rng = np.random.default_rng(3)
+    n, vocab = 40, 3001
+    logits = torch.from_numpy(rng.normal(0, 2, (n, vocab)).astype(np.float32))
+    *arguments, uniform = columns(rng, n, vocab)
+    arguments.append(np.minimum(uniform, 1 - 1e-9))
+    together = NativeSampling(native.library, 3).sample(logits, *arguments)
+    alone = [sampling.sample(logits[i : i + 1], *(column[i : i + 1] for column in arguments)).item() for i in range(n)]
+    assert together.tolist() == alone
+    assert together.tolist() == batched.sample(logits, *arguments).tolist()
+
+
+def test_best_tokens(sampling: NativeSampling) -> None:
+    logits = torch.randn(7, 1003, generator=torch.Generator().manual_seed(0)).round()
+    logits[3, 500] = torch.nan
+    logits[4] = -torch.inf
+    logits[5, 1002] = 99.0
+    values, ids = sampling.best_tokens(logits)
+    want = logits.max(-1)
+    assert values.isnan().tolist() == [False] * 3 + [True] + [False] * 3
+    others = [0, 1, 2, 4, 5, 6]
+    assert values[others].equal(want.values[others])
+    assert ids[others].tolist() == [int(np.argmax(row)) for row in logits[others].numpy()]
+    assert logits[:, 1:].stride(0) == 1003  # rows may be apart
+    assert sampling.best_tokens(logits[5:6, 1:])[1].item() == 1001
