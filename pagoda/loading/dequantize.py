@@ -46,45 +46,45 @@ def _by_pieces(
         flat[first : first + step] = decode(blocks[first : first + step]).view(-1, block_values)
 
 
-def _halfs(blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
+def halfs(blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Bytes first .. last - 1 of each block, read as float16: float32 [n, (last - first) / 2]."""
     return blocks[:, first:last].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [n, m] -> [n, 2 m], the low halves and then the high ones; four bytes at a time."""
     words = packed.contiguous().view(torch.int32)
     return torch.cat((words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F), dim=1).view(torch.uint8)
 
 
-def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+def fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [n, 4], one bit a value -> uint8 [n, 32], 16 where it is set."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1) << 4
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_halfs(blocks, 0, 2))
+    return nibbles(blocks[:, 2:]).float().sub_(8).mul_(halfs(blocks, 0, 2))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    scale, least = _halfs(blocks, 0, 4).split(1, dim=1)
-    return _nibbles(blocks[:, 4:]).float().mul_(scale).add_(least)
+    scale, least = halfs(blocks, 0, 4).split(1, dim=1)
+    return nibbles(blocks[:, 4:]).float().mul_(scale).add_(least)
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return values.float().sub_(16).mul_(_halfs(blocks, 0, 2))
+    values = nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])
+    return values.float().sub_(16).mul_(halfs(blocks, 0, 2))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    scale, least = _halfs(blocks, 0, 4).split(1, dim=1)
-    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    scale, least = halfs(blocks, 0, 4).split(1, dim=1)
+    values = nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8])
     return values.float().mul_(scale).add_(least)
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_halfs(blocks, 0, 2))
+    return blocks[:, 2:].view(torch.int8).float().mul_(halfs(blocks, 0, 2))
 
 
 def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,29 +95,29 @@ def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, minima
 
 
-def _k_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def k_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and minimum of each 32 values: float32 [n, 8, 1]."""
-    scale, least = _halfs(blocks, 0, 4).split(1, dim=1)
+    scale, least = halfs(blocks, 0, 4).split(1, dim=1)
     scales, minima = _k_scales(blocks[:, 4:16])
     return (scale * scales).unsqueeze(-1), (least * minima).unsqueeze(-1)
 
 
-def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
+def k_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [n, 128] -> [n, 8, 32]: of each 32 bytes the low halves and then the high ones."""
     rows = packed.reshape(-1, 4, 1, 32)
     return torch.cat((rows & 15, rows >> 4), dim=2).flatten(1, 2)
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    scales, minima = _k_factors(blocks)
-    return _k_nibbles(blocks[:, 16:]).float().mul_(scales).sub_(minima)
+    scales, minima = k_factors(blocks)
+    return k_nibbles(blocks[:, 16:]).float().mul_(scales).sub_(minima)
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    scales, minima = _k_factors(blocks)
+    scales, minima = k_factors(blocks)
     shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
-    return (_k_nibbles(blocks[:, 48:]) | fifth).float().mul_(scales).sub_(minima)
+    return (k_nibbles(blocks[:, 48:]) | fifth).float().mul_(scales).sub_(minima)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
-    scales = _halfs(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
+    scales = halfs(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
     return (low | high).view(-1, 16, 16).float().sub_(32).mul_(scales.unsqueeze(-1))
 
 

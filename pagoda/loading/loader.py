@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.kernels.ops import LinearWeight, Ops
 from pagoda.layers.attention import Attention
 from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.rotary import RotaryTable, build_rotary_table
+from pagoda.loading.gguf_codes import stack_codes
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.weights import Weights, open_weights
@@ -33,11 +35,16 @@ def load_model(
     is held twice at most. max_model_len: longest sequence that will be run, None for the model's own limit.
     Raises ConfigError for what is unsupported, missing, of a wrong shape, truncated or corrupt, and names it.
     """
-    if quantization is not None:
-        raise ConfigError(f"quantization={quantization!r} is not supported; leave it out (GGUF files are dequantised)")
+    if quantization not in (None, "int8", "gguf"):
+        raise ConfigError(
+            f"quantization={quantization!r} is not supported; take 'int8' (8 bits, made while loading), 'gguf' (the "
+            "codes of a GGUF as they are), or leave it out"
+        )
+    if quantization == "gguf" and files.format != "gguf":
+        raise ConfigError(f"quantization='gguf' needs a GGUF file, and {files.path} is none; take 'int8'")
     architecture, config = read_architecture(files)
     weights = open_weights(files)
-    builder = _Builder(weights, _choose_keys(architecture, files, weights), config, ops, dtype, device)
+    builder = _Builder(weights, _choose_keys(architecture, files, weights), config, ops, dtype, device, quantization)
     return builder.build(max_model_len)
 
 
@@ -62,9 +69,10 @@ class _Builder:
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: str | None,
     ) -> None:
         self.weights, self.keys, self.config, self.spec = weights, keys, config, config.spec
-        self.ops, self.dtype, self.device = ops, dtype, device
+        self.ops, self.dtype, self.device, self.quantization = ops, dtype, device, quantization
 
     def build(self, max_model_len: int | None) -> Decoder:
         spec, keys = self.spec, self.keys
@@ -74,10 +82,10 @@ class _Builder:
             self.layer(index, windowed if window else full, window) for index, window in enumerate(spec.layer_windows)
         ]
         final_norm = self.norm(keys.final_norm, spec.hidden_size)
-        if spec.tie_embeddings:
-            lm_head = self.ops.prepare_linear(embedding)
-        else:
-            lm_head = self.linear("", (keys.lm_head,), (spec.vocab_size,), spec.hidden_size)
+        lm_head_key = keys.embedding if spec.tie_embeddings else keys.lm_head
+        # Tied: made from the embedding in memory, unless the codes it is stored in are wanted.
+        table = embedding if spec.tie_embeddings else None
+        lm_head = self.linear("", (lm_head_key,), (spec.vocab_size,), spec.hidden_size, weight=table)
         return Decoder(self.ops, self.config, embedding, layers, final_norm, lm_head)
 
     def rotary_tables(self, num_positions: int) -> tuple[RotaryTable, RotaryTable]:
@@ -131,20 +139,53 @@ class _Builder:
 
     def qkv(self, prefix: str, parts: Sequence[str], rows: tuple[int, int, int], in_features: int) -> LinearWeight:
         """The fused q, k, v; in the checkpoint's row order until here."""
-        weight = self.stacked(prefix, parts, "weight", rows, (in_features,))
         bias = self.stacked(prefix, parts, "bias", rows) if self.config.qkv_bias else None
-        if self.keys.interleaved_qk:
-            for tensor in (weight, bias):
-                if tensor is not None:
-                    self.undo_interleaving(tensor[: rows[0] + rows[1]])
-        return self.ops.prepare_linear(weight, bias)
+        num_qk = rows[0] + rows[1]
+        self.undo_interleaving(bias, num_qk)
+        codes = self.stacked_codes(prefix, parts, rows, in_features)
+        if codes is not None:
+            for tensor in (codes.codes, codes.scales, codes.minima):
+                self.undo_interleaving(tensor, num_qk)
+            return self.ops.prepare_quantized_linear(codes, self.dtype, bias)
+        weight = self.stacked(prefix, parts, "weight", rows, (in_features,))
+        self.undo_interleaving(weight, num_qk)
+        return self.prepared(weight, bias)
 
     def linear(
-        self, prefix: str, parts: Sequence[str], rows: tuple[int, ...], in_features: int, has_bias: bool = False
+        self,
+        prefix: str,
+        parts: Sequence[str],
+        rows: tuple[int, ...],
+        in_features: int,
+        has_bias: bool = False,
+        weight: torch.Tensor | None = None,
     ) -> LinearWeight:
-        """A linear layer of parts stacked along the output dimension."""
-        weight = self.stacked(prefix, parts, "weight", rows, (in_features,))
-        return self.ops.prepare_linear(weight, self.stacked(prefix, parts, "bias", rows) if has_bias else None)
+        """A linear layer of parts stacked along the output dimension. weight: their values, where they are at hand."""
+        bias = self.stacked(prefix, parts, "bias", rows) if has_bias else None
+        codes = self.stacked_codes(prefix, parts, rows, in_features)
+        if codes is not None:
+            return self.ops.prepare_quantized_linear(codes, self.dtype, bias)
+        if weight is None:
+            weight = self.stacked(prefix, parts, "weight", rows, (in_features,))
+        return self.prepared(weight, bias)
+
+    def prepared(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        if self.quantization == "int8":
+            return self.ops.prepare_quantized_linear(quantize(weight), self.dtype, bias)
+        return self.ops.prepare_linear(weight, bias)
+
+    def stacked_codes(
+        self, prefix: str, parts: Sequence[str], rows: tuple[int, ...], in_features: int
+    ) -> QuantizedWeight | None:
+        """Stacked weights as the codes they are stored in; None where floats are stored or codes are not wanted."""
+        if self.quantization != "gguf":
+            return None
+        names = [f"{prefix}{part}.weight" for part in parts]
+        for name, size in zip(names, rows if len(parts) == len(rows) else (sum(rows),), strict=True):
+            self.check_shape(name, (size, in_features))
+        found = [self.weights.read_codes(name) for name in names]
+        codes = [part for part in found if part is not None]
+        return stack_codes(codes) if len(codes) == len(names) else None
 
     def stacked(
         self, prefix: str, parts: Sequence[str], suffix: str, rows: tuple[int, ...], columns: tuple[int, ...] = ()
@@ -159,10 +200,15 @@ class _Builder:
             self.weights.read_into(name, part)
         return out
 
-    def undo_interleaving(self, qk: torch.Tensor) -> None:
-        """Put llama.cpp's rows (pairs side by side) back into halves, in place; heads are independent."""
-        half = self.spec.head_dim // 2
-        pairs = qk.view(-1, half, 2, *qk.shape[1:])
+    def undo_interleaving(self, tensor: torch.Tensor | None, num_rows: int) -> None:
+        """Put llama.cpp's first `num_rows` rows (pairs side by side) back into halves, in place; heads are independent.
+
+        Nothing to do where the checkpoint does not interleave, or has no such tensor.
+        """
+        if tensor is None or not self.keys.interleaved_qk:
+            return
+        qk = tensor[:num_rows]
+        pairs = qk.view(-1, self.spec.head_dim // 2, 2, *qk.shape[1:])
         qk.copy_(pairs.transpose(1, 2).reshape(qk.shape))
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -8,7 +8,9 @@ from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
+from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.loading.dequantize import dequantize
+from pagoda.loading.gguf_codes import read_codes
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.safetensors_header import read_headers
@@ -27,6 +29,10 @@ class Weights(Protocol):
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` (same shape, any float dtype, any device), converted once; ConfigError when it cannot be read."""
+        ...
+
+    def read_codes(self, name: str) -> QuantizedWeight | None:
+        """A matrix as the codes and scales it is stored in; None when it is stored as plain floats."""
         ...
 
 
@@ -61,6 +67,9 @@ class SafetensorsWeights:
         except SafetensorError as error:
             raise ConfigError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
 
+    def read_codes(self, name: str) -> QuantizedWeight | None:
+        return None
+
 
 class GGUFWeights:
     """A GGUF file, memory-mapped and dequantised tensor by tensor."""
@@ -80,6 +89,13 @@ class GGUFWeights:
         tensor = self._file.tensors[name]
         try:
             dequantize(self._file.bytes_of(tensor), tensor.type, out)
+        except NotImplementedError:
+            raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
+
+    def read_codes(self, name: str) -> QuantizedWeight | None:
+        tensor = self._file.tensors[name]
+        try:
+            return read_codes(self._file.bytes_of(tensor), tensor.type, *tensor.shape)
         except NotImplementedError:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
 

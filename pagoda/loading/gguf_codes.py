@@ -1,0 +1,87 @@
+"""GGUF tensors as codes and scales, for kernels that multiply them as they are instead of dequantised."""
+
+from collections.abc import Callable
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+from pagoda.loading import dequantize
+from pagoda.loading.dequantize import Kind
+
+_PIECE_VALUES = 1 << 22  # values decoded at a time
+
+# codes [n, 32], scales [n, 1] and minima [n, 1] or None, of n groups of 32 values
+_Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> QuantizedWeight | None:
+    """A weight [rows, columns] without dequantising it; None for a tensor of plain floats.
+
+    Q4_0, Q4_1, Q5_0 and Q8_0 lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types have
+    no kernel: they become 8 bits in groups of 32, a step that is small beside their own.
+    """
+    if kind not in GGML_QUANT_SIZES or GGML_QUANT_SIZES[kind][0] == 1:
+        return None
+    if kind not in _DECODERS:
+        values = torch.empty(rows, columns)
+        dequantize.dequantize(data, kind, values)
+        return quantize(values, group=32)
+    decode, bits = _DECODERS[kind]
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes)
+    pieces = [decode(piece) for piece in blocks.split(_PIECE_VALUES // block_values)]
+    codes = torch.cat([codes for codes, _, _ in pieces]).view(rows, columns)
+    scales = torch.cat([scales for _, scales, _ in pieces]).half().view(rows, columns // 32)
+    minima = [least for _, _, least in pieces if least is not None]
+    least = torch.cat(minima).half().view(rows, columns // 32) if minima else None
+    return QuantizedWeight(codes, scales, least, columns, group=32, bits=bits)
+
+
+def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
+    """Parts one below the other; 8 bits in groups of 32 if they are not all of one kind."""
+    first = parts[0]
+    if len({(part.bits, part.group, part.minima is None) for part in parts}) > 1:
+        parts = [part if part.bits == 8 else quantize(part.dequantize(), group=32) for part in parts]
+        first = parts[0]
+    minima = None if first.minima is None else torch.cat([part.minima for part in parts if part.minima is not None])
+    return QuantizedWeight(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        minima,
+        first.in_features,
+        first.group,
+        first.bits,
+    )
+
+
+def _q4_0(blocks: torch.Tensor) -> _Groups:
+    return dequantize.nibbles(blocks[:, 2:]), dequantize.halfs(blocks, 0, 2), None
+
+
+def _q4_1(blocks: torch.Tensor) -> _Groups:
+    scale, least = dequantize.halfs(blocks, 0, 4).split(1, dim=1)
+    return dequantize.nibbles(blocks[:, 4:]), scale, least
+
+
+def _q5_0(blocks: torch.Tensor) -> _Groups:
+    values = dequantize.nibbles(blocks[:, 6:]) | dequantize.fifth_bits(blocks[:, 2:6])
+    return values + (128 - 16), dequantize.halfs(blocks, 0, 2), None
+
+
+def _q8_0(blocks: torch.Tensor) -> _Groups:
+    return blocks[:, 2:] ^ 128, dequantize.halfs(blocks, 0, 2), None  # signed to excess 128
+
+
+def _q4_k(blocks: torch.Tensor) -> _Groups:
+    scales, minima = dequantize.k_factors(blocks)
+    return dequantize.k_nibbles(blocks[:, 16:]), scales, -minima
+
+
+_DECODERS: dict[Kind, tuple[Callable[[torch.Tensor], _Groups], int]] = {
+    Kind.Q4_0: (_q4_0, 4),
+    Kind.Q4_1: (_q4_1, 4),
+    Kind.Q5_0: (_q5_0, 8),
+    Kind.Q8_0: (_q8_0, 8),
+    Kind.Q4_K: (_q4_k, 4),
+}
