@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,13 +27,13 @@ from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
-from pagoda.engine.flight_recorder import FlightRecorder, request_key
+from pagoda.engine.flight_recorder import FlightRecord, FlightRecorder, request_key
 from pagoda.engine.journal import Journal, JournalEntry, error_outputs
 
 logger = logging.getLogger("pagoda.engine")
 
 MAX_STRIKES = 2
-MAX_DEATHS = 5  # for what kills later in each life than strikes can tell
+MAX_DEATHS = 5  # for what kills from outside, or later in each life than strikes can tell
 MAX_FAILED_STARTS = 3
 WATCH_INTERVAL_S = 0.1
 # More than any scheduler's rows: the recorder notes requests, and only a suspicion hangs on a missing one.
@@ -80,6 +81,14 @@ class _Incarnation:
         self.recorder.close()
         self.recorder_path.unlink(missing_ok=True)
         return self.process.returncode
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How an incarnation ended."""
+
+    was_ready: bool
+    was_hung: bool
 
 
 class ProcessClient:
@@ -190,12 +199,13 @@ class ProcessClient:
     # ---- the engine's lives
 
     async def _live(self) -> None:
+        """One incarnation after the other, until the settings are at fault or too many starts have failed."""
         failed_starts = 0
         while True:
             self._number += 1
             engine = _Incarnation(self._config, self._module, Path(self._folder.name), self._number, self._context)
             try:
-                ready = await self._run_until_death(engine)
+                end = await self._run_until_death(engine)
             except asyncio.CancelledError:
                 self._engine = engine
                 raise
@@ -206,46 +216,44 @@ class ProcessClient:
             flight = engine.recorder.read()
             code = await asyncio.to_thread(engine.close)
             self.num_deaths += 1
-            failed_starts = 0 if ready else failed_starts + 1
+            failed_starts = 0 if end.was_ready else failed_starts + 1
             logger.error("engine process %d ended (exit code %s); starting another", engine.process.pid, code)
             if failed_starts >= MAX_FAILED_STARTS:
                 return self._give_up(
                     WorkerDied(f"the engine process ended {failed_starts} times while starting (exit code {code})")
                 )
-            # A kill from outside between two steps is nobody's fault; a crash, or a death in a step, may be.
-            suspected = flight.steps_begun > flight.steps_ended or code != -signal.SIGKILL
-            self._judge(
-                set(flight.keys.tolist()) if suspected else set(), flight.steps_begun == 0 and ready and suspected
-            )
+            if end.was_ready:
+                self._judge(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
 
-    async def _run_until_death(self, engine: _Incarnation) -> bool:
-        """Feed on one incarnation until it is dead or hung. Returns whether it ever was ready."""
+    async def _run_until_death(self, engine: _Incarnation) -> _End:
+        """Feed on one incarnation until it is dead or hung. Raises ConfigError when the settings cannot work."""
         watch = asyncio.create_task(self._watch(engine))
-        ready = False
+        was_ready = False
         try:
             while True:
                 receive = asyncio.ensure_future(engine.socket.recv())
                 await asyncio.wait({receive, watch}, return_when=asyncio.FIRST_COMPLETED)
                 if not receive.done():
                     receive.cancel()
-                    return ready
+                    return _End(was_ready, was_hung=watch.result())
                 message = self._codec.decode(receive.result())
                 if isinstance(message, wire.Ready):
-                    ready = True
+                    was_ready = True
                     self._begin(engine, message.facts)
                 else:
                     self._handle(message)
         finally:
             watch.cancel()
 
-    async def _watch(self, engine: _Incarnation) -> None:
-        """Returns when the process has ended or a step hangs."""
+    async def _watch(self, engine: _Incarnation) -> bool:
+        """Returns when the process has ended (False) or a step hangs (True)."""
         while engine.process.poll() is None:
             stuck_s = engine.recorder.read().in_flight_for_s(time.monotonic())
             if stuck_s > self._step_timeout_s:
-                logger.error("a step has been running for %.0f s: the engine counts as dead", stuck_s)
-                return
+                logger.error("a step has been running for %.1f s: the engine counts as dead", stuck_s)
+                return True
             await asyncio.sleep(WATCH_INTERVAL_S)
+        return False
 
     def _begin(self, engine: _Incarnation, facts: wire.EngineFacts) -> None:
         """A new engine is ready: everything live goes in, suspects one by one."""
@@ -263,24 +271,29 @@ class ProcessClient:
                 self._enter(entry)
         self._release_next()
 
-    def _judge(self, on_board: set[int], all_that_entered: bool) -> None:
+    def _judge(self, flight: FlightRecord, killed_from_outside: bool) -> None:
         """After a death: strikes for those on board; who has too many is ended with an error.
 
-        on_board: request keys.   all_that_entered: it died before its first step, so whoever had entered is suspected.
+        A kill from outside (or the kernel's, out of memory) says little of those on board: it puts them on probation,
+        so that a next death can be told, but only MAX_DEATHS of them end a request. Between two steps it says nothing.
         """
         for reply in self._resets.values():
             reply.set_result(False)
         self._resets.clear()
+        if killed_from_outside and flight.steps_begun == flight.steps_ended:
+            return
+        on_board = set(flight.keys.tolist())
         for entry in list(self._journal):
             request_id = entry.request.request_id
-            entered = entry.life == self._number
             flown = any(request_key(i) in on_board for i in self._journal.engine_ids(request_id))
-            if not entered or not (flown or all_that_entered):
+            # Who died before its first step takes all that had entered under suspicion.
+            if entry.life != self._number or not (flown or flight.steps_begun == 0):
                 continue
             # While a suspect is tried, its company is not suspected with it.
-            if self._probe is None or request_id == self._probe:
-                entry.strikes += 1
-                entry.num_deaths += 1
+            if self._probe is not None and request_id != self._probe:
+                continue
+            entry.num_deaths += 1
+            entry.strikes = 1 if killed_from_outside else entry.strikes + 1
             if entry.strikes >= MAX_STRIKES or entry.num_deaths >= MAX_DEATHS:
                 self._journal.close(request_id)
                 logger.error("request %s was on board of %d engine deaths: refused", request_id, entry.num_deaths)
@@ -335,7 +348,9 @@ class ProcessClient:
             case wire.ResetReply(call_id, succeeded):
                 self._resets.pop(call_id).set_result(succeeded)
             case wire.StartFailed(text, config):
-                raise ConfigError(text) if config else WorkerDied(text)
+                if config:
+                    raise ConfigError(text)
+                logger.error("the engine could not start: %s", text)  # its end is seen next
             case wire.Ready():
                 raise AssertionError("an engine is ready once")
 
