@@ -34,6 +34,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+	$(BIN)/basedpyright --project .ci/strict-types.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed
