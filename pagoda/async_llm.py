@@ -17,6 +17,7 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.engine.chat_template import Message
 from pagoda.engine.core_client import EngineCoreClient
 from pagoda.engine.input_processor import InputProcessor, Prompt, RenderedChat, build_input_processor, text_of
+from pagoda.engine.mailbox import Mailbox
 from pagoda.engine.output_processor import OutputKind, OutputProcessor
 from pagoda.engine.thread_client import ThreadClient
 from pagoda.engine.wire import EngineStats
@@ -39,7 +40,7 @@ class AsyncLLM:
         self._client = client
         self._clock = clock if clock is not None else SystemClock()
         self._outputs = OutputProcessor(input_processor.tokenizer)
-        self._readers: dict[str, asyncio.Queue[RequestOutput | WorkerDied]] = {}
+        self._readers: dict[str, Mailbox] = {}
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
 
@@ -133,19 +134,17 @@ class AsyncLLM:
             raise self._died
         request_id = request.request_id
         self._check_is_new(request_id)
-        queue: asyncio.Queue[RequestOutput | WorkerDied] = asyncio.Queue()
+        mailbox = Mailbox(kind)
         self._outputs.open(request, kind, prompt)
-        self._readers[request_id] = queue
+        self._readers[request_id] = mailbox
         if self._pump is None:
             self._pump = asyncio.create_task(self._pump_outputs())
         self._client.add_request(request)
         try:
             while True:
-                item = await queue.get()
-                if isinstance(item, WorkerDied):
-                    raise item
-                yield item
-                if item.finished:
+                output = await mailbox.get()
+                yield output
+                if output.finished:
                     return
         finally:
             self._readers.pop(request_id, None)
@@ -177,14 +176,14 @@ class AsyncLLM:
             self._died = error
             for request_id in self._outputs.live_ids:
                 self._outputs.close(request_id)
-            for queue in self._readers.values():
-                queue.put_nowait(error)
+            for mailbox in self._readers.values():
+                mailbox.fail(error)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            queue = self._readers.get(output.request_id)
-            if queue is not None:
-                queue.put_nowait(output)
+            mailbox = self._readers.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output)
 
     # ---- text
 

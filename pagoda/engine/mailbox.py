@@ -1,0 +1,58 @@
+"""Mailbox: what a reader has not fetched yet, as one output, however slow the reader is."""
+
+import asyncio
+import dataclasses
+
+from pagoda.base.errors import WorkerDied
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.engine.output_processor import OutputKind
+
+
+class Mailbox:
+    """Between one writer and one reader of one event loop. Holds one output at most: later ones are joined to it."""
+
+    def __init__(self, kind: OutputKind) -> None:
+        self._kind = kind
+        self._output: RequestOutput | None = None
+        self._died: WorkerDied | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        if self._output is not None and self._kind is OutputKind.DELTA:
+            output = joined(self._output, output)
+        self._output = output
+        self._filled.set()
+
+    def fail(self, error: WorkerDied) -> None:
+        """What is in the box can still be fetched; then the reader hears this."""
+        self._died = error
+        self._filled.set()
+
+    async def get(self) -> RequestOutput:
+        """Everything that came since the last call; waits for it. Raises what `fail` was given."""
+        await self._filled.wait()
+        self._filled.clear()
+        output, self._output = self._output, None
+        if output is None:
+            assert self._died is not None
+            raise self._died
+        if self._died is not None:
+            self._filled.set()
+        return output
+
+
+def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two consecutive deltas of one request as one."""
+    parts = {part.index: part for part in first.outputs}
+    for part in second.outputs:
+        parts[part.index] = _joined_part(parts[part.index], part) if part.index in parts else part
+    return dataclasses.replace(second, outputs=[parts[index] for index in sorted(parts)])
+
+
+def _joined_part(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    logprobs = None
+    if first.logprobs is not None and second.logprobs is not None:
+        logprobs = first.logprobs + second.logprobs
+    return dataclasses.replace(
+        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs
+    )
