@@ -4,8 +4,9 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
+from pagoda.engine.tokenizer import load_tokenizer
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles
@@ -49,8 +50,8 @@ def reference(files: ModelFiles) -> PreTrainedModel:
 
 
 def prompts_of(files: ModelFiles, texts: list[str]) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(files.path.parent, gguf_file=files.path.name)
-    return [tokenizer(text)["input_ids"] for text in texts]
+    tokenizer = load_tokenizer(files)
+    return [list(tokenizer.encode(text)) for text in texts]
 
 
 def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: int) -> list[str]:
@@ -58,7 +59,7 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
 
     None at all means, by induction, that its own greedy answer is the same.
     """
-    model = load_model(files, select_ops("auto", CPU, 1), torch.float32, CPU, max_model_len=1024)
+    model = load_model(files, select_ops("auto", CPU, 1), torch.float32, CPU, max_model_len=2048)
     prompts = prompts_of(files, texts)
     longest = max(len(prompt) for prompt in prompts)
     runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, block_size=16)
