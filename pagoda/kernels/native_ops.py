@@ -35,7 +35,7 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 class NativeOps:
     """`Ops` on a CPU. Every row's bits depend on that row alone.
 
-    threads: how many of torch's OpenMP threads a kernel uses.
+    threads: how many threads a kernel uses; they are the kernels' own (native/parallel.h), none of torch's.
     """
 
     name = "native"
@@ -59,6 +59,7 @@ class NativeOps:
             *(_INT, _INT, *(_PTR,) * 9, _LONG, _LONG),
             *(*(_INT,) * 6, _FLOAT, _INT, _FLOAT, _INT),
         )
+        self._add = bind("pagoda_add", _INT, *(_PTR,) * 3, _LONG, _INT)
         self._silu_mul = bind("pagoda_silu_mul", _INT, _PTR, _PTR, _LONG, _LONG, _INT)
         self._gelu_tanh_mul = bind("pagoda_gelu_tanh_mul", _INT, _PTR, _PTR, _LONG, _LONG, _INT)
         self._softcap = bind("pagoda_softcap", _INT, _PTR, _PTR, _LONG, _FLOAT, _INT)
@@ -122,7 +123,15 @@ class NativeOps:
         )  # fmt: skip
         return out, total
 
-    add = staticmethod(rows.add)
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous()
+        assert residual.is_contiguous()
+        assert x.shape == residual.shape
+        out = torch.empty_like(x)
+        self._add(
+            DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), out.data_ptr(), x.numel(), self.threads
+        )  # fmt: skip
+        return out
 
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

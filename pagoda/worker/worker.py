@@ -62,6 +62,10 @@ class Worker:
         model = load_model(
             config.files, ops, _DTYPES[config.dtype], device.device, config.quantization, config.max_model_len
         )
+        if ops.name == "native":
+            # The native kernels have threads of their own. torch's, woken for a small op in between, would wait awake
+            # for milliseconds on the cores those need.
+            torch.set_num_threads(1)
         loaded_s = time.perf_counter()
         try:
             cache = CacheEngine(

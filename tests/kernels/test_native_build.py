@@ -1,6 +1,8 @@
-"""Building and loading: cached by content, safe to race, one OpenMP runtime, and a way out without a compiler."""
+"""Building and loading: cached by content, safe to race, a way out without a compiler; and the thread pool."""
 
+import ctypes
 import logging
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels import select
-from pagoda.kernels.native import build, library
+from pagoda.kernels.native import build
 from pagoda.kernels.native.threads import available_cpus
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
@@ -25,7 +27,7 @@ def tiny_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     kernels = tmp_path / "kernels"
     (kernels / "native").mkdir(parents=True)
     real = build.KERNELS / "native"
-    for name in ("info.cpp", "parallel.h"):
+    for name in ("info.cpp", "pool.cpp", "parallel.h"):
         (kernels / "native" / name).write_bytes((real / name).read_bytes())
     monkeypatch.setattr(build, "KERNELS", kernels)
     return kernels
@@ -42,22 +44,20 @@ def compiler() -> build.Compiler:
 def test_built_once_and_again_when_a_source_changes(
     tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime = library.openmp_runtimes()[0]
-    first = build.build(runtime, tmp_path / "cache", compiler)
+    first = build.build(tmp_path / "cache", compiler)
     assert "compiling the native kernels" in caplog.text
     caplog.clear()
-    assert build.build(runtime, tmp_path / "cache", compiler) == first
+    assert build.build(tmp_path / "cache", compiler) == first
     assert not caplog.text
     header = tiny_kernels / "native" / "parallel.h"
     header.write_text(header.read_text() + "\n// changed\n")
-    assert build.build(runtime, tmp_path / "cache", compiler) != first
+    assert build.build(tmp_path / "cache", compiler) != first
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]  # no litter
 
 
 def test_two_may_race(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
-    runtime = library.openmp_runtimes()[0]
     with ThreadPoolExecutor(2) as pool:
-        builds = [pool.submit(build.build, runtime, tmp_path / "cache", compiler) for _ in range(2)]
+        builds = [pool.submit(build.build, tmp_path / "cache", compiler) for _ in range(2)]
     assert builds[0].result() == builds[1].result()
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
@@ -65,14 +65,14 @@ def test_two_may_race(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Pa
 def test_a_source_that_does_not_compile_says_so(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
     (tiny_kernels / "native" / "broken.cpp").write_text("int main( {")
     with pytest.raises(build.NativeUnavailable, match=r"broken\.cpp"):
-        build.build(library.openmp_runtimes()[0], tmp_path / "cache", compiler)
+        build.build(tmp_path / "cache", compiler)
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_no_place_to_keep_the_library(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(build.NativeUnavailable, match="cannot write compiled kernels"):
-        build.build(library.openmp_runtimes()[0], tmp_path / "file" / "cache", compiler)
+        build.build(tmp_path / "file" / "cache", compiler)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,22 +96,35 @@ def test_names() -> None:
     assert select.select_ops("auto", torch.device("cuda"), 1).name == "torch"
 
 
-def test_one_openmp_runtime(native: NativeOps) -> None:
-    """In a fresh process: torch's threads run torch's op and ours, and no second runtime is mapped."""
+def test_no_second_openmp_runtime(native: NativeOps) -> None:
+    """In a fresh process, with torch's threads and ours at work: torch's runtime is the only one mapped."""
     program = (
-        "import torch; from pagoda.kernels.native.library import load, openmp_runtimes;"
+        "import re, torch; from pathlib import Path; from pagoda.kernels.native.library import load;"
         "functions = load().functions; torch.set_num_threads(2); torch.ones(1000000).sum();"
-        "print(functions.pagoda_num_threads(2), len(openmp_runtimes()))"
+        "maps = Path('/proc/self/maps').read_text();"
+        "print(functions.pagoda_shares_done(2), len(set(re.findall(r'/\\S*lib(?:gomp|omp|iomp5)\\S*', maps))))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "1"]
+    assert done.stdout.split() == ["3", "1"]
 
 
-def test_runtimes_are_told_by_name(tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    names = ("libgomp-a34b3233.so.1", "libgomp.so.1.0.0", "libiomp5.so", "libomp.so", "libgompertz.so", "libc.so.6")
-    maps.write_text("".join(f"7f00-7f01 r--p 0 fe:00 42    /usr/lib/{name}\n" * 2 for name in names))
-    assert [path.name for path in library.openmp_runtimes(maps)] == sorted(names[:4])
+def test_every_share_is_done_once(native: NativeOps) -> None:
+    shares_done = native.library.functions.pagoda_shares_done
+    shares_done.restype = ctypes.c_uint64
+    for threads in [1, 2, 3, 7] * 200:
+        assert shares_done(threads) == 2**threads - 1
+
+
+def test_regions_of_several_callers_and_of_a_forked_child(native: NativeOps) -> None:
+    """Python threads call kernels at once (ctypes lets go of the GIL); a fork has a pool of its own."""
+    shares_done = native.library.functions.pagoda_shares_done
+    shares_done.restype = ctypes.c_uint64
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(lambda _: shares_done(3), range(300))) == {7}
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if shares_done(3) == 7 else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def fake_machine(root: Path, files: dict[str, str]) -> Path:

@@ -2,7 +2,7 @@
 
 Every `kernels/<op>/*.cpp` is compiled to an object of its own, all at once, and linked into one library that is kept
 in the user's cache. Its name is a hash of everything that went in: sources, headers,
-compiler, flags, the CPU and torch's OpenMP runtime. So an edited source or a moved home folder never loads a stale or
+compiler, flags and the CPU. So an edited source or a moved home folder never loads a stale or
 foreign library, and there is nothing to invalidate.
 """
 
@@ -70,17 +70,17 @@ def sources() -> list[Path]:
     return sorted(KERNELS.glob("*/*.cpp"), key=lambda path: (-path.stat().st_size, path))
 
 
-def build(openmp_runtime: Path, cache_dir: Path, compiler: Compiler, march: str = "native") -> Path:
+def build(cache_dir: Path, compiler: Compiler, march: str = "native") -> Path:
     """The compiled library, from the cache or fresh.
 
-    openmp_runtime: the runtime torch has loaded, to link with.   march: what to compile for; tests take lesser ones.
+    march: what to compile for; tests take lesser ones.
     Two processes may race: each compiles under a private name and renames, and the last one's equal bytes stay.
     Raises NativeUnavailable with the compiler's own words if it fails.
     """
     flags = [*FLAGS, f"-march={march}", f"-I{KERNELS / 'native'}"]
     if platform.machine() in ("x86_64", "AMD64"):
         flags.append("-mprefer-vector-width=512")
-    library = cache_dir / f"kernels-{_fingerprint(compiler, flags, openmp_runtime)}.so"
+    library = cache_dir / f"kernels-{_fingerprint(compiler, flags)}.so"
     if library.exists():
         return library
     try:
@@ -94,7 +94,7 @@ def build(openmp_runtime: Path, cache_dir: Path, compiler: Compiler, march: str 
         with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
             objects = list(pool.map(lambda source: _compile(compiler, flags, source, Path(folder)), sources()))
         fresh = Path(folder) / "kernels.so"
-        _run([compiler.path, "-shared", "-o", str(fresh), *map(str, objects), str(openmp_runtime)])
+        _run([compiler.path, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)])
         os.replace(fresh, library)
     logger.info("native kernels compiled in %.1f s: %s", time.perf_counter() - started, library)
     return library
@@ -114,9 +114,9 @@ def _run(command: list[str]) -> None:
         logger.debug("%s", done.stderr)
 
 
-def _fingerprint(compiler: Compiler, flags: list[str], openmp_runtime: Path) -> str:
+def _fingerprint(compiler: Compiler, flags: list[str]) -> str:
     digest = hashlib.sha256()
-    for word in (compiler.path, compiler.version, *flags, openmp_runtime.name, cpu_features()):
+    for word in (compiler.path, compiler.version, *flags, cpu_features()):
         digest.update(word.encode() + b"\0")
     for path in [*sources(), *sorted(KERNELS.glob("*/*.h"))]:
         digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

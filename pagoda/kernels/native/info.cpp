@@ -14,9 +14,12 @@ PAGODA_EXPORT const char* pagoda_isa() {
 #endif
 }
 
-// How many threads a parallel region of `threads` really gets.
-PAGODA_EXPORT int pagoda_num_threads(int threads) {
-    std::atomic<int> seen{0};
-    parallel(threads, [&](int, int) { seen.fetch_add(1); });
-    return seen.load();
+// Runs a parallel region of `threads` shares; returns a bit for each share that was done exactly once.
+PAGODA_EXPORT uint64_t pagoda_shares_done(int threads) {
+    std::atomic<uint64_t> once{0}, twice{0};
+    parallel(threads, [&](int thread, int) {
+        uint64_t bit = uint64_t(1) << thread;
+        twice.fetch_or(once.fetch_or(bit) & bit);
+    });
+    return once.load() & ~twice.load();
 }

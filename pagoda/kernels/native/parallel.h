@@ -1,8 +1,13 @@
-// Threads for the kernels: torch's own OpenMP pool, entered through its plain C interface.
+// Threads for the kernels.
 //
-// No `#pragma omp` and no -fopenmp: GOMP_parallel is exported by libgomp, and by LLVM's and Intel's runtimes too, so
-// any compiler builds this and the library links to whichever runtime torch has already mapped. A second runtime in
-// the process would have its threads fight torch's for the cores.
+// parallel(threads, body) calls body(thread, num_threads) once for every `thread` below num_threads <= threads, on as
+// many threads as the machine has free, and returns when all are done. One thread may come to do several shares, so a
+// body must not wait for another.
+//
+// The pool is our own (pool.cpp): between regions its threads wait awake for some tens of microseconds, which covers the
+// gap between one op and the next, and then sleep. torch's OpenMP threads wait awake for milliseconds: fine alone on a
+// machine, but beside a second busy process each region then takes a time slice of the system's scheduler, 28 ms where
+// this pool takes 2 microseconds (two threads on two cores, load 10).
 #pragma once
 
 #include <atomic>
@@ -13,13 +18,9 @@
 
 #define PAGODA_EXPORT extern "C" __attribute__((visibility("default")))
 
-extern "C" {
-void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
-int omp_get_thread_num(void);
-int omp_get_num_threads(void);
-}
+// body(data, thread, num_threads) for the shares of `threads` >= 2 threads. Within a region: one share, by the caller.
+void run_on_pool(void (*body)(void*, int, int), void* data, int threads);
 
-// Calls body(thread, num_threads) on each of `threads` threads; returns when all are done.
 template <class Body>
 inline void parallel(int threads, Body&& body) {
     if (threads <= 1) {
@@ -27,9 +28,8 @@ inline void parallel(int threads, Body&& body) {
         return;
     }
     using Plain = typename std::remove_reference<Body>::type;
-    GOMP_parallel(
-        [](void* data) { (*static_cast<Plain*>(data))(omp_get_thread_num(), omp_get_num_threads()); },
-        const_cast<void*>(static_cast<const void*>(&body)), static_cast<unsigned>(threads), 0);
+    run_on_pool([](void* data, int thread, int count) { (*static_cast<Plain*>(data))(thread, count); },
+                const_cast<void*>(static_cast<const void*>(&body)), threads);
 }
 
 // Thread `thread` of `num_threads` gets [begin, end) of `count` items, cut at multiples of `grain`.

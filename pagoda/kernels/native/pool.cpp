@@ -1,0 +1,155 @@
+// The kernels' thread pool: grows to the largest number of threads asked for, and lives as long as the process.
+//
+// A thread that the operating system has not given a core yet holds nobody up: when the caller has done its own share
+// it takes back the shares that nobody has begun. So a busy machine costs the threads it takes away, and no more.
+#include <pthread.h>
+#include <time.h>
+
+#include "parallel.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int MAX_WORKERS = 511;
+constexpr int64_t AWAKE_NS = 50000;  // how long a thread waits awake before it sleeps
+
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * int64_t(1000000000) + t.tv_nsec;
+}
+
+// A value that one thread sets and another waits for.
+struct alignas(64) Signal {
+    std::atomic<int> value{0};
+    std::atomic<bool> asleep{false};
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+
+    void wait_for(int wanted) {
+        int64_t until = now_ns() + AWAKE_NS;
+        do {
+            for (int i = 0; i < 64; i++) {
+                if (value.load(std::memory_order_acquire) == wanted) return;
+                pause();
+            }
+        } while (now_ns() < until);
+        pthread_mutex_lock(&mutex);
+        // Announced before the value is read again, while set() writes it before it looks for a sleeper: one of the two
+        // sees the other.
+        asleep.store(true);
+        while (value.load() != wanted) pthread_cond_wait(&changed, &mutex);
+        asleep.store(false);
+        pthread_mutex_unlock(&mutex);
+    }
+    void set(int to) {
+        value.store(to);
+        if (!asleep.load()) return;
+        pthread_mutex_lock(&mutex);
+        pthread_cond_signal(&changed);
+        pthread_mutex_unlock(&mutex);
+    }
+};
+
+enum Share { NONE, OFFERED, TAKEN };  // values of Pool::share
+enum { RUNNING, FINISHED };           // values of Pool::state
+
+struct Pool {
+    pthread_mutex_t one_region_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+    int num_workers = 0;
+    Signal share[MAX_WORKERS];
+    Signal state;
+    // The region being run.
+    void (*body)(void*, int, int) = nullptr;
+    void* data = nullptr;
+    int num_threads = 0;
+    std::atomic<int> unfinished{0};
+};
+
+Pool* pool = nullptr;
+thread_local bool inside_region = false;
+
+struct Worker {
+    Pool* pool;
+    int index;
+};
+
+void* work(void* argument) {
+    Worker me = *static_cast<Worker*>(argument);
+    delete static_cast<Worker*>(argument);
+    inside_region = true;
+    Signal& share = me.pool->share[me.index];
+    for (;;) {
+        share.wait_for(OFFERED);
+        int offered = OFFERED;
+        if (!share.value.compare_exchange_strong(offered, TAKEN)) continue;
+        me.pool->body(me.pool->data, me.index + 1, me.pool->num_threads);
+        share.value.store(NONE);
+        if (me.pool->unfinished.fetch_sub(1) == 1) me.pool->state.set(FINISHED);
+    }
+    return nullptr;
+}
+
+// As many workers as can be had; a process that may start no more threads computes with those it has.
+int grow(Pool& p, int wanted) {
+    while (p.num_workers < wanted && p.num_workers < MAX_WORKERS) {
+        pthread_t thread;
+        auto* worker = new Worker{&p, p.num_workers};
+        if (pthread_create(&thread, nullptr, work, worker) != 0) {
+            delete worker;
+            break;
+        }
+        pthread_detach(thread);
+        p.num_workers++;
+    }
+    return p.num_workers < wanted ? p.num_workers : wanted;
+}
+
+// A forked child has none of the threads: it starts with a pool of its own.
+void forget_pool() { pool = new Pool; }
+
+__attribute__((constructor)) void make_pool() {
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, forget_pool);
+}
+
+}  // namespace
+
+void run_on_pool(void (*body)(void*, int, int), void* data, int threads) {
+    if (inside_region) {
+        body(data, 0, 1);
+        return;
+    }
+    Pool& p = *pool;
+    pthread_mutex_lock(&p.one_region_at_a_time);
+    inside_region = true;
+    int helpers = grow(p, threads - 1);
+    p.body = body;
+    p.data = data;
+    p.num_threads = helpers + 1;
+    p.unfinished.store(helpers);
+    p.state.value.store(RUNNING);
+    for (int i = 0; i < helpers; i++) p.share[i].set(OFFERED);
+    body(data, 0, helpers + 1);
+    int taken_back = 0;
+    for (int i = 0; i < helpers; i++) {
+        int offered = OFFERED;
+        if (!p.share[i].value.compare_exchange_strong(offered, NONE)) continue;
+        body(data, i + 1, helpers + 1);
+        taken_back++;
+    }
+    if (p.unfinished.fetch_sub(taken_back) != taken_back) p.state.wait_for(FINISHED);
+    inside_region = false;
+    pthread_mutex_unlock(&p.one_region_at_a_time);
+}
