@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -85,7 +85,7 @@ class AsyncLLM:
         kind: OutputKind = OutputKind.CUMULATIVE,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The request's output as it grows; the last has `finished`.
 
         Raises RequestError before anything runs, WorkerDied when the engine is gone for good. A request that the engine
@@ -128,7 +128,7 @@ class AsyncLLM:
 
     async def stream(
         self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run a prepared request. Close the iterator (or leave it under contextlib.aclosing) to abort it."""
         if self._died is not None:
             raise self._died

@@ -89,5 +89,6 @@ def install(app: FastAPI) -> None:
         known = as_api_error(error)
         return error_response(known.status, known.message, known.param, known.retry_after_s)
 
-    for kind in (ApiError, Refusal, RequestError, CapacityError, WorkerDied):
+    # Exception: what nobody expected leaves as a 500 in the same shape; starlette logs it with its traceback.
+    for kind in (ApiError, Refusal, RequestError, CapacityError, WorkerDied, Exception):
         app.add_exception_handler(kind, on_known)

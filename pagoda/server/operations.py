@@ -1,5 +1,6 @@
 """What operators ask: health, load, metrics, models, version, aborts, the prefix cache."""
 
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -109,13 +110,14 @@ async def reset_prefix_cache(http: Request, reset_running_requests: bool = False
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
 
 
-def _add_not_yet() -> None:
-    for path, what in NOT_YET.items():
+def _not_yet(what: str) -> Callable[[], Awaitable[JSONResponse]]:
+    async def answer() -> JSONResponse:
+        return error_response(501, f"{what}: not available yet on this server")
 
-        async def not_yet(what: str = what) -> JSONResponse:
-            return error_response(501, f"{what} is not available yet on this server")
-
-        router.add_api_route(path, not_yet, methods=["POST"], status_code=501, summary=f"{what}: not available yet")
+    return answer
 
 
-_add_not_yet()
+for path, what in NOT_YET.items():
+    router.add_api_route(
+        path, _not_yet(what), methods=["POST"], status_code=501, summary=f"{what}: not available yet", name=path
+    )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -118,7 +119,7 @@ class SamplingBody(Body):
             max_tokens=max_tokens,
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
-            allowed_token_ids=self.allowed_token_ids,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
@@ -137,7 +138,7 @@ def _token_bias(bias: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError:
-        raise ValueError("logit_bias: keys are token ids") from None
+        raise RequestError("logit_bias: keys are token ids, written as numbers", "logit_bias") from None
 
 
 class ToolFunction(Body):
