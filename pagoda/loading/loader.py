@@ -27,12 +27,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str | None = None,
-    max_model_len: int | None = None,
+    num_positions: int | None = None,
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
     Weights go from the mapped file straight into the tensors that `ops.prepare_linear` is given; one layer's at a time
-    is held twice at most. max_model_len: longest sequence that will be run, None for the model's own limit.
+    is held twice at most. num_positions: how many positions `forward` may be given, None for the model's own limit.
     Raises ConfigError for what is unsupported, missing, of a wrong shape, truncated or corrupt, and names it.
     """
     if quantization not in (None, "int8", "gguf"):
@@ -45,7 +45,7 @@ def load_model(
     architecture, config = read_architecture(files)
     weights = open_weights(files)
     builder = _Builder(weights, _choose_keys(architecture, files, weights), config, ops, dtype, device, quantization)
-    return builder.build(max_model_len)
+    return builder.build(num_positions or config.spec.max_position)
 
 
 def _choose_keys(architecture: Architecture, files: ModelFiles, weights: Weights) -> CheckpointKeys:
@@ -74,10 +74,10 @@ class _Builder:
         self.weights, self.keys, self.config, self.spec = weights, keys, config, config.spec
         self.ops, self.dtype, self.device, self.quantization = ops, dtype, device, quantization
 
-    def build(self, max_model_len: int | None) -> Decoder:
+    def build(self, num_positions: int) -> Decoder:
         spec, keys = self.spec, self.keys
         embedding = self.tensor(f"{keys.embedding}.weight", (spec.vocab_size, spec.hidden_size))
-        full, windowed = self.rotary_tables(min(max_model_len or spec.max_position, spec.max_position))
+        full, windowed = self.rotary_tables(num_positions)
         layers = [
             self.layer(index, windowed if window else full, window) for index, window in enumerate(spec.layer_windows)
         ]

@@ -9,9 +9,12 @@ import torch
 from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles
+from pagoda.models.base import Model
+from pagoda.models.replay_model import ReplayModel
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices import select_device
@@ -59,10 +62,10 @@ class Worker:
         device = select_device(config.parallel)
         device.prepare()
         ops = select_ops(config.parallel.kernels, device.device, device.threads)
-        model = load_model(
-            config.files, ops, _DTYPES[config.dtype], device.device, config.quantization, config.max_model_len
-        )
-        if ops.name == "native":
+        dtype = _DTYPES[config.dtype]
+        model: Model = load_model(config.files, ops, dtype, device.device, config.quantization, config.max_model_len)
+        if isinstance(ops, NativeOps):
+            model = ReplayModel(model, ops, dtype)
             # The native kernels have threads of their own. torch's, woken for a small op in between, would wait awake
             # for milliseconds on the cores those need.
             torch.set_num_threads(1)

@@ -106,3 +106,14 @@ def test_hidden_states_close_layer_by_layer(name: str, folders):
         model.layers = all_layers[:count]
         ours = PagedRunner(model, 1, 40, torch.float32).hidden([(0, 0, prompt)])
         torch.testing.assert_close(ours[0], theirs.model.norm(states[count])[0, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_int8_stays_near_fp32(kernels: str, folders):
+    """Linear layers in 8-bit groups: close to the model, and not the same."""
+    prompt = prompts()[2]
+    ops = select_ops(kernels, CPU, 1)
+    model = load_model(identify(folders("llama-tied-biased")), ops, torch.float32, CPU, quantization="int8")
+    ours = PagedRunner(model, 1, 40, torch.float32, block_size=8).logits([(0, 0, prompt)])[0]
+    exact = reference("llama-tied-biased")(torch.tensor([prompt])).logits[0, -1]
+    assert 0 < (ours - exact).norm() < 0.05 * exact.norm()

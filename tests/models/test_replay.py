@@ -1,0 +1,139 @@
+"""A replayed forward gives the bits of the same forward run op by op, on every architecture."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.kernels.batch import ForwardBatch
+from pagoda.kernels.native.build import NativeUnavailable
+from pagoda.kernels.native.library import load
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import KVLayer
+from pagoda.kernels.replay.program import Op, Step, Value, View, assign_slots
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_files import identify
+from pagoda.models.base import Model
+from pagoda.models.replay_model import ReplayModel
+from tests.models.paged_runner import PagedRunner
+from tests.models.tiny import CONFIGS, VOCAB, make_model, save
+
+CPU = torch.device("cpu")
+# Prefill of several rows, then decodes beside a chunk, then decodes alone: (row, tokens before, new tokens) a step.
+STEPS = [[(0, 0, 9), (1, 0, 1)], [(0, 9, 1), (1, 1, 17), (2, 0, 3)], [(0, 10, 1), (1, 18, 1), (2, 3, 1)], [(2, 4, 1)]]
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return load()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def folder(name: str) -> Path:
+        return save(make_model(name), tmp_path_factory.mktemp(name))
+
+    return folder
+
+
+def both(
+    folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None
+) -> tuple[Model, ReplayModel]:
+    model = load_model(identify(folder), ops, dtype, CPU, quantization)
+    return model, ReplayModel(model, ops, dtype)
+
+
+def run(model: Model, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The logits of every step; each model has a cache of its own."""
+    torch.manual_seed(0)
+    runner = PagedRunner(model, num_rows=3, max_len=32, dtype=dtype, block_size=8)
+    steps = [[(row, start, torch.randint(3, VOCAB, (num,)).tolist()) for row, start, num in step] for step in STEPS]
+    with torch.inference_mode():
+        return [runner.logits(step) for step in steps]
+
+
+def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ReplayModel:
+    plain, replayed = both(folder, ops, dtype, quantization)
+    for got, expected in zip(run(replayed, dtype), run(plain, dtype), strict=True):
+        assert torch.equal(got, expected)
+    assert replayed.program is not None
+    return replayed
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_same_bits(library, folders, name: str) -> None:
+    assert_same(folders(name), NativeOps(library, threads=1), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3"])
+def test_same_bits_in_half_precision_on_two_threads(library, folders, name: str, dtype: torch.dtype) -> None:
+    assert_same(folders(name), NativeOps(library, threads=2), dtype)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_same_bits_in_int8(library, folders, name: str) -> None:
+    assert_same(folders(name), NativeOps(library, threads=2), torch.bfloat16, "int8")
+
+
+def test_one_step_an_op_with_gates_fused(library, folders) -> None:
+    """Per layer: norm, qkv, write_kv, rotary, attention, out, norm, gate_up with its gate, down."""
+    replayed = assert_same(folders("llama"), NativeOps(library, threads=1), torch.float32)
+    assert replayed.program is not None
+    assert replayed.program.num_steps == 1 + 9 * replayed.spec.num_layers + 1
+
+
+def test_another_cache_is_recorded_anew(library, folders) -> None:
+    plain, replayed = both(folders("llama"), NativeOps(library, threads=1), torch.float32)
+    first, second = run(replayed, torch.float32), run(replayed, torch.float32)
+    for got, again, expected in zip(first, second, run(plain, torch.float32), strict=True):
+        assert torch.equal(got, expected)
+        assert torch.equal(again, expected)
+
+
+def test_what_cannot_be_recorded_runs_op_by_op(library, folders, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that does sums of its own between the ops."""
+    ops = NativeOps(library, threads=1)
+    model, _ = both(folders("llama"), ops, torch.float32)
+    forward = model.forward
+
+    def doubled(batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        return forward(batch, kv) * 2
+
+    model.forward = doubled  # type: ignore[method-assign]
+    expected = run(model, torch.float32)
+    got = run(ReplayModel(model, ops, torch.float32), torch.float32)
+    assert "cannot be recorded" in caplog.text
+    for step, wanted in zip(got, expected, strict=True):
+        assert torch.equal(step, wanted)
+    assert model.ops is ops
+
+
+def test_slots_are_taken_again_but_never_while_needed() -> None:
+    """Random programs: replaying on slots gives what giving every value its own memory gives."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(200):
+        values = [Value(int(torch.randint(1, 9, (1,), generator=generator)))]
+        steps = [Step(Op.EMBEDDING, [], [values[0]])]
+        for _ in range(12):
+            picks = torch.randint(max(0, len(values) - 4), len(values), (2,), generator=generator).tolist()
+            made = [Value(int(torch.randint(1, 9, (1,), generator=generator))) for _ in range(picks[0] % 2 + 1)]
+            steps.append(Step(Op.ADD, [View(values[pick]) for pick in picks], made))
+            values += made
+        slots, widths = assign_slots(steps, values[-1])
+        held: dict[int, Value] = {}
+        for step in steps:
+            for view in step.inputs:
+                assert held[slots[view.value]] is view.value
+            taken = [slots[value] for value in step.outputs]
+            assert len(set(taken)) == len(taken)
+            assert not {slots[view.value] for view in step.inputs} & set(taken)
+            for value in step.outputs:
+                held[slots[value]] = value
+                assert value is values[-1] or widths[slots[value]] >= value.width
