@@ -28,8 +28,11 @@ class AdmissionPass:
 
     # From the swapped line
 
-    def return_swapped(self, plan: StepPlan) -> None:
-        """Bring parked requests back while there are seats, blocks and budget."""
+    def return_swapped(self, plan: StepPlan) -> bool:
+        """Bring parked requests back while there are seats, blocks and budget.
+
+        False when one of them has to wait: then nobody may overtake it from the waiting line.
+        """
         state = self._state
         closed: set[LoraRef] = set()
         while plan.budget > 0 and (live := state.swapped.head(closed)) is not None:
@@ -40,10 +43,10 @@ class AdmissionPass:
                 continue
             if live.has_tokens_in_flight:
                 self._hold(live, Reason.IN_FLIGHT)
-                return
+                return False
             if not self._has_seats(live):
                 self._hold(live, Reason.SEATS)
-                return
+                return False
             wants = self._divide(plan, [len(branch.token_ids) - branch.num_computed for branch in branches])
             ends = [branch.num_computed + want for branch, want in zip(branches, wants, strict=True)]
             verdict, reason = self._return_verdict(branches, ends)
@@ -52,7 +55,7 @@ class AdmissionPass:
                 continue
             if verdict is Verdict.LATER:
                 self._hold(live, reason)
-                return
+                return False
             state.swapped.remove(live)
             state.enter_running(live)
             for branch in branches:
@@ -67,6 +70,7 @@ class AdmissionPass:
                     plan.place(branch.row, start, want)
             plan.num_swapped += 1
             self._note_admitted(live, sum(wants), 0)
+        return plan.budget > 0
 
     def _divide(self, plan: StepPlan, wants: list[int]) -> list[int]:
         left, shares = plan.budget, []
@@ -79,8 +83,6 @@ class AdmissionPass:
     def _return_verdict(self, branches: list[Branch], ends: list[int]) -> tuple[Verdict, Reason]:
         state = self._state
         need = state.swap.blocks_to_return(branches, ends)
-        if need > state.kv.pool.num_blocks:
-            return Verdict.NEVER, Reason.NEVER
         return self._against_free(need)
 
     # From the waiting line
@@ -175,9 +177,12 @@ class AdmissionPass:
                 state.encoder.drop_all(live)
                 return Reason.ENCODER
         verdict, reason = self._verdict(live, num_tokens, num_new, hit)
-        if verdict is Verdict.LATER:
+        if verdict is not Verdict.OK:
             state.encoder.drop_all(live)
-            return reason
+            if verdict is Verdict.LATER:
+                return reason
+            self._refuse(live, "needs more KV blocks than there are")
+            return None
         self._enter(live, leader, hit, num_new, media, plan)
         return None
 
@@ -250,7 +255,8 @@ class AdmissionPass:
         state = self._state
         free = state.kv.pool.num_free
         if need > free:
-            return Verdict.LATER, Reason.BLOCKS
+            nobody_will_free_any = free == state.kv.pool.num_blocks and not state.running
+            return (Verdict.NEVER, Reason.NEVER) if nobody_will_free_any else (Verdict.LATER, Reason.BLOCKS)
         if state.running and need + state.watermark_blocks > free:
             return Verdict.LATER, Reason.WATERMARK
         return Verdict.OK, Reason.BLOCKS
@@ -303,14 +309,11 @@ class AdmissionPass:
         config = state.config
         if not config.evict_for_priority or config.scheduling_policy is not SchedulingPolicy.PRIORITY:
             return False
-        if reason not in (Reason.SEATS, Reason.BLOCKS, Reason.WATERMARK):
+        if plan.entries or reason not in (Reason.SEATS, Reason.BLOCKS, Reason.WATERMARK):
+            return False  # who entered in this step may count on blocks that a running row fills in it
+        if not state.running:
             return False
-        old = [
-            live for live in state.running.values() if not any(branch.row in plan.entries for branch in live.branches)
-        ]
-        if not old:
-            return False
-        worst = state.policy.victim(dict.fromkeys(old))
+        worst = state.policy.victim(state.running.values())
         if state.policy.key_on_return(worst) <= head.line_key:
             return False
         state.preempt(worst, plan, head)

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from pagoda.core.request_table import RowState
 from pagoda.core.scheduler_output import NO_INTS, NO_PAIRS, BlockDelta
+
+_Entries = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, index, block ids
 
 EMPTY_DELTA = BlockDelta(NO_INTS, NO_INTS, NO_INTS, NO_INTS)
 
@@ -12,7 +13,7 @@ class BlockMoves:
     """Table entries that were set, and block copies, of the step being planned."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[np.ndarray, int, np.ndarray, np.ndarray]] = []
+        self._entries: list[_Entries] = []
         self._copies: list[tuple[int, int, int]] = []
         self._swap_out: list[np.ndarray] = []
         self._swap_in: list[np.ndarray] = []
@@ -32,34 +33,43 @@ class BlockMoves:
     def swap_in(self, pairs: np.ndarray) -> None:
         self._swap_in.append(pairs)
 
+    def forget_row(self, row: int) -> None:
+        """The row left the table while the step was planned: nothing is set or copied for it any more."""
+        if self._entries:
+            self._entries = [entry for one in self._entries if (entry := _without(one, row)) is not None]
+        if self._copies:
+            self._copies = [copy for copy in self._copies if copy[0] != row]
+
     def source_of(self, rows: set[int]) -> dict[int, int]:
         """Copies of this step that `rows` wait for, target -> source. They have not happened when swap-outs are made."""
         return {target: source for row, source, target in self._copies if row in rows}
 
-    def drain(self, row_state: np.ndarray) -> tuple[BlockDelta, np.ndarray, np.ndarray, np.ndarray]:
-        """(block delta, copies, swap-outs, swap-ins) of the step, and start the next.
-
-        Rows that left the table again while the step was planned (by `row_state`, RequestTable.state) are left out.
-        """
-        delta, copies = EMPTY_DELTA, NO_PAIRS
+    def drain(self) -> tuple[BlockDelta, np.ndarray, np.ndarray, np.ndarray]:
+        """(block delta, copies, swap-outs, swap-ins) of the step; the next one starts empty."""
+        delta, copies, swap_out, swap_in = EMPTY_DELTA, NO_PAIRS, NO_PAIRS, NO_PAIRS
         if self._entries:
-            rows = np.concatenate([entry[0] for entry in self._entries])
-            groups = np.repeat(
-                np.array([entry[1] for entry in self._entries], np.int32), [len(entry[0]) for entry in self._entries]
+            delta = BlockDelta(
+                np.concatenate([entry[0] for entry in self._entries]),
+                np.repeat(
+                    np.array([entry[1] for entry in self._entries], np.int32), [len(entry[0]) for entry in self._entries]
+                ),
+                np.concatenate([entry[2] for entry in self._entries]),
+                np.concatenate([entry[3] for entry in self._entries]),
             )
-            index = np.concatenate([entry[2] for entry in self._entries])
-            block_ids = np.concatenate([entry[3] for entry in self._entries])
-            live = row_state[rows] == RowState.LIVE
-            if not live.all():
-                rows, groups, index, block_ids = rows[live], groups[live], index[live], block_ids[live]
-            delta = BlockDelta(rows, groups, index, block_ids)
             self._entries = []
         if self._copies:
-            triples = np.array(self._copies, np.int32)
-            copies = triples[row_state[triples[:, 0]] == RowState.LIVE, 1:]
+            copies = np.array(self._copies, np.int32)[:, 1:]
             self._copies = []
-        swap_out = np.concatenate(self._swap_out) if self._swap_out else NO_PAIRS
-        swap_in = np.concatenate(self._swap_in) if self._swap_in else NO_PAIRS
-        if self._swap_out or self._swap_in:
-            self._swap_out, self._swap_in = [], []
+        if self._swap_out:
+            swap_out, self._swap_out = np.concatenate(self._swap_out), []
+        if self._swap_in:
+            swap_in, self._swap_in = np.concatenate(self._swap_in), []
         return delta, copies, swap_out, swap_in
+
+
+def _without(entry: _Entries, row: int) -> _Entries | None:
+    rows, group, index, block_ids = entry
+    keep = rows != row
+    if keep.all():
+        return entry
+    return (rows[keep], group, index[keep], block_ids[keep]) if keep.any() else None

@@ -29,7 +29,7 @@ def emit(state: SchedulerState, plan: StepPlan) -> SchedulerOutput:
         _note_progress(state, plan, rows, ends, sample_rows)
     if state.config.async_scheduling:
         _note_pending(state, plan, sample_rows)
-    delta, copies, swap_out, swap_in = state.kv.moves.drain(table.state)
+    delta, copies, swap_out, swap_in = state.kv.moves.drain()
     output = SchedulerOutput(
         step=plan.step,
         rows=rows,
@@ -128,13 +128,15 @@ def _join(state: SchedulerState, plan: StepPlan) -> None:
     """Resumed requests whose first branch has the full prompt blocks again get rows for the others, which share those."""
     table, kv = state.table, state.kv
     for leader, live in list(state.joining.items()):
-        shared = live.request.num_prompt_tokens // kv.block_size * kv.block_size
-        if table.num_computed[leader] < shared:
+        prompt_blocks = live.request.num_prompt_tokens // kv.block_size
+        if table.num_computed[leader] < prompt_blocks * kv.block_size:
             continue
         del state.joining[leader]
         for branch in live.unfinished:
             if branch.row == leader:
                 continue
+            # One token at least is left to compute: a branch may have lost its first one, in flight when it was thrown out.
+            shared = min(prompt_blocks, (len(branch.token_ids) - 1) // kv.block_size) * kv.block_size
             row = state.give_row(branch, shared)
             branch.status = RequestStatus.RUNNING
             kv.share(leader, row, shared)

@@ -107,8 +107,9 @@ class KVCacheManager:
         return need
 
     def blocks_when_alone(self, num_tokens: int, encoder_len: int) -> int:
-        """Blocks that `num_tokens` tokens hold in an empty pool: more than the pool has means never."""
-        return self.blocks_to_admit(num_tokens, self.no_hit, encoder_len, capped=True)
+        """Blocks that `num_tokens` tokens and the lookahead hold in an empty pool: more than the pool has means never."""
+        end = min(num_tokens + self.num_lookahead_slots, self.max_model_len)
+        return self.blocks_to_admit(end, self.no_hit, encoder_len, capped=True)
 
     def blocks_to_grow(self, rows: np.ndarray, ends: np.ndarray) -> int:
         """Most free blocks it takes for rows to hold tokens up to `ends`, copies included, nothing given back."""
@@ -217,6 +218,7 @@ class KVCacheManager:
             released = self.table.num_released[group.index]
             first, last = int(released[row]), min(group.num_passed_blocks(done), int(self.table.num_blocks[row]))
             if last > first:
+                self.register(row, done)  # while it can still be found
                 entries = self.table.block_table[group.index][row, first:last]
                 self.pool.release(entries[entries != 0][::-1])
                 entries[:] = 0

@@ -72,6 +72,8 @@ class OutputPass:
             told = self._apply_any(output, result)
         if state.table.has_departed:
             state.table.step_is_home(output.step)
+            for branch in state.late_branches.pop(output.step, ()):
+                branch.in_flight_steps.discard(output.step)
         if state.untold:
             for client, finishes in state.take_untold().items():
                 told[client] = _with_finishes(told.get(client), finishes.finishes)
@@ -90,7 +92,8 @@ class OutputPass:
         state.costs.observe(
             output.total_num_scheduled_tokens, len(output.rows), result.duration_s, num_copied, result.swap_s
         )
-        for row, live in state.media_rows.items():
+        for row in state.media_rows.keys() & set(output.rows.tolist()) if state.media_rows else ():
+            live = state.media_rows[row]
             if state.encoder_decoder:
                 state.encoder.drop_all(live)
             else:
@@ -165,7 +168,6 @@ class OutputPass:
             branch = table.branch_of[row]
             if branch is None or branch.is_finished:
                 continue
-            branch.in_flight_steps.discard(output.step)
             if row in result.failed:
                 self._fail(branch, result.failed[row], finishes)
                 continue

@@ -28,8 +28,8 @@ class Branch:
     """One output sequence. While `row` is -1 its tokens and counts stand here, else in the table.
 
     num_registered: leading blocks that the prefix cache was told of.   host_blocks: swapped out: per KV group, the table indices
-        that hold KV and the host blocks it lies in.   num_in_flight: sampled tokens of this branch that are not home yet although
-        it has no row (it was preempted or swapped out meanwhile).
+        that hold KV and the host blocks it lies in.   in_flight_steps: steps that are not home and name a row it has left
+        (it was preempted or swapped out meanwhile).
     """
 
     live: "LiveRequest"

@@ -144,8 +144,8 @@ class RunningPass:
             return True
         end = start + want
         while not state.kv.grow_one(row, end):
-            if self._outgrew_pool(live, end):
-                message = f"the KV cache has {state.kv.pool.num_blocks} blocks, too few for {end} tokens of one request"
+            if self._outgrew_pool(live, row, end):
+                message = f"the KV cache has {state.kv.pool.num_blocks} blocks: too few for this request to go on"
                 state.tell_later(live, [state.end_one_branch(branch, RequestStatus.FINISHED_LENGTH_CAPPED, message)])
                 return live.request_id in state.running
             victim = state.policy.victim(state.running.values())
@@ -159,9 +159,10 @@ class RunningPass:
             media.commit(state, plan, row)
         return True
 
-    def _outgrew_pool(self, live: LiveRequest, end: int) -> bool:
-        """No preemption can help: even alone the row could not go on."""
+    def _outgrew_pool(self, live: LiveRequest, row: int, end: int) -> bool:
+        """No preemption can help: even alone, and without its drafts, the row could not go on."""
         state = self._state
-        if len(state.running) == 1:
+        must_end = min(end, int(state.table.num_tokens[row] + state.table.num_pending[row]))
+        if state.kv.blocks_when_alone(must_end, live.request.encoder_len) > state.kv.pool.num_blocks:
             return True
-        return state.kv.blocks_when_alone(end, live.request.encoder_len) > state.kv.pool.num_blocks
+        return len(state.running) == 1 and len(live.unfinished) > 1 and must_end == end

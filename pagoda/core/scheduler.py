@@ -123,7 +123,7 @@ class Scheduler:
             raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
         if request.prior_output and len(request.prior_output) != request.num_branches:
             raise RequestError("prior_output must have one entry per branch", "prior_output")
-        if self.config.no_partial_media:
+        if self.config.no_partial_media and not self._state.encoder_decoder:
             for item in request.media:
                 if item.length > self.config.max_num_batched_tokens:
                     raise RequestError(
@@ -192,8 +192,8 @@ class Scheduler:
     def _plan_mixed(self, plan: StepPlan) -> None:
         self._running.run(plan)
         if not plan.preempted:
-            self._admission.return_swapped(plan)
-            self._admission.admit_waiting(plan)
+            if self._admission.return_swapped(plan):
+                self._admission.admit_waiting(plan)
 
     def _plan_phased(self, plan: StepPlan) -> None:
         if not self._state.swapped:

@@ -94,6 +94,7 @@ class SchedulerState:
         self.log = DecisionLog(config.decision_log_steps)
         self.counters = Counters()
         self.in_flight: deque[SchedulerOutput] = deque()
+        self.late_branches: dict[int, list[Branch]] = {}  # step in flight -> branches that left their row meanwhile
         self.step = 0
         self.num_admissions = 0
         self.num_seats_taken = 0  # unfinished branches of running requests, those that wait for their fork included
@@ -160,7 +161,11 @@ class SchedulerState:
         """The branch leaves its row, whose blocks are gone already."""
         row = branch.row
         if self.in_flight:
-            branch.in_flight_steps = {output.step for output in self.in_flight if (output.sample_rows == row).any()}
+            for output in self.in_flight:
+                if (output.rows == row).any() or (output.sample_rows == row).any():
+                    branch.in_flight_steps.add(output.step)
+                    self.late_branches.setdefault(output.step, []).append(branch)
+        self.kv.moves.forget_row(row)
         self.table.release(branch, self.in_flight[-1].step if self.in_flight else 0)
         self.released_rows.append(row)
         for column in (self.prefilling, self.forking, self.joining, self.media_rows, self.silent):
