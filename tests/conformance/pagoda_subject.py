@@ -98,11 +98,14 @@ class PagodaSubject:
 
     def state(self) -> Record:
         scheduler = self.scheduler
-        blocks = {request_id: scheduler.num_blocks(request_id) for request_id in scheduler.running_ids()}
+        blocks = {request_id: scheduler.num_blocks_held(request_id) for request_id in scheduler.running_ids()}
         return {
             "free_blocks": scheduler.num_free_blocks,
             "running": scheduler.running_ids(),
             "waiting": scheduler.waiting_ids(),
             "blocks": {key: counts[0] if self.num_groups == 1 else list(counts) for key, counts in blocks.items()},
-            "computed": scheduler.num_computed(),
+            "computed": {key: scheduler.num_computed_tokens(key)[0] for key in self._live()},
         }
+
+    def _live(self) -> list[str]:
+        return self.scheduler.running_ids() + self.scheduler.waiting_ids() + self.scheduler.swapped_ids()

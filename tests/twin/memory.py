@@ -28,7 +28,11 @@ class Memory:
         self.caching = caching
         self.max_model_len = max_model_len
         self.max_in_flight = max_in_flight
-        self.copies: list[tuple[int, int]] = []  # of this step
+        self.open_step()
+
+    def open_step(self) -> None:
+        self.copies: list[tuple[int, int]] = []
+        self.swapped_out = 0
 
     # Prefix caching -------------------------------------------------------------------------------------------
 
@@ -159,25 +163,108 @@ class Memory:
             if missing > 0:
                 table.extend(self.pool.take(missing))
 
-    def fork(self, source: Branch, number: int) -> Branch:
-        """A branch that shares every block of `source`."""
-        child = Branch(number, list(source.tokens), source.num_prompt, [list(table) for table in source.tables])
+    def fork(self, source: Branch, child: Branch) -> None:
+        """`child` shares every block of `source`, and stands where it stands."""
+        child.tables = [list(table) for table in source.tables]
         child.computed, child.in_flight = source.computed, source.in_flight
         child.placeholders = source.placeholders
         child.hashed = list(source.hashed)
         for table in child.tables:
             self.pool.share(table)
-        return child
+
+    def share_prefix(self, source: Branch, child: Branch, tokens: int) -> None:
+        """`child`, which has nothing, shares the blocks of the first `tokens` tokens; all of a cross-attention table."""
+        count = blocks_for(tokens, self.block_size)
+        for group, spec in enumerate(self.groups):
+            table = source.tables[group]
+            child.tables[group] = list(table if spec.kind is KVGroupKind.CROSS else table[:count])
+            self.pool.share(child.tables[group])
+            child.hashed[group] = min(source.hashed[group], tokens // self.block_size)
+
+    def sibling_need(self, live: Live) -> int:
+        """Blocks of the branches beside the first, behind the full prompt blocks that all share."""
+        shared = live.request.num_prompt_tokens // self.block_size
+        growing = sum(spec.kind is not KVGroupKind.CROSS for spec in self.groups)
+        return sum((blocks_for(len(branch.tokens), self.block_size) - shared) * growing for branch in live.alive[1:])
+
+    # Host memory ----------------------------------------------------------------------------------------------
+
+    def _parked(self, branch: Branch) -> list[list[int]]:
+        """Per group, the table entries that hold KV."""
+        return [
+            list(table)
+            if spec.kind is KVGroupKind.CROSS
+            else table[: blocks_for(branch.computed, self.block_size)]
+            for spec, table in zip(self.groups, branch.tables, strict=True)
+        ]
+
+    def host_need(self, branches: list[Branch]) -> int:
+        return len({block for branch in branches for table in self._parked(branch) for block in table if block != NULL})
+
+    def swap_out(self, branches: list[Branch], host: Pool) -> None:
+        moved: dict[int, int] = {}
+        for branch in branches:
+            branch.on_host = []
+            for table in self._parked(branch):
+                there: list[int] = []
+                for block in table:
+                    if block == NULL:
+                        there.append(NULL)
+                    elif block in moved:
+                        host.share([moved[block]])
+                        there.append(moved[block])
+                    else:
+                        [moved[block]] = host.take(1)
+                        there.append(moved[block])
+                branch.on_host.append(there)
+            self.free(branch)
+        self.swapped_out += len(moved)
+
+    def return_need(self, branches: list[Branch], uptos: list[int], host: Pool) -> int:
+        """Device blocks that bring the branches back, with slots for `uptos` tokens and copies of shared tails."""
+        distinct: set[int] = set()
+        need = 0
+        for branch, upto in zip(branches, uptos, strict=True):
+            assert branch.on_host is not None
+            for spec, table in zip(self.groups, branch.on_host, strict=True):
+                distinct.update(block for block in table if block != NULL)
+                if spec.kind is KVGroupKind.CROSS:
+                    continue
+                need += max(blocks_for(upto, self.block_size) - len(table), 0)
+                partly = branch.computed % self.block_size
+                if partly and table[-1] != NULL and host.blocks[table[-1]].references > 1:
+                    need += 1
+        return need + len(distinct)
+
+    def swap_in(self, branches: list[Branch], host: Pool) -> None:
+        moved: dict[int, int] = {}
+        for branch in branches:
+            assert branch.on_host is not None
+            for group, there in enumerate(branch.on_host):
+                table: list[int] = []
+                for block in there:
+                    if block == NULL:
+                        table.append(NULL)
+                    elif block in moved:
+                        self.pool.share([moved[block]])
+                        table.append(moved[block])
+                    else:
+                        [moved[block]] = self.pool.take(1)
+                        table.append(moved[block])
+                branch.tables[group] = table
+                branch.hashed[group] = 0
+            self.drop_host(branch, host)
+
+    def drop_host(self, branch: Branch, host: Pool) -> None:
+        for there in branch.on_host or ():
+            host.give_back(there)
+        branch.on_host = None
 
     def free(self, branch: Branch) -> None:
         for group in range(len(self.groups)):
             self.pool.give_back(reversed(branch.tables[group]))
             branch.tables[group] = []
             branch.hashed[group] = 0
-
-    def free_all(self, live: Live) -> None:
-        for branch in live.branches:
-            self.free(branch)
 
 
 def _wants_prompt_logprobs(request: Request) -> bool:

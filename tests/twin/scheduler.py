@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from pagoda.base.config import CacheConfig, SchedulerConfig, SchedulingMode, SchedulingPolicy
+from pagoda.base.clock import Clock, VirtualClock
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulerConfig, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import RequestError
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.core.request import Request
-from tests.twin.encoder import EncoderCache
-from tests.twin.memory import Memory, blocks_for
+from pagoda.core.request import LoraRef, Request
+from tests.twin.encoder import EncoderDesk
+from tests.twin.memory import Memory
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import Branch, Live, Planned, Step
 
@@ -16,7 +17,7 @@ Record = dict[str, Any]
 
 
 class TwinScheduler:
-    """Speaks plain records: see `tests.conformance.replay` for their keys."""
+    """Speaks plain records: see `tests.conformance.replay` for their keys. Branches are named "id" or "id/number"."""
 
     def __init__(
         self,
@@ -26,44 +27,58 @@ class TwinScheduler:
         num_blocks: int,
         max_model_len: int,
         encoder_decoder: bool = False,
+        num_host_blocks: int = 0,
+        clock: Clock | None = None,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
+        self.clock = clock or VirtualClock()
         self.pool = Pool(num_blocks)
-        depth = config.pipeline_depth
+        self.host = Pool(num_host_blocks)
+        in_flight = config.max_num_batched_tokens * config.pipeline_depth
         self.memory = Memory(
             kv_groups,
             self.pool,
             cache.block_size,
-            cache.enable_prefix_caching,
+            cache.enable_prefix_caching and not encoder_decoder,
             max_model_len,
-            config.max_num_batched_tokens * depth,
+            in_flight,
         )
         self.watermark = int(cache.watermark * (num_blocks + 1))  # the null block counts as one of the pool
-        self.encoder = EncoderCache(config.encoder_cache_tokens)
+        self.desk = EncoderDesk(
+            config.encoder_budget, config.encoder_cache_tokens, config.no_partial_media, encoder_decoder
+        )
         self.encoder_decoder = encoder_decoder
         self.waiting: list[Live] = []
+        self.swapped: list[Live] = []
         self.running: list[Live] = []
-        self.in_flight: list[Step] = []
         self.requests: dict[str, Live] = {}
+        self.in_flight: list[Step] = []
         self.arrivals = 0
+        self.returns = 0
         self.step_number = 0
+        self.last_prompt_step_s = 0.0
         self.thrown_out: list[str] = []  # since the last step was planned
-        self.ignored: list[tuple[str, str]] = []
-        self.capped: list[str] = []  # ended for want of capacity, told with the next step's results
+        self.ignored: list[str] = []
+        self.untold: dict[str, str] = {}  # ended while planning: branch name -> reason
 
     # Requests come and go -------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use")
-        tables: list[list[int]] = [[] for _ in self.memory.groups]
         tokens = [int(token) for token in request.prompt_token_ids]
-        branch = Branch(0, tokens, len(tokens), tables, hashed=[0] * len(tables))
+        groups = len(self.memory.groups)
+        branches = [
+            Branch(number, list(tokens), len(tokens), [[] for _ in range(groups)], hashed=[0] * groups)
+            for number in range(request.num_branches)
+        ]
         self.arrivals += 1
-        live = Live(request, self.arrivals, [branch])
+        live = Live(request, (self.arrivals,), branches, forked=len(branches) == 1)
+        if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
+            live.place = (request.priority, request.arrival_time_s, request.request_id)
         self.requests[live.id] = live
-        self._queue(live, front=False)
+        self._queue(self.waiting, live)
 
     def abort(self, ids: Iterable[str]) -> None:
         for request_id in ids:
@@ -74,7 +89,7 @@ class TwinScheduler:
         if preempt_running:
             while self.running:
                 live = self.running[-1]
-                self._preempt(live)
+                self._preempt(live, may_swap=False)
                 live.drop_before = live.epoch
                 live.stale_steps = 0
         return self.pool.forget_contents()
@@ -85,93 +100,96 @@ class TwinScheduler:
             if live is None or live.status != "running":
                 continue
             branch = live.branches[0]
-            if branch.computed >= len(branch.tokens) - 1 + branch.placeholders:
-                branch.drafts = list(tokens)[: self.config.num_speculative_tokens]
+            if len(branch.tokens) - branch.computed == 1:
+                branch.drafts = list(tokens)
 
-    def _queue(self, live: Live, front: bool) -> None:
-        if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
-            self.waiting.append(live)
-            self.waiting.sort(key=lambda other: other.urgency)
-        elif front:
-            self.waiting.insert(0, live)
-        else:
-            self.waiting.append(live)
+    def _queue(self, line: list[Live], live: Live) -> None:
+        line.append(live)
+        line.sort(key=lambda other: other.place)
 
     def _end(self, live: Live) -> None:
-        for queue in (self.waiting, self.running):
+        for queue in (self.waiting, self.running, self.swapped):
             if live in queue:
                 queue.remove(live)
-        self.memory.free_all(live)
-        self._release_encoder(live)
+        for branch in live.branches:
+            self._end_branch(branch)
+        self.desk.release(live)
         live.status = "gone"
         del self.requests[live.id]
+
+    def _end_branch(self, branch: Branch) -> None:
+        branch.finished = True
+        self.memory.free(branch)
+        self.memory.drop_host(branch, self.host)
 
     # One step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Record:
-        assert self.config.scheduling_mode is SchedulingMode.MIXED
         self.step_number += 1
-        self.memory.copies = []
+        self.memory.open_step()
+        self.desk.open_step()
         self.budget = self.config.max_num_batched_tokens
-        self.encoder_budget = self.config.encoder_budget
         self.planned: list[Planned] = []
-        self.encoded: dict[str, list[int]] = {}
+        self.entered: list[tuple[Live, Branch]] = []
         self.admitted: list[Record] = []
-        alone = len(self.running) + len(self.waiting) == 1
+        self.has_prompt = False
+        alone = len(self.requests) == 1
         self.cap = 0 if alone else self.config.long_prefill_token_threshold
-        victims = self._continue_running()
-        if not victims:
-            self._admit_waiting()
+        if self.config.scheduling_mode is SchedulingMode.MIXED:
+            if not self._continue_running() and self._return_swapped():
+                self._admit_waiting()
+        else:
+            if not self.swapped:
+                self._admit_waiting()
+            if not self.planned and not self._continue_running():
+                self._return_swapped()
         return self._record()
 
     def _continue_running(self) -> bool:
         """Give the running ones what they want, in order; True if anyone was thrown out for it."""
         victims = False
-        place = 0
-        while place < len(self.running) and self.budget > 0:
-            live = self.running[place]
-            branch = live.branches[0]
-            want = self._wanted(branch, live)
-            want, items, repeats = self._encoder_share(live, branch.computed, want)
-            if want <= 0:
-                place += 1
-                continue
-            self.memory.release_behind_windows(branch)
-            upto = min(branch.computed + want + self.config.num_lookahead_slots, self.max_model_len)
-            while self.memory.growth_need(branch, upto) > len(self.pool.free):
-                if self.running == [live]:
-                    self._outgrown(live)
-                    victims = True
+        for live in list(self.running):
+            for branch in list(live.alive):
+                if live.status != "running" or not branch.started or branch.finished:
                     break
-                victim = self._victim()
-                victims = True
-                if self.running.index(victim) < place:
-                    place -= 1
-                self._take_out(victim)
-                self._preempt(victim)
-                if victim is live:
-                    break
-            if live.status != "running":
-                continue
-            self.memory.grow(branch, upto)
-            self._place(live, branch, want)
-            self._encode(live, items, repeats)
-            place += 1
+                victims |= self._continue_branch(live, branch)
+        return victims
+
+    def _continue_branch(self, live: Live, branch: Branch) -> bool:
+        want, items, repeats = self.desk.share(live, branch.computed, self._wanted(branch, live))
+        if want <= 0:
+            return False
+        victims = False
+        self.memory.release_behind_windows(branch)
+        upto = min(branch.computed + want + self.config.num_lookahead_slots, self.max_model_len)
+        while self.memory.growth_need(branch, upto) > len(self.pool.free):
+            if self.running == [live] or self._can_never_hold(live, upto):
+                self._outgrown(live, branch)
+                return victims
+            victim = self._victim(self.running)
+            victims = True
+            self._take_out(victim)
+            self._preempt(victim)
+            if victim is live:
+                return True
+        self.memory.grow(branch, upto)
+        self._place(live, branch, want)
+        self.desk.encode(live, items, repeats)
         return victims
 
     def _wanted(self, branch: Branch, live: Live) -> int:
-        limit = branch.num_prompt + self._max_tokens(live)
-        if branch.placeholders and branch.computed + 2 - branch.placeholders >= limit:
-            return 0  # what is in flight reaches the limit whatever comes
-        want = len(branch.tokens) + len(branch.drafts) + branch.placeholders - branch.computed
+        known = len(branch.tokens) + branch.placeholders
+        if branch.placeholders and known >= branch.num_prompt + self._max_tokens(live):
+            return 0  # what is in flight ends it
+        want = known + len(branch.drafts) - branch.computed
         if 0 < self.cap < want:
             want = self.cap
         return min(want, self.budget, self.max_model_len - branch.computed - 1)
 
-    def _victim(self) -> Live:
+    def _victim(self, candidates: list[Live]) -> Live:
         if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
-            return max(self.running, key=lambda live: live.urgency[:2])  # of equals, the one admitted first
-        return self.running[-1]
+            return max(candidates, key=lambda live: live.place[:2])  # of equals, the one admitted first
+        return candidates[-1]
 
     def _take_out(self, victim: Live) -> None:
         """Undo what this step planned for it."""
@@ -180,216 +198,330 @@ class TwinScheduler:
             self.budget += entry.new
             entry.branch.computed -= entry.new
             entry.branch.in_flight -= entry.new
-        for item in self.encoded.pop(victim.id, []):
-            self.encoder_budget += victim.request.media[item].length
+        self.desk.take_back(victim)
 
-    def _preempt(self, live: Live) -> None:
+    def _preempt(self, live: Live, may_swap: bool = True) -> None:
         self.running.remove(live)
-        self.memory.free_all(live)
-        self._release_encoder(live)
-        live.status = "preempted"
-        live.epoch += 1
-        live.stale_steps = sum(1 for step in self._in_flight_of(live))
-        for branch in live.branches:
-            branch.computed = branch.in_flight = branch.placeholders = 0
-            branch.drafts = []
+        self.desk.release(live)
         self.thrown_out.append(live.id)
-        self._queue(live, front=True)
+        live.epoch += 1
+        live.stale_steps = len({step.number for step in self.in_flight for entry in step.sampling if entry.live is live})
+        whole = [branch for branch in live.alive if branch.started]
+        swaps = self.config.preemption_mode is PreemptionMode.SWAP or (
+            self.config.preemption_mode is PreemptionMode.AUTO and len(live.alive) > 1
+        )
+        everyone = live.forked and len(whole) == len(live.alive)
+        if may_swap and swaps and everyone and self.memory.host_need(whole) <= len(self.host.free):
+            self.memory.swap_out(whole, self.host)
+            live.status = "swapped"
+            self._queue(self.swapped, live)
+        else:
+            self._drop(live)
+        for branch in live.branches:
+            branch.in_flight = branch.placeholders = 0
+            branch.drafts = []
+            branch.started = False
 
-    def _in_flight_of(self, live: Live) -> list[Planned]:
-        return [
-            entry
-            for step in self.in_flight
-            for entry in step.planned
-            if entry.live is live and entry.epoch >= live.drop_before
-        ]
+    def _drop(self, live: Live) -> None:
+        for branch in live.branches:
+            self.memory.free(branch)
+            branch.computed = 0
+        live.status = "preempted"
+        if self.config.scheduling_policy is SchedulingPolicy.FCFS:
+            self.returns += 1
+            live.place = (-self.returns,)
+        self._queue(self.waiting, live)
 
-    def _outgrown(self, live: Live) -> None:
-        self._take_out(live)
-        self.capped.append(live.id)
+    def _can_never_hold(self, live: Live, upto: int) -> bool:
+        nothing: list[list[int]] = [[] for _ in self.memory.groups]
+        return self.memory.admission_need(live.request, upto, nothing, capped=True) > len(self.pool)
+
+    def _outgrown(self, live: Live, branch: Branch) -> None:
+        self.untold[self._name(live, branch)] = "length"
+        self.ignored.append(live.id)
+        if len(live.alive) == 1:
+            self._end(live)
+        else:
+            self._end_branch(branch)
+
+    # Coming back from host memory -------------------------------------------------------------------------------
+
+    def _return_swapped(self) -> bool:
+        """Bring back whom there is room for, in order. False if one must wait: nobody overtakes it then."""
+        closed: set[LoraRef] = set()
+        while self.budget > 0:
+            line = [live for live in self.swapped if live.request.lora not in closed]
+            if not line:
+                return True
+            live = line[0]
+            if self._too_many_adapters(live):
+                assert live.request.lora is not None
+                closed.add(live.request.lora)
+                continue
+            if live.stale_steps or self._seats_taken() + live.seats > self.config.max_num_seqs:
+                return False
+            wants: list[int] = []
+            for branch in live.alive:
+                want = len(branch.tokens) - branch.computed
+                wants.append(min(want, self.budget - sum(wants), self.cap or want))
+            uptos = [
+                min(branch.computed + want + self.config.num_lookahead_slots, self.max_model_len)
+                for branch, want in zip(live.alive, wants, strict=True)
+            ]
+            need = self.memory.return_need(live.alive, uptos, self.host)
+            if need > len(self.pool):
+                self._never(live)
+                continue
+            if need > len(self.pool.free) - (self.watermark if self.running else 0):
+                return False
+            self.swapped.remove(live)
+            self._enter(live)
+            self.memory.swap_in(live.alive, self.host)
+            for branch, want, upto in zip(live.alive, wants, uptos, strict=True):
+                branch.started = True
+                self.memory.record(live.request, branch, branch.computed)
+                self.admitted.append({"id": self._name(live, branch), "kind": "resumed", "cached": branch.computed})
+                if want:
+                    self.memory.grow(branch, upto)
+                    self._place(live, branch, want)
+        return not self.swapped
+
+    def _never(self, live: Live) -> None:
+        self.ignored.append(live.id)
+        for branch in live.alive:
+            self.untold[self._name(live, branch)] = "length"
         self._end(live)
 
     # Admission ------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
         stepped_over: list[Live] = []
-        while self.waiting and self.budget > 0 and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and self.budget > 0:
             live = self.waiting[0]
             if live.stale_steps or self._too_many_adapters(live):
                 stepped_over.append(self.waiting.pop(0))
                 continue
-            answer = self._admit(live)
+            answer = "later" if self._line_stops(live) else self._admit(live)
             if answer == "never":
-                self.ignored.append((live.id, "can never fit"))
-                self._end(live)
-            elif answer == "later":
+                self._never(live)
+            elif answer == "later" and not self._make_way(live):
                 break
         self.waiting[:0] = stepped_over
+        self.waiting.sort(key=lambda other: other.place)
+
+    def _line_stops(self, live: Live) -> bool:
+        if self._seats_taken() + live.seats > self.config.max_num_seqs:
+            return live.seats <= self.config.max_num_seqs
+        factor = self.config.scheduler_delay_factor
+        oldest = min(other.request.arrival_time_s for other in self.waiting)
+        if self.running and factor > 0 and self.clock.now() - oldest <= factor * self.last_prompt_step_s:
+            return True
+        lacking = sum(
+            branch.computed < len(branch.tokens) and not self._is_decode(branch)
+            for other in self.running
+            for branch in other.alive
+            if branch.started
+        )
+        return 0 < self.config.max_num_partial_prefills <= lacking
+
+    @staticmethod
+    def _is_decode(branch: Branch) -> bool:
+        return len(branch.tokens) - branch.computed == 1 and branch.num_output > 0
+
+    def _seats_taken(self) -> int:
+        return sum(live.seats for live in self.running)
 
     def _too_many_adapters(self, live: Live) -> bool:
         limit = self.config.max_loras
         in_use = {other.request.lora for other in self.running if other.request.lora is not None}
         return limit > 0 and live.request.lora is not None and live.request.lora not in in_use and len(in_use) >= limit
 
+    def _may_chunk(self, live: Live) -> bool:
+        if self.config.scheduling_mode is SchedulingMode.MIXED:
+            return self.config.enable_chunked_prefill
+        return live.status == "preempted" and len(live.alive[0].tokens) > self.config.max_num_batched_tokens
+
     def _admit(self, live: Live) -> str:
-        request, branch = live.request, live.branches[0]
-        cached, hits = self.memory.hit(request, branch.tokens)
+        request, branch = live.request, live.alive[0]
         known = len(branch.tokens)
+        nothing: list[list[int]] = [[] for _ in self.memory.groups]
+        siblings = self._sibling_need(live)
+        if self.memory.admission_need(request, known, nothing, capped=True) + siblings > len(self.pool):
+            return "never"
+        if live.seats > self.config.max_num_seqs:
+            return "never"
+        phased = self.config.scheduling_mode is SchedulingMode.PHASED
+        if phased and known > self.config.max_num_batched_tokens and not self._may_chunk(live):
+            return "never"
+        cached, hits = self.memory.hit(request, branch.tokens)
         want = known - cached
         if 0 < self.cap < want:
             want = self.cap
-        if not self.config.enable_chunked_prefill and want > self.budget:
+        if want > self.budget and not self._may_chunk(live):
             return "later"
-        want = min(want, self.budget)
-        nothing: list[list[int]] = [[] for _ in hits]
-        if self.memory.admission_need(request, min(known, self.max_model_len), nothing, capped=True) > len(self.pool):
-            return "never"
-        want, items, repeats = self._encoder_share(live, cached, want)
+        want, items, repeats = self.desk.share(live, cached, min(want, self.budget))
         if want <= 0:
-            self._release_encoder(live)
+            self.desk.release(live)
             return "later"
-        spare = len(self.pool.free) - (self.watermark if self.running else 0)
         upto = min(cached + want + self.config.num_lookahead_slots, self.max_model_len)
-        needs = [self.memory.admission_need(request, upto, hits, capped=False)]
-        if self.config.admit_whole_prompt:
-            needs.append(self.memory.admission_need(request, min(known, self.max_model_len), hits, capped=True))
-        if max(needs) > spare:
-            self._release_encoder(live)
+        need = self.memory.admission_need(request, upto, hits, capped=False)
+        if self.config.admit_whole_prompt or not self._may_chunk(live):
+            need = max(need, self.memory.admission_need(request, known, hits, capped=True) + siblings)
+        if need > len(self.pool.free) - (self.watermark if self.running else 0):
+            self.desk.release(live)
             return "later"
+        kind = "resumed" if live.status == "preempted" else "new"
         self.waiting.remove(live)
-        self.running.append(live)
+        self._enter(live)
         self.memory.adopt(request, branch, hits)
         branch.computed = cached
+        branch.started = True
         self.memory.grow(branch, upto)
-        kind = "resumed" if live.status == "preempted" else "new"
-        self.admitted.append({"id": live.id, "kind": kind, "cached": cached})
-        live.status = "running"
+        self.admitted.append({"id": self._name(live, branch), "kind": kind, "cached": cached})
         self._place(live, branch, want)
-        self._encode(live, items, repeats)
+        self.has_prompt = True
+        self.desk.encode(live, items, repeats)
         return "ok"
+
+    def _sibling_need(self, live: Live) -> int:
+        """Blocks of branches that return beside the first, behind the full prompt blocks they share with it."""
+        return 0 if len(live.alive) == 1 or not live.forked else self.memory.sibling_need(live)
+
+    def _enter(self, live: Live) -> None:
+        live.status = "running"
+        self.running.append(live)
+
+    def _make_way(self, head: Live) -> bool:
+        """Throw out the worst running one if the head of the line is more urgent (an option of the priority policy)."""
+        if not self.config.evict_for_priority or self.config.scheduling_policy is not SchedulingPolicy.PRIORITY:
+            return False
+        fresh = {entry["id"].split("/")[0] for entry in self.admitted}
+        candidates = [live for live in self.running if live.id not in fresh]
+        if not candidates:
+            return False
+        worst = self._victim(candidates)
+        if worst.place <= head.place:
+            return False
+        self._take_out(worst)
+        self._preempt(worst)
+        return True
 
     def _place(self, live: Live, branch: Branch, new: int) -> None:
         self.budget -= new
-        start = branch.computed
         known = len(branch.tokens) + branch.placeholders
-        drafts = branch.drafts[: max(0, start + new - known)]
+        drafts = branch.drafts[: max(0, branch.computed + new - known)]
         branch.drafts = []
-        samples = start + new >= known
-        self.memory.record(live.request, branch, min(start + new, len(branch.tokens)))
+        self.memory.record(live.request, branch, min(branch.computed + new, len(branch.tokens)))
+        self.planned.append(Planned(live, branch, branch.computed, new, drafts, live.epoch))
         branch.computed += new
         branch.in_flight += new
-        self.planned.append(Planned(live, branch, start, new, samples, drafts, live.epoch))
 
-    # Encoder --------------------------------------------------------------------------------------------------
-
-    def _encoder_share(self, live: Live, computed: int, want: int) -> tuple[int, list[int], list[int]]:
-        """How far the chunk may go, the items to encode in it, and places that repeat one of those."""
-        items: list[int] = []
-        repeats: list[int] = []
-        budget = self.encoder_budget
-        for place, item in enumerate(live.request.media):
-            if want <= 0:
-                return want, items, repeats
-            if self.encoder_decoder:
-                if computed > 0:
-                    continue
-            elif item.offset + item.length <= computed or item.offset >= computed + want:
-                continue
-            elif (
-                self.config.no_partial_media and computed < item.offset and computed + want < item.offset + item.length
-            ):
-                return item.offset - computed, items, repeats
-            elif any(live.request.media[other].content_hash == item.content_hash for other in items):
-                repeats.append(place)
-                continue
-            elif self.encoder.hold(item.content_hash, live.id):
-                live.encoder_items.add(place)
-                continue
-            pending = sum(live.request.media[other].length for other in items)
-            if item.length > budget or not self.encoder.make_room(item.length + pending):
-                return max(0, item.offset - computed), items, repeats
-            items.append(place)
-            budget -= item.length
-        return want, items, repeats
-
-    def _encode(self, live: Live, items: list[int], repeats: list[int]) -> None:
-        for place in items:
-            item = live.request.media[place]
-            self.encoder_budget -= item.length
-            if not self.encoder_decoder:
-                self.encoder.put(item.content_hash, item.length, live.id)
-                live.encoder_items.add(place)
-        live.encoder_items.update(repeats)
-        if items:
-            self.encoded[live.id] = items
-
-    def _release_encoder(self, live: Live, passed: int | None = None) -> None:
-        """Let go of items the decoder has passed (all, when `passed` is None); a repeated one with its last place."""
-        media = live.request.media
-        for place in sorted(live.encoder_items):
-            if passed is not None and media[place].offset + media[place].length > passed:
-                continue
-            live.encoder_items.discard(place)
-            held = {media[other].content_hash for other in live.encoder_items}
-            if media[place].content_hash not in held:
-                self.encoder.release(media[place].content_hash, live.id)
-
-    # Results --------------------------------------------------------------------------------------------------
+    # The record of the step, and its results --------------------------------------------------------------------
 
     def _record(self) -> Record:
-        step = Step(self.step_number, self.planned, False)
-        for entry in self.planned:
-            if self.config.async_scheduling and entry.samples:
+        sampling: list[Planned] = []
+        for entry in list(self.planned):
+            live, branch = entry.live, entry.branch
+            entry.samples = branch.computed >= len(branch.tokens) + branch.placeholders
+            if entry.samples:
+                sampling.append(entry)
+                if not live.forked:
+                    sampling += self._fork(entry)
+        for live in self.running:
+            self._join(live)
+        if self.config.async_scheduling:
+            for entry in sampling:
                 entry.branch.placeholders += 1 + len(entry.drafts)
+        step = Step(self.step_number, self.planned, sampling, self.has_prompt)
         if self.planned:
             self.in_flight.append(step)
         record: Record = {
-            "scheduled": [[entry.live.id, entry.new] for entry in self.planned],
+            "scheduled": [[self._name(entry.live, entry.branch), entry.new] for entry in self.planned],
             "admitted": self.admitted,
             "preempted": sorted(self.thrown_out),
-            "samples": [entry.live.id for entry in self.planned if entry.samples],
+            "samples": [self._name(entry.live, entry.branch) for entry in sampling],
             "drafts": {entry.live.id: entry.drafts for entry in self.planned if entry.drafts},
-            "encoder": self.encoded,
+            "encoder": self.desk.encoded,
             "copies": len(self.memory.copies),
-            "ignored": sorted(request_id for request_id, _ in self.ignored),
+            "swapped_out": self.memory.swapped_out,
+            "ignored": sorted(set(self.ignored)),
             "handle": step,
         }
         self.thrown_out, self.ignored = [], []
         return record
 
-    def update(self, step: Step, sampled: dict[str, list[int]]) -> Record:
+    def _fork(self, entry: Planned) -> list[Planned]:
+        """The prompt is complete with this step: every other branch shares its blocks and samples from the same logits."""
+        live, source = entry.live, entry.branch
+        live.forked = True
+        forks: list[Planned] = []
+        for branch in live.alive:
+            if branch is not source:
+                self.memory.fork(source, branch)
+                branch.started = True
+                forks.append(Planned(live, branch, entry.start, 0, [], live.epoch, samples=True))
+        return forks
+
+    def _join(self, live: Live) -> None:
+        """Branches that return after a recompute share the full prompt blocks of the first one, once it has them."""
+        first = live.alive[0]
+        shared = live.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
+        if not live.forked or not first.started or first.computed < shared:
+            return
+        for branch in live.alive:
+            if not branch.started:
+                branch.started = True
+                branch.computed = min(shared, (len(branch.tokens) - 1) // self.memory.block_size * self.memory.block_size)
+                self.memory.share_prefix(first, branch, branch.computed)
+                self.admitted.append({"id": self._name(live, branch), "kind": "resumed", "cached": branch.computed})
+
+    def update(self, step: Step, sampled: dict[str, list[int]], duration_s: float = 0.0) -> Record:
+        if not step.planned:
+            return self._with_untold({"emitted": {}, "finished": {}})
         assert self.in_flight.pop(0) is step
+        if step.has_prompt:
+            self.last_prompt_step_s = duration_s
         emitted: dict[str, list[int]] = {}
-        finished: dict[str, str] = dict.fromkeys(self.capped, "length")
-        self.capped = []
+        finished: dict[str, str] = {}
+        late: set[Live] = set()
         for entry in step.planned:
+            if entry.epoch == entry.live.epoch:
+                entry.branch.in_flight -= entry.new
+                if entry.live.status == "running" and not self.encoder_decoder:
+                    self.desk.release(entry.live, entry.branch.computed - entry.branch.placeholders)
+        for entry in step.sampling:
             live, branch = entry.live, entry.branch
             if live.status == "gone" or entry.epoch < live.drop_before:
                 continue
-            stale = entry.epoch < live.epoch
-            tokens = sampled.get(live.id, [])
-            if stale:
+            if entry.epoch < live.epoch and live not in late:
+                late.add(live)
                 live.stale_steps -= 1
-            else:
-                branch.in_flight -= entry.new
-                if tokens:
-                    rejected = len(entry.drafts) - (len(tokens) - 1)
-                    branch.computed -= rejected
-                    if branch.placeholders:
-                        branch.placeholders -= rejected
-            if not self.encoder_decoder:
-                self._release_encoder(live, branch.computed - branch.placeholders)
+            if branch.finished:
+                continue
+            name = self._name(live, branch)
+            tokens = sampled[name]
+            rejected = len(entry.drafts) - (len(tokens) - 1)
+            if entry.epoch == live.epoch:
+                branch.computed -= rejected
+                branch.placeholders -= min(branch.placeholders, 1 + len(entry.drafts))
+            elif live.status == "swapped":
+                branch.computed -= rejected
             taken, reason = self._append(live, branch, tokens)
-            if branch.placeholders and not stale:
-                branch.placeholders -= len(taken)
             if self.config.async_scheduling and live.status == "running":
-                self.memory.record(live.request, branch, branch.computed - branch.placeholders)
-            if taken:
-                emitted[live.id] = taken
+                self.memory.record(live.request, branch, min(branch.computed, len(branch.tokens)))
+            emitted[name] = taken
             if reason is not None:
-                finished[live.id] = reason
-                self._end(live)
-        return {"emitted": emitted, "finished": finished}
+                finished[name] = reason
+                if len(live.alive) == 1:
+                    self._end(live)
+                else:
+                    self._end_branch(branch)
+        return self._with_untold({"emitted": emitted, "finished": finished})
+
+    def _with_untold(self, record: Record) -> Record:
+        record["finished"] |= self.untold
+        self.untold = {}
+        return record
 
     def _append(self, live: Live, branch: Branch, tokens: list[int]) -> tuple[list[int], str | None]:
         """The tokens that count, and why the output ends with the last of them."""
@@ -413,14 +545,24 @@ class TwinScheduler:
             return self.max_model_len
         return sampling.max_tokens
 
+    @staticmethod
+    def _name(live: Live, branch: Branch) -> str:
+        return f"{live.id}/{branch.number}" if len(live.branches) > 1 else live.id
+
     def state(self) -> Record:
         def held(live: Live) -> list[int]:
-            return [sum(block != NULL for block in table) for table in live.branches[0].tables]
+            """Distinct blocks per group."""
+            return [
+                len({block for branch in live.alive for block in branch.tables[group] if block != NULL})
+                for group in range(len(self.memory.groups))
+            ]
 
         return {
             "free_blocks": len(self.pool.free),
+            "free_host_blocks": len(self.host.free),
             "running": [live.id for live in self.running],
             "waiting": [live.id for live in self.waiting],
+            "swapped": [live.id for live in self.swapped],
             "blocks": {live.id: held(live) for live in self.running},
-            "computed": {live.id: live.branches[0].computed for live in self.requests.values()},
+            "computed": {live.id: live.alive[0].computed for live in self.requests.values()},
         }

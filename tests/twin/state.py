@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from pagoda.core.request import Request
 
+Key = tuple[float | int | str, ...]
 
-@dataclass
+
+@dataclass(eq=False)
 class Branch:
     """One sequence. `tables`: per KV group, block numbers, 0 where a block was given back."""
 
@@ -18,6 +20,8 @@ class Branch:
     placeholders: int = 0  # asynchronous: sampled tokens planned, not home
     hashed: list[int] = field(default_factory=list)  # per group: leading blocks whose content is recorded
     drafts: list[int] = field(default_factory=list)
+    on_host: list[list[int]] | None = None  # the tables, in host blocks, while the request is swapped out
+    started: bool = False  # has blocks, and may be given tokens
     finished: bool = False
 
     @property
@@ -25,18 +29,17 @@ class Branch:
         return len(self.tokens) - self.num_prompt
 
 
-@dataclass
+@dataclass(eq=False)
 class Live:
     """One request that has not ended."""
 
     request: Request
-    order: int  # of arrival at the scheduler
+    place: Key  # in the lines
     branches: list[Branch]
-    status: str = "waiting"  # waiting, running, swapped, preempted
-    arrived_s: float = 0.0
-    epoch: int = 0  # rises with each recompute preemption; steps planned before it are stale
-    drop_before: int = 0  # steps of epochs before this give nothing (reset)
-    stale_steps: int = 0  # planned before the last preemption, deliverable, not home
+    status: str = "waiting"  # waiting, running, swapped, preempted, gone
+    epoch: int = 0  # rises when it leaves the running set
+    stale_steps: int = 0  # steps that sample for it, planned before it left, not home
+    drop_before: int = 0  # results of epochs before this are nobody's (reset)
     forked: bool = False
     encoder_items: set[int] = field(default_factory=set)  # places whose encoder output it holds
 
@@ -49,11 +52,11 @@ class Live:
         return [branch for branch in self.branches if not branch.finished]
 
     @property
-    def urgency(self) -> tuple[int, float, str]:
-        return (self.request.priority, self.request.arrival_time_s, self.id)
+    def seats(self) -> int:
+        return len(self.alive) if self.forked else self.request.num_branches
 
 
-@dataclass
+@dataclass(eq=False)
 class Planned:
     """One branch's share of a step."""
 
@@ -61,13 +64,16 @@ class Planned:
     branch: Branch
     start: int
     new: int
-    samples: bool
     drafts: list[int]
     epoch: int
+    samples: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
+    """What was planned together. `sampling`: every branch that gets a token, fresh forks included."""
+
     number: int
     planned: list[Planned]
+    sampling: list[Planned]
     has_prompt: bool
