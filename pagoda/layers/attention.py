@@ -40,7 +40,6 @@ class Attention:
             q = ops.rms_norm(q, self.q_norm, self.norm_eps, self.unit_offset_norms)
         if self.k_norm is not None:
             k = ops.rms_norm(k, self.k_norm, self.norm_eps, self.unit_offset_norms)
-        q, k = ops.rotary(q, k, positions, self.rotary.cos, self.rotary.sin)
-        ops.write_kv(k, v, kv, metadata)
+        q = ops.rotary_write_kv(q, k, v, positions, self.rotary.cos, self.rotary.sin, kv, metadata)
         attended = ops.attention(q, kv, metadata, self.scale, self.window, self.softcap)
         return ops.linear(attended, self.out)

@@ -67,7 +67,8 @@ class PackedLinears:
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
         """A copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""
-        packed = self._empty(*weight.shape, weight.dtype, DTYPE_CODES[weight.dtype], 0, bias)
+        out_features, in_features = weight.shape
+        packed = self._empty(out_features, in_features, weight.dtype, DTYPE_CODES[weight.dtype], 0, bias)
         if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
             weight = torch.nn.functional.pad(weight, (0, 1))
         weight = weight.contiguous()

@@ -1,0 +1,69 @@
+"""ReplayModel: a model whose forward is recorded on its first batch and from then on runs in one native call."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from pagoda.base.model_spec import ModelSpec
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.kernels.batch import ForwardBatch
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import KVLayer, Ops
+from pagoda.kernels.replay.program import Program
+from pagoda.kernels.replay.recording_ops import NotRecordable, RecordingOps
+from pagoda.models.base import Model
+
+logger = logging.getLogger("pagoda")
+
+_RECORDED_TOKENS = 3  # any number: a program holds for all
+
+
+class ReplayModel:
+    """As the model it wraps (see `models.base.Model`), bit for bit, without Python between the ops of a forward.
+
+    A forward that cannot be recorded runs op by op, which is said once in the log. The program holds the addresses of
+    the KV cache it was recorded with; another cache is recorded anew.
+    """
+
+    def __init__(self, model: Model, ops: NativeOps, dtype: torch.dtype) -> None:
+        self.model = model
+        self.ops: Ops = ops
+        self._native, self._dtype = ops, dtype
+        self._kv: Sequence[KVLayer] | None = None
+        self.program: Program | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    @property
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]:
+        return self.model.kv_groups
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        if kv is not self._kv:
+            self.program = self._record(batch, kv)
+            self._kv = kv
+        return self.model.forward(batch, kv) if self.program is None else self.program.run(batch)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_logits(hidden)
+
+    def _record(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Program | None:
+        # The model gets copies of its own, since groups may share one metadata object and are told apart by identity.
+        metadata = tuple(replace(group) for group in batch.metadata)
+        recorder = RecordingOps(self._native, _RECORDED_TOKENS, self._dtype, metadata)
+        tokens = torch.empty(_RECORDED_TOKENS, dtype=torch.int32, device="meta")
+        stand_in = ForwardBatch(tokens, torch.empty_like(tokens), metadata, batch.logits_index)
+        self.model.ops = recorder
+        try:
+            program = recorder.program(self.model.forward(stand_in, kv))
+        except NotRecordable as why:
+            logger.warning("the model runs op by op, more slowly, since its forward cannot be recorded: %s", why)
+            return None
+        finally:
+            self.model.ops = self._native
+        logger.debug("recorded a forward of %d steps", program.num_steps)
+        return program
