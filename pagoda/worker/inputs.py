@@ -154,6 +154,11 @@ def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Ten
     """The arrays as tensors on `device`: views of the same memory on a CPU, else all of them in one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
+    return bulk_copy(arrays, device)
+
+
+def bulk_copy(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int32 and int64 arrays as tensors on `device`, sent there as one piece; parts of the same memory."""
     offsets, size = [], 0
     for array in arrays:
         offsets.append(size)

@@ -137,3 +137,12 @@ def test_logprobs_do_not_depend_on_the_schedule(model: Path) -> None:
     assert len(whole[1]) == len(prompt) - 1
     assert len(whole[2]) == 4 * 4
     assert whole == chunked
+
+
+def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path) -> None:
+    whole = run(engine(model, kv_cache_dtype="int8"))
+    for options in (
+        {"max_num_batched_tokens": 17},
+        {"num_blocks": 22, "preemption_mode": "swap", "num_host_blocks": 50},
+    ):
+        assert run(engine(model, kv_cache_dtype="int8", **options)).tokens == whole.tokens

@@ -7,7 +7,7 @@ import torch
 from pagoda.base.sampling_params import PoolingParams, SamplingParams
 from pagoda.core.scheduler_output import RowFork, SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.inputs import StepInputs, build_inputs
+from pagoda.worker.inputs import StepInputs, build_inputs, bulk_copy
 from tests.worker.hand_made import i32, row_init, step
 
 CPU = torch.device("cpu")
@@ -73,6 +73,20 @@ def test_tensors_are_int32_and_contiguous_whatever_the_scheduler_sent() -> None:
     for tensor in (batch.token_ids, batch.positions, metadata.query_start, metadata.seq_lens, metadata.block_table):
         assert tensor.dtype == torch.int32
         assert tensor.is_contiguous()
+
+
+def test_one_copy_carries_all_arrays() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.integers(-9, 9, shape).astype(dtype)
+        for shape in [(0,), (1,), (3, 5), (17,), (2, 0)]
+        for dtype in (np.int32, np.int64)
+    ]
+    arrays.append(np.arange(24, dtype=np.int32).reshape(4, 6)[:, ::2])
+    for array, tensor in zip(arrays, bulk_copy(arrays, CPU), strict=True):
+        assert tensor.shape == array.shape
+        assert (tensor.numpy() == array).all()
+        assert tensor.numpy().dtype == array.dtype
 
 
 def test_forks_share_logits() -> None:
