@@ -94,7 +94,7 @@ def serving(folder: Path, *flags: str, env: dict[str, str] | None = None) -> Ite
             process.wait()
 
 
-def _wait_ready(server: LiveServer, timeout_s: float = 60.0) -> None:
+def _wait_ready(server: LiveServer, timeout_s: float = 180.0) -> None:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         assert server.process.poll() is None, server.log.read_text()
