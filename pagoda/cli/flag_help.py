@@ -8,7 +8,7 @@ HELP: dict[str, str] = {
     "source": "Hub for ids: huggingface or modelscope.",
     "cache_dir": "Where fetched models are kept.",
     "dtype": "Compute type: auto, bfloat16, float16, float32.",
-    "quantization": "Quantize the weights while loading, for example int8.",
+    "quantization": "int8: quantize the weights while loading; gguf: keep a GGUF file's own codes.",
     "max_model_len": "Longest prompt + output in tokens (default: the model's own limit).",
     "seed": "Makes sampled output repeatable.",
     "chat_template": "Jinja file or text used instead of the model's own template.",

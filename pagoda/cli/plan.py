@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pagoda.base.config import EngineConfig
 from pagoda.cli.options import engine_config, engine_options
+
+if TYPE_CHECKING:
+    from pagoda.assemble import EngineSetup
 
 TYPICAL_LENGTHS = (512, 2048, 8192)
 
@@ -29,6 +32,7 @@ class Plan:
     weights_disk: int
     weight_types: dict[str, int]
     weights_memory: int
+    weights_as: str
     memory_available: int
     kv_bytes_per_token: int
     has_windows: bool
@@ -61,12 +65,11 @@ def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
     from pagoda.assemble import resolve_engine, size_cache
     from pagoda.loading.model_config import summarize_weights
-    from pagoda.worker.memory import DTYPE_BYTES, available_memory, blocks_for, estimate_weight_bytes, kv_bytes_per_slot
+    from pagoda.worker.memory import available_memory, blocks_for, kv_bytes_per_slot
 
     setup = resolve_engine(config)
     capacity = size_cache(setup)
     weights = summarize_weights(setup.files)
-    weight_dtype = config.model.quantization or setup.dtype
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
     return Plan(
         model=setup.files.name,
@@ -77,7 +80,8 @@ def make_plan(config: EngineConfig) -> Plan:
         kv_dtype=setup.kv_dtype,
         weights_disk=weights.num_bytes,
         weight_types=weights.bytes_by_type,
-        weights_memory=estimate_weight_bytes(setup.spec, DTYPE_BYTES.get(weight_dtype, DTYPE_BYTES[setup.dtype])),
+        weights_memory=_weights_memory(setup, weights.num_bytes),
+        weights_as=config.model.quantization or setup.dtype,
         memory_available=available_memory(),
         kv_bytes_per_token=setup.spec.num_layers * kv_bytes_per_slot(setup.spec, setup.kv_dtype),
         has_windows=any(setup.spec.layer_windows),
@@ -94,6 +98,16 @@ def make_plan(config: EngineConfig) -> Plan:
     )
 
 
+def _weights_memory(setup: "EngineSetup", on_disk: int) -> int:
+    """Bytes that the weights take once loaded, to a few percent."""
+    from pagoda.worker.memory import DTYPE_BYTES, estimate_weight_bytes
+
+    quantization = setup.config.model.quantization
+    if quantization == "gguf":  # kept as the file has them
+        return on_disk
+    return estimate_weight_bytes(setup.spec, DTYPE_BYTES["int8" if quantization == "int8" else setup.dtype])
+
+
 def _print(made: Plan) -> None:
     from rich.table import Table
 
@@ -106,7 +120,7 @@ def _print(made: Plan) -> None:
     window = " at first; layers with a sliding window stop growing" if made.has_windows else ""
     table.add_row("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)")
     table.add_row("weights", f"{human_bytes(made.weights_disk)} on disk ({types})")
-    table.add_row("", f"about {human_bytes(made.weights_memory)} in memory as {made.dtype}")
+    table.add_row("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}")
     table.add_row("memory", f"{human_bytes(made.memory_available)} available")
     table.add_row("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}")
     table.add_row(

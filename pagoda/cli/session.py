@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagoda.base.sampling_params import SamplingParams
 
@@ -49,7 +49,7 @@ class Session:
                 yield Piece(answer.text, len(answer.token_ids), answer.finish_reason)
 
 
-def load(options: Mapping[str, object]) -> "LLM":
+def load(options: Mapping[str, Any]) -> "LLM":
     """The model that the flags ask for; shows what is being fetched. Raises what LLM raises."""
     from pagoda.cli.console import fetching
 

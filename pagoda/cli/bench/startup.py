@@ -11,7 +11,7 @@ import typer
 from pagoda.base.errors import ConfigError
 from pagoda.cli.bench.figures import percentile, report
 
-COMMAND = "from pagoda.cli.main import main; main()"
+PROMPT = "Once upon a time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,8 @@ def startup(
     The first run is counted like the others: it finds files out of the page cache and kernels not yet compiled.
     """
     extra = ["--model", model] if model is not None else []
-    command = [
-        sys.executable,
-        "-c",
-        COMMAND,
-        "generate",
-        "--quiet",
-        "--max-tokens",
-        str(max_tokens),
-        *extra,
-        "Once upon a time",
-    ]
-    starts = [time_start(command) for _ in range(runs)]
+    command = [sys.executable, "-m", "pagoda", "generate", "--quiet", "--max-tokens", str(max_tokens), *extra]
+    starts = [time_start([*command, PROMPT]) for _ in range(runs)]
     first_s = [start.first_output_s for start in starts]
     end_s = [start.end_s for start in starts]
     report(
