@@ -146,3 +146,30 @@ def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path) -> None:
         {"num_blocks": 22, "preemption_mode": "swap", "num_host_blocks": 50},
     ):
         assert run(engine(model, kv_cache_dtype="int8", **options)).tokens == whole.tokens
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 22, "preemption_mode": "recompute"}], ids=["roomy", "preempting"]
+)
+def test_drafts_right_or_wrong_change_nothing(
+    model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object]
+) -> None:
+    core = engine(model, num_speculative_tokens=3, num_lookahead_slots=3, **options)
+    scheduler = core._scheduler  # no part of the engine drafts yet
+    rng = np.random.default_rng(1)
+
+    def draft(num_steps: int, answers: Answers) -> None:
+        drafts = {}
+        for (name, branch), tokens in answers.tokens.items():
+            if (name, branch) not in answers.finishes and rng.random() < 0.6:
+                guess = alone[name, branch][len(tokens) : len(tokens) + 3]
+                if guess and rng.random() < 0.5:
+                    guess[rng.integers(len(guess))] ^= 1
+                drafts[name, branch] = guess
+        scheduler.update_draft_token_ids(drafts)
+
+    answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())], draft)
+    core.shutdown()
+    assert answers.tokens == alone
+    stats = scheduler.make_stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
