@@ -21,7 +21,7 @@ from pagoda.core.executor import Executor
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder
-from pagoda.engine.process_client import RECORDER_ROWS, ProcessOptions
+from pagoda.engine.incarnation import RECORDER_ROWS, ProcessOptions
 from pagoda.executors.recorded import RecordedExecutor
 
 STATS_INTERVAL_S = 0.1

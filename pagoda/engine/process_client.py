@@ -9,8 +9,6 @@ known for sure; it alone is refused.
 import asyncio
 import logging
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -18,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-import zmq
 import zmq.asyncio
 
 from pagoda.base.config import EngineConfig
@@ -27,7 +23,8 @@ from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
-from pagoda.engine.flight_recorder import FlightRecord, FlightRecorder, request_key
+from pagoda.engine.flight_recorder import FlightRecord, request_key
+from pagoda.engine.incarnation import Incarnation
 from pagoda.engine.journal import Journal, JournalEntry, error_outputs
 
 logger = logging.getLogger("pagoda.engine")
@@ -36,51 +33,6 @@ MAX_STRIKES = 2
 MAX_DEATHS = 5  # for what kills from outside, or later in each life than strikes can tell
 MAX_FAILED_STARTS = 3
 WATCH_INTERVAL_S = 0.1
-# More than any scheduler's rows: the recorder notes requests, and only a suspicion hangs on a missing one.
-RECORDER_ROWS = 65536
-
-
-class ProcessOptions(msgspec.Struct, frozen=True):
-    """What an engine process is told on its standard input, as msgpack."""
-
-    config: EngineConfig
-    socket: str
-    recorder: str
-
-
-class _Incarnation:
-    """One life of the engine process: the process, its socket and its flight recorder."""
-
-    def __init__(
-        self, config: EngineConfig, module: str, folder: Path, number: int, context: zmq.asyncio.Context
-    ) -> None:
-        self.recorder_path = folder / f"flight-{number}"
-        self.recorder = FlightRecorder(self.recorder_path, RECORDER_ROWS, create=True)
-        address = f"ipc://{folder}/engine-{number}"
-        self.socket = context.socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
-        self.socket.bind(address)
-        options = ProcessOptions(config, address, str(self.recorder_path))
-        self.process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
-        assert self.process.stdin is not None
-        data = msgspec.msgpack.encode(options, enc_hook=str)
-        self.process.stdin.write(len(data).to_bytes(8, "little") + data)
-        self.process.stdin.flush()  # left open: its end tells the engine that we are gone
-
-    def close(self, grace_s: float = 0.0) -> int | None:
-        """End the process (politely within `grace_s`, else by kill) and free all it had. Returns its exit code."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            self.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-        self.socket.close()
-        self.recorder.close()
-        self.recorder_path.unlink(missing_ok=True)
-        return self.process.returncode
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +57,7 @@ class ProcessClient:
         self._step_timeout_s = step_timeout_s
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
-        self._engine: _Incarnation | None = None
+        self._engine: Incarnation | None = None
         self._number = 0
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
         self._held: deque[str] = deque()  # on board of a death: re-enter one at a time
@@ -203,7 +155,7 @@ class ProcessClient:
         failed_starts = 0
         while True:
             self._number += 1
-            engine = _Incarnation(self._config, self._module, Path(self._folder.name), self._number, self._context)
+            engine = Incarnation(self._config, self._module, Path(self._folder.name), self._number, self._context)
             try:
                 end = await self._run_until_death(engine)
             except asyncio.CancelledError:
@@ -225,7 +177,7 @@ class ProcessClient:
             if end.was_ready:
                 self._judge(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
 
-    async def _run_until_death(self, engine: _Incarnation) -> _End:
+    async def _run_until_death(self, engine: Incarnation) -> _End:
         """Feed on one incarnation until it is dead or hung. Raises ConfigError when the settings cannot work."""
         watch = asyncio.create_task(self._watch(engine))
         was_ready = False
@@ -245,7 +197,7 @@ class ProcessClient:
         finally:
             watch.cancel()
 
-    async def _watch(self, engine: _Incarnation) -> bool:
+    async def _watch(self, engine: Incarnation) -> bool:
         """Returns when the process has ended (False) or a step hangs (True)."""
         while engine.process.poll() is None:
             stuck_s = engine.recorder.read().in_flight_for_s(time.monotonic())
@@ -255,7 +207,7 @@ class ProcessClient:
             await asyncio.sleep(WATCH_INTERVAL_S)
         return False
 
-    def _begin(self, engine: _Incarnation, facts: wire.EngineFacts) -> None:
+    def _begin(self, engine: Incarnation, facts: wire.EngineFacts) -> None:
         """A new engine is ready: everything live goes in, suspects one by one."""
         self._engine = engine
         assert self._facts is not None

@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.base.outputs import CompletionOutput
+from pagoda.server.answers import ChatCompletionResponse, ErrorResponse
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.logprobs import chat_logprobs, prompt_logprobs
-from pagoda.server.protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse, NamedTool
+from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning, template_reasons
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.streams import EventStream, event, unless_gone

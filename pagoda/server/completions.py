@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.server.answers import CompletionResponse, ErrorResponse
 from pagoda.server.generation import Generation
 from pagoda.server.logprobs import completion_logprobs, prompt_logprobs
-from pagoda.server.protocol import CompletionRequest, CompletionResponse, ErrorResponse
+from pagoda.server.protocol import CompletionRequest
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.streams import EventStream, event, unless_gone
 from pagoda.server.usage import usage_of

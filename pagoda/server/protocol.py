@@ -2,8 +2,7 @@
 
 Pydantic stops here: routes hand on SamplingParams and plain values. A field that is not named here is refused, so
 nothing a caller asks for is dropped in silence; `UNSUPPORTED` names OpenAI's fields we know and cannot serve, to say
-so in words. Answers are built as plain dicts by the routes, and described by the models at the end of this file for
-the OpenAPI page.
+so in words. Answers are built as plain dicts by the routes, and described in answers.py for the OpenAPI page.
 """
 
 from typing import Annotated, Any, Literal
@@ -272,64 +271,3 @@ class AbortRequest(Body):
     """POST /abort_requests"""
 
     request_ids: list[str] = Field(min_length=1)
-
-
-# ---- answers, for the OpenAPI page
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int] | None = None
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    logprobs: dict[str, Any] | None = None
-    prompt_logprobs: list[Any] | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class CompletionResponse(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: dict[str, Any]
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    logprobs: dict[str, Any] | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatCompletionResponse(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: list[Any] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: int | str | None = None
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorDetail
