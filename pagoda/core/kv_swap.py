@@ -96,6 +96,7 @@ class KVSwap:
                     table.num_cross_blocks[row] = len(index)
                 elif len(index):
                     table.num_released[group.index][row] = index[0]
+                    table.block_table[group.index][row, : index[0]] = 0  # an earlier owner of the row may stand there
                 at += len(blocks)
             last = max(
                 (int(index[-1]) + 1 for index, _ in branch.host_blocks[: len(kv.growing)] if len(index)), default=0
