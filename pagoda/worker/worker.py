@@ -63,7 +63,9 @@ class Worker:
         device.prepare()
         ops = select_ops(config.parallel.kernels, device.device, device.threads)
         dtype = _DTYPES[config.dtype]
-        model: Model = load_model(config.files, ops, dtype, device.device, config.quantization, config.max_model_len)
+        # A step in flight past the end may still write its tokens: there are places and positions for them.
+        max_len = config.max_model_len + config.max_drafts + 1
+        model: Model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
         if isinstance(ops, NativeOps):
             model = ReplayModel(model, ops, dtype)
             # The native kernels have threads of their own. torch's, woken for a small op in between, would wait awake
@@ -83,9 +85,6 @@ class Worker:
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
-        max_len = (
-            config.max_model_len + config.max_drafts + 1
-        )  # a step in flight past the end may still write its token
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
         self._runner = ModelRunner(model, table, cache, device.device, Sampler(ops))
         self._runner.warm_up()

@@ -59,7 +59,7 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
 
     None at all means, by induction, that its own greedy answer is the same.
     """
-    model = load_model(files, select_ops("auto", CPU, 1), torch.float32, CPU, max_model_len=2048)
+    model = load_model(files, select_ops("auto", CPU, 1), torch.float32, CPU, num_positions=2048)
     prompts = prompts_of(files, texts)
     longest = max(len(prompt) for prompt in prompts)
     runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, block_size=16)
