@@ -136,7 +136,7 @@ class SchedulerState:
         if not self.kv.caching:
             return
         rows, start, num_new = plan.arrays()
-        ends = self.table.num_computed.copy()
+        ends = self.table.num_computed - self.table.num_pending
         ends[rows] = start + num_new
         rows = self.lineup.rows
         for row in rows[self.kv.unregistered(rows, ends[rows])].tolist():
@@ -153,7 +153,7 @@ class SchedulerState:
     def take_row(self, branch: Branch) -> None:
         """The branch leaves its row and all its blocks."""
         row = branch.row
-        self.kv.register(row, int(self.table.num_computed[row]))
+        self.kv.register(row, int(self.table.num_computed[row] - self.table.num_pending[row]))
         self.kv.release(row)
         self.leave_row(branch)
 
