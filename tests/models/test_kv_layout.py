@@ -1,0 +1,35 @@
+"""How layers are put into KV groups."""
+
+import pytest
+
+from pagoda.core.kv_specs import KVGroupKind, layers_per_block
+from pagoda.models.kv_layout import group_layers
+
+
+def pattern(num_layers: int, period: int, window: int = 512) -> tuple[int, ...]:
+    return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [
+        ((0,) * 30, [30]),
+        ((7,) * 5, [5]),
+        (pattern(18, 6), [3] * 6),  # Gemma 3 270M
+        (pattern(26, 6), [4] * 5 + [2] + [4]),  # 1B: 22 + 4
+        (pattern(34, 6), [5] * 5 + [4] + [5]),  # 4B: 29 + 5
+        (pattern(4, 2), [2, 2]),
+        ((0, 5, 9), [1, 1, 1]),
+        (pattern(62, 31), [2] * 31),  # no size gives 8 groups; the least waste then
+    ],
+    ids=str,
+)
+def test_sizes(windows: tuple[int, ...], sizes: list[int]):
+    groups = group_layers(windows)
+    assert sorted(len(group.layers) for group in groups) == sorted(sizes)
+    assert layers_per_block(groups) == max(sizes)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+    for group in groups:
+        assert {windows[layer] for layer in group.layers} == {group.window}
+        assert group.kind is (KVGroupKind.WINDOW if group.window else KVGroupKind.FULL)
+        assert list(group.layers) == sorted(group.layers)
