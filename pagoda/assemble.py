@@ -127,7 +127,11 @@ def build_engine_core(
 def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> Executor:
     if setup.config.parallel.distributed_executor_backend == "fake":
         return FakeExecutor(
-            max_rows, setup.max_model_len, capacity.block_size, len(setup.groups), vocab_size=setup.spec.vocab_size
+            max_rows,
+            setup.max_model_len + _max_drafts(setup.config) + 1,
+            capacity.block_size,
+            len(setup.groups),
+            vocab_size=setup.spec.vocab_size,
         )
     # Here and not above: torch takes a second to import, and whoever only plans or resolves does not need it.
     from pagoda.worker.worker import Worker, WorkerConfig
@@ -144,11 +148,16 @@ def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> E
             num_host_blocks=capacity.num_host_blocks,
             max_rows=max_rows,
             max_model_len=setup.max_model_len,
-            max_drafts=max(config.scheduler.num_speculative_tokens, config.scheduler.num_lookahead_slots),
+            max_drafts=_max_drafts(config),
             parallel=config.parallel,
         )
     )
     return InProcessExecutor(worker, overlap=config.scheduler.pipeline_depth > 1)
+
+
+def _max_drafts(config: EngineConfig) -> int:
+    """Tokens that may stand past a row's end, to be verified."""
+    return max(config.scheduler.num_speculative_tokens, config.scheduler.num_lookahead_slots)
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

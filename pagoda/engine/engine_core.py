@@ -1,5 +1,6 @@
 """EngineCore: the loop around scheduler and executor. `step` is the only place where time passes."""
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from pagoda.base.errors import InvariantBroken, RequestError, WorkerDied
 from pagoda.core.executor import Executor
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
-from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import EngineFacts
 
 logger = logging.getLogger("pagoda")
@@ -51,6 +52,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
         self._in_flight: deque[_InFlight] = deque()
+        self._mistrusted_to = 0  # steps up to this one were planned when an earlier one had failed unseen
 
     def now(self) -> float:
         """Seconds on the engine's clock: what Request.arrival_time_s is counted on."""
@@ -96,12 +98,16 @@ class EngineCore:
 
     def _result_of(self, step: _InFlight) -> ModelRunnerOutput:
         try:
-            return step.future.result()
+            result = step.future.result()
         except (WorkerDied, InvariantBroken):
             raise
         except Exception as error:  # the step's requests end, the engine goes on
             logger.exception("step %d failed; its %d rows end with an error", step.output.step, len(step.output.rows))
+            self._mistrusted_to = max((later.output.step for later in self._in_flight), default=0)
             return _failed_result(step.output, f"the step failed: {type(error).__name__}: {error}")
+        if step.output.step <= self._mistrusted_to:
+            return _without_shared_prefixes(step.output, result)
+        return result
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget all cached prefixes. False, and nothing changed, while blocks are in use and must not be preempted."""
@@ -153,6 +159,17 @@ def _has_events(output: SchedulerOutput) -> bool:
         or output.encoder_freed
         or output.finished_ids
     )
+
+
+def _without_shared_prefixes(output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+    """The result of a step planned before an earlier one was known to have failed.
+
+    Rows admitted in it on a cached prefix may have read blocks that the failed step should have filled: they fail too.
+    """
+    message = "a step before this one failed, and had computed part of the prompt's prefix"
+    prefixed = [init for init in output.admitted if init.num_computed and init.kind is not AdmitKind.SWAPPED_IN]
+    doubtful = {init.row: message for init in prefixed}
+    return dataclasses.replace(result, failed={**doubtful, **result.failed}) if doubtful else result
 
 
 def _failed_result(output: SchedulerOutput, message: str) -> ModelRunnerOutput:

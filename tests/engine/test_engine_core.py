@@ -183,6 +183,24 @@ def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int) -> None:
     assert again.tokens["r0", 0] == expected([1, 2, 3, 4, 5, 6, 8, 8, 8], 3, 0)
 
 
+def test_who_shared_a_prefix_with_a_failed_step_fails_too() -> None:
+    core = make_core(lambda rows: FailingExecutor(rows, 7), pipeline_depth=2, async_scheduling=True)
+    head = list(range(10, 30))
+    core.add_request(request(0, [*head, 7], SamplingParams(max_tokens=6)))
+    assert core.step() == {}
+    core.add_request(request(1, [*head, 8], SamplingParams(max_tokens=6)))  # finds the blocks of the step in flight
+    core.add_request(request(2, [5, 6, 8], SamplingParams(max_tokens=6)))
+    answers = Answers()
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            answers.take(outputs, ["r0", "r1", "r2"])
+    for name, message in (("r0", "kernel fell over"), ("r1", "prefix")):
+        assert answers.finishes[name, 0].status is RequestStatus.FINISHED_ERROR
+        assert message in (answers.finishes[name, 0].message or "")
+        assert (name, 0) not in answers.tokens
+    assert answers.tokens["r2", 0] == expected([5, 6, 8], 6, 0)
+
+
 def test_a_dead_worker_is_the_callers_business() -> None:
     core = make_core(lambda rows: FailingExecutor(rows, 7, error=WorkerDied("gone")))
     with pytest.raises(WorkerDied, match="gone"):
