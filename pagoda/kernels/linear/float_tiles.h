@@ -38,10 +38,11 @@ struct StepBF16 {
 // elements apart).
 template <class Step, int ROWS, int PANELS>
 inline void float_tile(const typename Step::Word* x, int64_t x_stride, const typename Step::Weight* panel,
-                       int64_t panel_stride, int64_t steps, float* out, int64_t out_stride) {
+                       int64_t panel_stride, int64_t steps, float* out, int64_t out_stride, Ahead ahead) {
     constexpr int VECTORS = 2 * PANELS;
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t s = 0; s < steps; s++) {
+        ahead.next();
         decltype(Step::weights(panel)) w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) w[v] = Step::weights(panel + (v / 2) * panel_stride + s * PANEL + (v % 2) * 16);

@@ -34,6 +34,10 @@ struct Operand {
 
 int64_t groups_of(const PackedLinear& w) { return (w.in_features + w.group - 1) / w.group; }
 int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? (w.in_features + 1) / 2 : w.in_features; }
+// How often a tile asks for a line of what comes next.
+int64_t tile_steps(const PackedLinear& w) {
+    return is_quantized(w.kind) ? w.in_features / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);
+}
 
 bool converts(const LinearJob& job) {
     switch (job.weight->kind) {
@@ -104,24 +108,25 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
 // ---- one tile ----
 
 using Tile = void (*)(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                      float* out, int64_t out_stride);
+                      float* out, int64_t out_stride, Ahead ahead);
 
 template <class Step, int ROWS, int PANELS>
 void run_float_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                    float* out, int64_t out_stride) {
+                    float* out, int64_t out_stride, Ahead ahead) {
     using Weight = typename Step::Weight;
     float_tile<Step, ROWS, PANELS>(static_cast<const typename Step::Word*>(x.words) + row * x.stride, x.stride,
                                    reinterpret_cast<const Weight*>(panel),
-                                   panel_stride / static_cast<int64_t>(sizeof(Weight)), word_steps(w), out, out_stride);
+                                   panel_stride / static_cast<int64_t>(sizeof(Weight)), word_steps(w), out, out_stride,
+                                   ahead);
 }
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
 void run_int_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                  float* out, int64_t out_stride) {
+                  float* out, int64_t out_stride, Ahead ahead) {
     int64_t groups = groups_of(w);
     QuantizedRows rows{x.quantized.bytes + row * groups * GROUP, x.quantized.scales + row * groups,
                        x.quantized.sums + row * groups};
     int_tile<KIND, GROUP, ROWS, PANELS>(rows, groups, reinterpret_cast<const uint8_t*>(panel), panel_stride, out,
-                                        out_stride);
+                                        out_stride, ahead);
 }
 
 // Tiles of every height, and for each width 1, 2, 4 what registers allow.
@@ -253,13 +258,17 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         if (columns > width * PANEL) columns = width * PANEL;
         for (int64_t i = 0; i < count; i++) {
             int64_t begin = row + (row_end - row) * i / count, rows = row + (row_end - row) * (i + 1) / count - begin;
+            // A single tile reads the weights as they come, at the speed of memory: nothing to gain.
+            int64_t asked = i * tile_steps(w) * 64;
+            Ahead ahead{first, 0};
+            if (count > 1 && asked < width * bytes) ahead = {first + width * bytes + asked, 64};
             if (job.gate == GATE_NONE) {
-                tiles.of(rows, width)(x, begin, w, first, bytes, sums, width * PANEL);
+                tiles.of(rows, width)(x, begin, w, first, bytes, sums, width * PANEL, ahead);
             } else if (tiles.panels(rows) >= 2) {
-                tiles.of(rows, 2)(x, begin, w, first, partner, sums, 2 * PANEL);
+                tiles.of(rows, 2)(x, begin, w, first, partner, sums, 2 * PANEL, ahead);
             } else {
-                tiles.of(rows, 1)(x, begin, w, first, 0, sums, 2 * PANEL);
-                tiles.of(rows, 1)(x, begin, w, first + partner, 0, sums + PANEL, 2 * PANEL);
+                tiles.of(rows, 1)(x, begin, w, first, 0, sums, 2 * PANEL, ahead);
+                tiles.of(rows, 1)(x, begin, w, first + partner, 0, sums + PANEL, 2 * PANEL, ahead);
             }
             finish_tile(job, sums, (job.gate == GATE_NONE ? width : 2) * PANEL, begin, rows, panel * PANEL, columns);
         }

@@ -41,7 +41,7 @@ inline u32x16 load_words(const uint8_t* p) {
 // (panel_stride bytes apart).
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
 inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
-                     int64_t out_stride) {
+                     int64_t out_stride, Ahead ahead) {
     constexpr int VECTORS = 2 * PANELS;
     constexpr int64_t HEADER = KIND == KIND_Q4_MIN ? 4 * PANEL : 2 * PANEL;
     constexpr int64_t RECORD = HEADER + (KIND == KIND_Q8 ? GROUP : GROUP / 2) * PANEL;
@@ -58,6 +58,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
         const int8_t* bytes = x.bytes + g * GROUP;
         if constexpr (KIND == KIND_Q8) {
             for (int quad = 0; quad < GROUP / 4; quad++) {
+                ahead.next();
                 u32x16 w[VECTORS];
 #pragma GCC unroll 8
                 for (int v = 0; v < VECTORS; v++)
@@ -75,6 +76,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
             for (int pair = 0; pair < GROUP / 8; pair++) {
 #pragma GCC unroll 2
                 for (int high = 0; high < 2; high++) {
+                    if (high == 0) ahead.next();
                     u32x16 w[VECTORS];
 #pragma GCC unroll 8
                     for (int v = 0; v < VECTORS; v++) {

@@ -45,3 +45,14 @@ inline int64_t panel_bytes(const PackedLinear& w) {
         default: return (w.in_features + w.group - 1) / w.group * quantized_record_bytes(w.kind, w.group);
     }
 }
+
+// What a tile asks of memory for later, a line at each of its steps: the panels that come next. So they arrive while
+// this tile computes, instead of all at once before the next.
+struct Ahead {
+    const char* at;
+    int64_t step;  // 64, or 0 to ask for nothing new
+    void next() {
+        __builtin_prefetch(at, 0, 2);
+        at += step;
+    }
+};
