@@ -31,8 +31,12 @@ class Memory:
         self.open_step()
 
     def open_step(self) -> None:
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[tuple[Branch, int, int]] = []  # for whom, from, to
         self.swapped_out = 0
+
+    @property
+    def has_windows(self) -> bool:
+        return any(spec.kind is KVGroupKind.WINDOW for spec in self.groups)
 
     # Prefix caching -------------------------------------------------------------------------------------------
 
@@ -156,21 +160,22 @@ class Memory:
             index = self._shared_write(branch, group)
             if index is not None:
                 [fresh] = self.pool.take(1)
-                self.copies.append((table[index], fresh))
+                self.copies.append((branch, table[index], fresh))
                 self.pool.give_back([table[index]])
                 table[index] = fresh
             missing = blocks_for(upto, self.block_size) - len(table)
             if missing > 0:
                 table.extend(self.pool.take(missing))
 
+    def call_off_copies(self, branches: list[Branch]) -> None:
+        """They do not run in this step: nothing is copied for them."""
+        self.copies = [copy for copy in self.copies if copy[0] not in branches]
+
     def fork(self, source: Branch, child: Branch) -> None:
         """`child` shares every block of `source`, and stands where it stands."""
-        child.tables = [list(table) for table in source.tables]
-        child.computed, child.in_flight = source.computed, source.in_flight
+        child.computed = source.computed  # what is in flight is the source's alone
         child.placeholders = source.placeholders
-        child.hashed = list(source.hashed)
-        for table in child.tables:
-            self.pool.share(table)
+        self.share_prefix(source, child, source.computed)
 
     def share_prefix(self, source: Branch, child: Branch, tokens: int) -> None:
         """`child`, which has nothing, shares the blocks of the first `tokens` tokens; all of a cross-attention table."""

@@ -100,7 +100,7 @@ class TwinScheduler:
             if live is None or live.status != "running":
                 continue
             branch = live.branches[0]
-            if len(branch.tokens) - branch.computed == 1:
+            if len(branch.tokens) - branch.computed == 1 and not branch.mid_prefill:
                 branch.drafts = list(tokens)
 
     def _queue(self, line: list[Live], live: Live) -> None:
@@ -198,6 +198,7 @@ class TwinScheduler:
             self.budget += entry.new
             entry.branch.computed -= entry.new
             entry.branch.in_flight -= entry.new
+        self.memory.call_off_copies(victim.branches)
         self.desk.take_back(victim)
 
     def _preempt(self, live: Live, may_swap: bool = True) -> None:
@@ -205,7 +206,7 @@ class TwinScheduler:
         self.desk.release(live)
         self.thrown_out.append(live.id)
         live.epoch += 1
-        live.stale_steps = len({step.number for step in self.in_flight for entry in step.sampling if entry.live is live})
+        live.stale_steps = sum(live in step.requests for step in self.in_flight)
         whole = [branch for branch in live.alive if branch.started]
         swaps = self.config.preemption_mode is PreemptionMode.SWAP or (
             self.config.preemption_mode is PreemptionMode.AUTO and len(live.alive) > 1
@@ -346,14 +347,17 @@ class TwinScheduler:
         known = len(branch.tokens)
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
         siblings = self._sibling_need(live)
-        if self.memory.admission_need(request, known, nothing, capped=True) + siblings > len(self.pool):
+        slots = min(known + self.config.num_lookahead_slots, self.max_model_len)
+        if self.memory.admission_need(request, slots, nothing, capped=True) + siblings > len(self.pool):
             return "never"
         if live.seats > self.config.max_num_seqs:
             return "never"
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
         if phased and known > self.config.max_num_batched_tokens and not self._may_chunk(live):
             return "never"
-        cached, hits = self.memory.hit(request, branch.tokens)
+        # Branches that return share the prompt's blocks with the first one; what lies behind a window is not among its hits.
+        whole = len(live.branches) > 1 and live.forked and self.memory.has_windows
+        cached, hits = (0, nothing) if whole else self.memory.hit(request, branch.tokens)
         want = known - cached
         if 0 < self.cap < want:
             want = self.cap
@@ -415,6 +419,7 @@ class TwinScheduler:
         self.planned.append(Planned(live, branch, branch.computed, new, drafts, live.epoch))
         branch.computed += new
         branch.in_flight += new
+        branch.mid_prefill = branch.computed < known
 
     # The record of the step, and its results --------------------------------------------------------------------
 
@@ -483,7 +488,9 @@ class TwinScheduler:
             self.last_prompt_step_s = duration_s
         emitted: dict[str, list[int]] = {}
         finished: dict[str, str] = {}
-        late: set[Live] = set()
+        for live in step.requests:
+            if live.status != "gone" and step.epochs[live.id] < live.epoch and step.epochs[live.id] >= live.drop_before:
+                live.stale_steps -= 1
         for entry in step.planned:
             if entry.epoch == entry.live.epoch:
                 entry.branch.in_flight -= entry.new
@@ -493,9 +500,6 @@ class TwinScheduler:
             live, branch = entry.live, entry.branch
             if live.status == "gone" or entry.epoch < live.drop_before:
                 continue
-            if entry.epoch < live.epoch and live not in late:
-                late.add(live)
-                live.stale_steps -= 1
             if branch.finished:
                 continue
             name = self._name(live, branch)

@@ -21,6 +21,7 @@ class Branch:
     hashed: list[int] = field(default_factory=list)  # per group: leading blocks whose content is recorded
     drafts: list[int] = field(default_factory=list)
     on_host: list[list[int]] | None = None  # the tables, in host blocks, while the request is swapped out
+    mid_prefill: bool = False  # its last chunk did not reach the end of what is known
     started: bool = False  # has blocks, and may be given tokens
     finished: bool = False
 
@@ -77,3 +78,11 @@ class Step:
     planned: list[Planned]
     sampling: list[Planned]
     has_prompt: bool
+
+    @property
+    def requests(self) -> list[Live]:
+        return list(dict.fromkeys(entry.live for entry in self.planned))
+
+    @property
+    def epochs(self) -> dict[str, int]:
+        return {entry.live.id: entry.epoch for entry in self.planned}

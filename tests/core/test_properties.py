@@ -1,0 +1,230 @@
+"""Random traffic over random settings: SPEC section 10 holds after every call, and every client hears the same text.
+
+`tests.core.traffic` does the checking. The default profile is small; `-m slow` runs long ones.
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulerConfig, SchedulingMode, SchedulingPolicy
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.request import LoraRef, MediaItem
+from tests.core.traffic import VOCABULARY, Setting, Traffic, make_request
+
+EVICT = False
+FULL = KVGroupSpec()
+
+
+def window(size: int, layer: int = 1) -> KVGroupSpec:
+    return KVGroupSpec(KVGroupKind.WINDOW, window=size, layers=(layer,))
+
+
+CROSS = KVGroupSpec(KVGroupKind.CROSS, layers=(1,))
+
+GROUPS = st.sampled_from(
+    [
+        (FULL,),
+        (FULL,),
+        (window(8, 0),),
+        (window(5, 0),),
+        (FULL, window(8)),
+        (FULL, window(6), window(3, 2)),
+    ]
+)
+
+
+@st.composite
+def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
+    seats = draw(st.integers(1, 5))
+    max_model_len = draw(st.sampled_from([24, 40]))
+    phased = mode is SchedulingMode.PHASED
+    budget = draw(st.sampled_from([24, 40] if phased else [seats, 8, 12, 24]).filter(lambda tokens: tokens >= seats))
+    groups = draw(GROUPS)
+    depth = draw(st.sampled_from([1, 1, 2, 3]))
+    media = draw(st.integers(0, 3)) == 0
+    encoder_decoder = not media and draw(st.integers(0, 7)) == 0
+    scheduler = SchedulerConfig(
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        scheduling_mode=mode,
+        scheduling_policy=draw(st.sampled_from(SchedulingPolicy)),
+        preemption_mode=draw(st.sampled_from(PreemptionMode)),
+        admit_whole_prompt=draw(st.booleans()),
+        max_num_partial_prefills=draw(st.sampled_from([0, 0, 1])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 5])),
+        num_lookahead_slots=draw(st.sampled_from([0, 0, 2])),
+        num_speculative_tokens=draw(st.sampled_from([0, 3])),
+        max_loras=draw(st.sampled_from([0, 1, 2])),
+        pipeline_depth=depth,
+        async_scheduling=depth > 1 and draw(st.booleans()),
+        evict_for_priority=EVICT and draw(st.booleans()),
+        encoder_budget=6 if media or encoder_decoder else 0,
+        encoder_cache_tokens=9 if media else 64 * encoder_decoder,
+        no_partial_media=draw(st.booleans()),
+        check_invariants=draw(st.booleans()),
+        decision_log_steps=draw(st.sampled_from([0, 4])),
+    )
+    cache = CacheConfig(
+        block_size=4,
+        enable_prefix_caching=draw(st.booleans()) and not encoder_decoder,
+        watermark=draw(st.sampled_from([0.0, 0.1])),
+    )
+    return Setting(
+        scheduler,
+        cache,
+        (FULL, CROSS) if encoder_decoder else groups,
+        num_blocks=draw(st.integers(4, 14)) * (1 if len(groups) == 1 else 2),
+        num_host_blocks=draw(st.sampled_from([0, 3, 12, 40])),
+        max_model_len=max_model_len,
+        encoder_decoder=encoder_decoder,
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, drafts, resets, and steps that come home late."""
+
+    mode = SchedulingMode.MIXED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic: Traffic
+        self.count = 0
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        self.traffic = Traffic(data.draw(setting_of(self.mode)))
+
+    @precondition(lambda self: self.count < 12)
+    @rule(
+        length=st.integers(1, 18),
+        shared=st.integers(0, 18),
+        flavour=st.integers(0, 1),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.sampled_from([0, 0, 2]),
+        ends=st.sampled_from([(), (), (1,), (2, 3)]),
+        priority=st.integers(0, 2),
+        lora=st.sampled_from([None, None, LoraRef("a"), LoraRef("b"), LoraRef("c")]),
+        salt=st.sampled_from([None, None, "s"]),
+        skip=st.sampled_from([False, False, True]),
+        places=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 2)), max_size=2),
+    )
+    def arrive(
+        self,
+        length: int,
+        shared: int,
+        flavour: int,
+        n: int,
+        max_tokens: int,
+        min_tokens: int,
+        ends: tuple[int, ...],
+        priority: int,
+        lora: LoraRef | None,
+        salt: str | None,
+        skip: bool,
+        places: list[tuple[int, int, int]],
+    ) -> None:
+        setting = self.traffic.setting
+        self.count += 1
+        prompt = [(7 * flavour + place) % VOCABULARY for place in range(length)]
+        prompt[shared:] = [(self.count + place) % VOCABULARY for place in range(len(prompt[shared:]))]
+        media: list[MediaItem] = []
+        if setting.scheduler.encoder_budget and not setting.encoder_decoder:
+            for offset, size, kind in sorted(places):
+                end = media[-1].offset + media[-1].length if media else 0
+                if offset >= end and offset + size <= length and size <= setting.scheduler.max_num_batched_tokens:
+                    media.append(MediaItem(f"{kind}/{size}", offset, size))
+        n = min(n, setting.scheduler.max_num_seqs)
+        request = make_request(
+            self.count,
+            prompt,
+            SamplingParams(
+                n=n, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=ends, temperature=0.0 if n == 1 else 1.0
+            ),
+            priority=priority,
+            lora=lora,
+            cache_salt=salt,
+            skip_prefix_read=skip,
+            media=tuple(media),
+            client_index=self.count % 2,
+            eos_token_ids=(0,) if self.count % 3 == 0 else (),
+            encoder_len=length % 6 + 1 if setting.encoder_decoder else 0,
+        )  # fmt: skip
+        if setting.encoder_decoder:
+            request = replace(request, media=(MediaItem(f"audio{self.count}", 0, request.encoder_len),))
+        self.traffic.add(request)
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        numbers = data.draw(st.lists(st.integers(1, self.count + 1), min_size=1, max_size=2))
+        ended = {key[0] for key, told in self.traffic.told.items() if told.finish and told.finish.request_done}
+        ids = [f"r{number}" for number in numbers]
+        self.traffic.abort([request_id for request_id in ids if request_id not in ended])
+
+    @rule(preempt_running=st.booleans())
+    def reset(self, preempt_running: bool) -> None:
+        self.traffic.reset(preempt_running)
+
+    @rule()
+    def plan(self) -> None:
+        if len(self.traffic.in_flight) >= self.traffic.depth:
+            self.traffic.deliver()
+        self.traffic.plan()
+
+    @precondition(lambda self: self.traffic.in_flight)
+    @rule()
+    def deliver(self) -> None:
+        self.traffic.deliver()
+
+    @rule(times=st.integers(1, 4), right=st.integers(0, 3))
+    def step(self, times: int, right: int) -> None:
+        """The ordinary loop: plan, take home, offer drafts of which the first `right` are right."""
+        for _ in range(times):
+            if len(self.traffic.in_flight) >= self.traffic.depth:
+                self.traffic.deliver()
+            self.traffic.plan()
+            self._offer_drafts(right)
+
+    def _offer_drafts(self, right: int) -> None:
+        if not self.traffic.setting.scheduler.num_speculative_tokens or self.traffic.setting.scheduler.async_scheduling:
+            return
+        for (request_id, branch), told in self.traffic.told.items():
+            if branch == 0 and told.finish is None and self.traffic.requests[request_id].num_branches == 1:
+                ahead = told.truth[len(told.tokens) :][1:4]
+                guess = ahead[:right] + [(token + 1) % VOCABULARY for token in ahead[right:]]
+                if guess:
+                    self.traffic.draft(request_id, guess)
+
+    def teardown(self) -> None:
+        if hasattr(self, "traffic") and sys.exc_info()[0] is None:
+            while self.traffic.in_flight:
+                self.traffic.deliver()
+            self.traffic.drain()
+
+
+class PhasedMachine(SchedulerMachine):
+    """The same where a step is all prompts or all decodes."""
+
+    mode = SchedulingMode.PHASED
+
+
+QUICK = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+DEEP = settings(max_examples=3000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
+def test_invariants(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
+def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=DEEP)

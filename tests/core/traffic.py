@@ -1,0 +1,349 @@
+"""Traffic: a scheduler, a worker that knows what every KV slot holds, and a client that knows what it must hear."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pagoda.base.clock import VirtualClock
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulerConfig, SchedulingPolicy
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
+from tests.core.exact_worker import ExactWorker, next_token
+from tests.twin import TwinScheduler
+
+VOCABULARY = 7
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a scheduler is built from."""
+
+    scheduler: SchedulerConfig = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+    cache: CacheConfig = CacheConfig(block_size=4, watermark=0.0)
+    groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),)
+    num_blocks: int = 16
+    num_host_blocks: int = 0
+    max_model_len: int = 64
+    encoder_decoder: bool = False
+
+    @property
+    def has_twin(self) -> bool:
+        """The twin does not measure costs, and offers no drafts behind tokens that are in flight."""
+        config = self.scheduler
+        guesses = config.async_scheduling and config.num_speculative_tokens > 0
+        return config.preemption_mode is not PreemptionMode.COST and not guesses
+
+
+@dataclass
+class Told:
+    """What the client has heard of one branch."""
+
+    truth: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+def truth_of(request: Request, branch: int, max_model_len: int) -> list[int]:
+    """The output of one branch, as if it were alone in the world."""
+    sampling = request.sampling
+    assert sampling is not None
+    tokens = [int(token) for token in request.prompt_token_ids]
+    output: list[int] = []
+    limit = min(sampling.max_tokens or max_model_len, max_model_len - len(tokens))
+    while len(output) < limit:
+        output.append(next_token(request.seed + branch, tokens + output, VOCABULARY))
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
+        if output[-1] in ends and len(output) >= sampling.min_tokens:
+            break
+    return output
+
+
+class Traffic:
+    """Every method leaves with all of SPEC section 10 checked."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.clock = VirtualClock()
+        self.scheduler = Scheduler(
+            setting.scheduler,
+            setting.cache,
+            setting.groups,
+            setting.num_blocks,
+            setting.max_model_len,
+            self.clock,
+            num_host_blocks=setting.num_host_blocks,
+            encoder_decoder=setting.encoder_decoder,
+        )
+        self.worker = ExactWorker(
+            setting.groups, setting.cache.block_size, setting.num_blocks, setting.num_host_blocks, VOCABULARY
+        )
+        self.twin = self._make_twin() if setting.has_twin else None
+        self.plans: deque[Record] = deque()  # the twin's, not home yet
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.id_of: dict[int, str] = {}
+        self.told: dict[tuple[str, int], Told] = {}
+        self.aborted: set[str] = set()
+        self.reset_ids: set[str] = set()  # thrown out by a reset since the last step was planned
+        self.finished_ids: Counter[str] = Counter()
+        self.outputs: list[SchedulerOutput] = []
+
+    def _make_twin(self) -> TwinScheduler:
+        setting = self.setting
+        return TwinScheduler(
+            setting.scheduler,
+            setting.cache,
+            setting.groups,
+            setting.num_blocks,
+            setting.max_model_len,
+            setting.encoder_decoder,
+            setting.num_host_blocks,
+            self.clock,
+        )
+
+    # What happens ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        assert request.handle not in self.id_of
+        self.scheduler.add_request(request)
+        if self.twin is not None:
+            self.twin.add(request)
+        self.requests[request.request_id] = request
+        self.id_of[request.handle] = request.request_id
+        for branch in range(request.num_branches):
+            self.told[request.request_id, branch] = Told(truth_of(request, branch, self.setting.max_model_len))
+        self.check()
+
+    def abort(self, ids: list[str]) -> None:
+        self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        if self.twin is not None:
+            self.twin.abort(ids)
+        self.aborted |= set(ids) & self.requests.keys()
+        self.check()
+
+    def reset(self, preempt_running: bool) -> bool:
+        if preempt_running:
+            self.reset_ids |= set(self.scheduler.running_ids())
+        done = self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+        if self.twin is not None:
+            assert self.twin.reset_prefix_cache(preempt_running) == done
+        self.check()
+        return done
+
+    def draft(self, request_id: str, guess: list[int]) -> None:
+        self.scheduler.update_draft_token_ids({request_id: guess})
+        if self.twin is not None:
+            self.twin.set_drafts({request_id: guess})
+        self.check()
+
+    @property
+    def depth(self) -> int:
+        return self.setting.scheduler.pipeline_depth
+
+    def plan(self) -> SchedulerOutput:
+        """Plan one step and execute it; its result is not home yet."""
+        assert len(self.in_flight) < self.depth
+        line = list(self.scheduler.waiting_ids())
+        output = self.scheduler.schedule()
+        result = self.worker.run(output)
+        self.clock.advance(result.duration_s)
+        self.outputs.append(output)
+        self.in_flight.append((output, result))
+        self.finished_ids.update(output.finished_ids)
+        self._check_step(output, line)
+        if self.twin is not None:
+            self._plan_twin(output)
+        self.check()
+        return output
+
+    def _plan_twin(self, output: SchedulerOutput) -> None:
+        """The twin decides the same."""
+        assert self.twin is not None
+        plan = self.twin.schedule()
+        plan["names"] = {row: self._name(row) for row in self.worker.rows}
+        self.plans.append(plan)
+        mine = {
+            "scheduled": sorted([self._name(row), new] for row, new in zip(output.rows.tolist(), output.num_new.tolist(), strict=True)),
+            "admitted": sorted(
+                (self._name(init.row), "new" if init.kind is AdmitKind.NEW else "resumed", init.num_computed)
+                for init in output.admitted
+            ),
+            "preempted": sorted(output.preempted_ids),
+            "samples": sorted(self._name(row) for row in output.sample_rows.tolist()),
+            "copies": len(output.copies),
+            "swapped_out": len(output.swap_out),
+            "ignored": sorted({finish.request_id for finish in output.ignored}),
+        }  # fmt: skip
+        theirs = {
+            "scheduled": sorted(plan["scheduled"]),
+            "admitted": sorted((entry["id"], entry["kind"], entry["cached"]) for entry in plan["admitted"]),
+            "samples": sorted(plan["samples"]),
+        } | {key: plan[key] for key in ("preempted", "copies", "swapped_out", "ignored")}
+        assert mine == theirs, f"step {output.step}: {_difference(mine, theirs)}"
+
+    def _name(self, row: int) -> str:
+        known = self.worker.rows[row]
+        request = self.requests[known.request_id]
+        branch = known.seed - request.seed
+        return f"{known.request_id}/{branch}" if request.num_branches > 1 else known.request_id
+
+    def deliver(self) -> dict[int, EngineCoreOutputs]:
+        """The oldest result comes home."""
+        output, result = self.in_flight.popleft()
+        heard = self.scheduler.update_from_output(output, result)
+        for outputs in heard.values():
+            self._hear(outputs)
+        if self.twin is not None:
+            plan = self.plans.popleft()
+            sampled = {
+                plan["names"][row]: tokens[:count]
+                for row, tokens, count in zip(
+                    output.sample_rows.tolist(), result.sampled.tolist(), result.num_sampled.tolist(), strict=True
+                )
+            }
+            self.twin.update(plan["handle"], sampled, result.duration_s)
+        self.check()
+        return heard
+
+    def step(self) -> SchedulerOutput:
+        """Plan one more step; take the oldest result home if as many are in flight as may be."""
+        output = self.plan()
+        if len(self.in_flight) >= self.depth or output.is_empty:
+            self.deliver()
+        return output
+
+    def drain(self, limit: int = 2000) -> None:
+        """Run until nothing is left; then everything must be as in the beginning."""
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        else:
+            stuck = self.scheduler.running_ids() + self.scheduler.waiting_ids() + self.scheduler.swapped_ids()
+            places = {request_id: self.scheduler.num_computed_tokens(request_id) for request_id in stuck}
+            raise AssertionError(
+                f"not done after {limit} steps: {self.scheduler.get_request_counts()}, computed {places}, "
+                f"{self.scheduler.num_free_blocks} blocks free"
+            )
+        while self.in_flight:
+            self.deliver()
+        self.plan()  # the last ends are told to the worker
+        self.deliver()
+        assert self.scheduler.num_free_blocks == self.setting.num_blocks
+        assert self.scheduler.num_free_host_blocks == self.setting.num_host_blocks
+        assert not self.worker.rows
+        assert self.scheduler.get_request_counts() == (0, 0)
+        assert self.finished_ids == Counter(self.requests.keys()), "every request's end is told to the worker once"
+        for (request_id, branch), told in self.told.items():
+            if request_id not in self.aborted:
+                assert told.finish is not None, f"{request_id}/{branch} was never ended"
+
+    # What must hold -------------------------------------------------------------------------------------------
+
+    def _hear(self, outputs: EngineCoreOutputs) -> None:
+        tokens = outputs.token_ids.tolist()
+        ends = {(self.id_of[finish.handle], finish.branch): finish for finish in outputs.finishes}
+        for handle, branch, count in zip(
+            outputs.handles.tolist(), outputs.branches.tolist(), outputs.counts.tolist(), strict=True
+        ):
+            key = (self.id_of[handle], branch)
+            told = self.told[key]
+            assert count > 0 or key in ends, "only what has new tokens or an end is told"
+            assert told.finish is None, f"{key} speaks after its end"
+            assert key[0] not in self.aborted, f"{key} speaks after its abort"
+            told.tokens += tokens[:count]
+            del tokens[:count]
+            assert told.tokens == told.truth[: len(told.tokens)], f"{key} says something else in this schedule"
+        assert not tokens
+        for key, finish in ends.items():
+            told = self.told[key]
+            assert told.finish is None, f"{key} ended twice"
+            told.finish = finish
+            if finish.message is None:
+                assert told.tokens == told.truth, f"{key} ended early: {finish}"
+        for key in ends:
+            self._check_request_done(key[0])
+
+    def _check_request_done(self, request_id: str) -> None:
+        branches = [told for (owner, _), told in self.told.items() if owner == request_id]
+        ended = [told.finish for told in branches if told.finish is not None]
+        assert sum(finish.request_done for finish in ended) == (len(ended) == len(branches))
+
+    def _check_step(self, output: SchedulerOutput, line: list[str]) -> None:
+        config = self.setting.scheduler
+        assert output.total_num_scheduled_tokens == int(output.num_new.sum()) <= config.max_num_batched_tokens
+        assert len(set(output.rows.tolist())) == len(output.rows)
+        assert len(self.worker.rows) <= config.max_num_seqs
+        loras = {row.lora for row in self.worker.rows.values() if row.lora is not None}
+        assert not config.max_loras or len(loras) <= config.max_loras
+        fresh = [init.request_id for init in output.admitted if init.branch == 0]
+        if not config.evict_for_priority and set(output.preempted_ids) - self.reset_ids:
+            assert not fresh, "a step that preempts admits nobody"
+        self.reset_ids = set()
+        fcfs = config.scheduling_policy is SchedulingPolicy.FCFS
+        if fcfs and not config.max_loras and config.pipeline_depth == 1:
+            entered = {init.request_id for init in output.admitted if init.request_id in line}
+            stayed = [request_id for request_id in line if request_id in self.scheduler.waiting_ids()]
+            assert not stayed or not entered or max(map(line.index, entered)) < line.index(stayed[0]), "somebody overtook"
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        """Every block is free or referenced; its count is the number of table entries that name it; workers know the same."""
+        named: Counter[int] = Counter()
+        state = self.scheduler._state  # the truth itself: what the public answers are made of
+        assert set(state.lineup.rows.tolist()) == set(self.worker.rows)
+        for number, row in self.worker.rows.items():
+            for table, mirrored in zip(state.table.tables(number), row.tables, strict=True):
+                entries = table.tolist()
+                named.update(block for block in entries if block)
+                # A worker keeps entries behind a window, and a fork's copy of slots that were reserved for its source alone.
+                assert len(entries) <= len(mirrored)
+                assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
+        assert self.scheduler.num_free_blocks == self.setting.num_blocks - len(named)
+        counts = state.kv.pool.ref_count
+        for block in range(1, self.setting.num_blocks + 1):
+            assert int(counts[block]) == named[block], f"block {block}: {counts[block]} references, {named[block]} entries"
+
+    def check(self) -> None:
+        self.scheduler.check()
+        running, waiting, swapped = (
+            list(self.scheduler.running_ids()),
+            list(self.scheduler.waiting_ids()),
+            list(self.scheduler.swapped_ids()),
+        )
+        everywhere = running + waiting + swapped
+        if self.twin is not None:
+            twin = self.twin.state()
+            assert (running, waiting, swapped) == (twin["running"], twin["waiting"], twin["swapped"])
+            assert (self.scheduler.num_free_blocks, "free") == (twin["free_blocks"], "free")
+            assert self.scheduler.num_free_host_blocks == twin["free_host_blocks"]
+        assert len(set(everywhere)) == len(everywhere), "a request stands in one queue"
+        ended = {key[0] for key, told in self.told.items() if told.finish is not None and told.finish.request_done}
+        assert not set(everywhere) & (self.aborted | ended)
+        assert 0 <= self.scheduler.num_free_blocks <= self.setting.num_blocks
+
+
+def _difference(mine: Record, theirs: Record) -> str:
+    return "; ".join(f"{key}: {mine[key]} is not the twin's {theirs[key]}" for key in mine if mine[key] != theirs[key])
+
+
+def make_request(
+    number: int,
+    prompt: list[int],
+    sampling: object,
+    **cold: object,
+) -> Request:
+    """A request whose id, handle and seed follow from `number`."""
+    return Request(
+        request_id=f"r{number}",
+        prompt_token_ids=np.asarray(prompt, np.int32),
+        sampling=sampling,  # type: ignore[arg-type]
+        handle=number,
+        seed=1000 * number,
+        **{"arrival_time_s": float(number), **cold},  # type: ignore[arg-type]
+    )
