@@ -63,9 +63,9 @@ def cpu_line(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def threads_line() -> str:
-    from pagoda.worker.memory import usable_cpus
+    from pagoda.kernels.native.threads import available_cpus
 
-    return f"{usable_cpus()} used by default, {os.cpu_count()} in the machine"
+    return f"{available_cpus()} used by default, {os.cpu_count()} in the machine"
 
 
 def memory_line() -> str:

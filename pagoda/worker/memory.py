@@ -1,7 +1,6 @@
 """How much memory the machine really has, and how many KV blocks fit in it. No torch: `pagoda plan` uses it as it
 is."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +42,6 @@ def available_memory(root: Path = Path("/")) -> int:
     if not known:
         raise ConfigError("cannot read how much memory the machine has; set kv_cache_memory in bytes")
     return max(0, min(known))
-
-
-def usable_cpus(root: Path = Path("/")) -> int:
-    """CPU cores that this process may use: its affinity, cut by the cgroup's quota; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [quota for quota in _cgroup_cpu_quotas(root) if quota is not None]
-    return max(1, min([allowed, *(max(1, int(quota)) for quota in quotas)]))
 
 
 def _read(path: Path) -> str | None:
@@ -101,19 +93,6 @@ def _cgroup_headrooms(root: Path) -> list[int | None]:
         stat = dict(line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
         headrooms.append(limit - used + int(stat.get(field, 0)))
     return headrooms
-
-
-def _cgroup_cpu_quotas(root: Path) -> list[float | None]:
-    """CPUs granted by each quota that holds for this process."""
-    quotas: list[float | None] = []
-    for directory, is_v2 in _cgroup_dirs(root, "cpu"):
-        if is_v2:
-            quota, _, period = (_read(directory / "cpu.max") or "max").strip().partition(" ")
-        else:
-            quota = str(_read_int(directory / "cpu.cfs_quota_us") or "max")
-            period = str(_read_int(directory / "cpu.cfs_period_us") or "")
-        quotas.append(int(quota) / int(period) if quota.isdigit() and period.isdigit() else None)
-    return quotas
 
 
 def estimate_weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:

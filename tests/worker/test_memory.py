@@ -12,7 +12,6 @@ from pagoda.worker.memory import (
     estimate_weight_bytes,
     kv_bytes_per_slot,
     plan_capacity,
-    usable_cpus,
 )
 
 GIB = 1024**3
@@ -68,17 +67,6 @@ def test_v1(tmp_path: Path) -> None:
 def test_nothing_readable_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory"):
         available_memory(tmp_path)
-
-
-def test_cpu_quota(tmp_path: Path) -> None:
-    all_of_them = usable_cpus(tmp_path)
-    assert all_of_them >= 1
-    write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__cpu_dot_max="100000 100000\n")
-    assert usable_cpus(tmp_path) == 1
-    write(tmp_path, sys__fs__cgroup__cpu_dot_max="50000 100000\n")
-    assert usable_cpus(tmp_path) == 1
-    write(tmp_path, sys__fs__cgroup__cpu_dot_max="max 100000\n")
-    assert usable_cpus(tmp_path) == all_of_them
 
 
 def test_smollm2_in_numbers() -> None:

@@ -2,7 +2,8 @@
 
 import torch
 
-from pagoda.worker.memory import available_memory, usable_cpus
+from pagoda.kernels.native.threads import available_cpus
+from pagoda.worker.memory import available_memory
 
 
 class CpuDevice:
@@ -10,7 +11,7 @@ class CpuDevice:
 
     def __init__(self, threads: int | None) -> None:
         self.device = torch.device("cpu")
-        self.threads = threads if threads is not None else usable_cpus()
+        self.threads = threads if threads is not None else available_cpus()
 
     def prepare(self) -> None:
         """Set the process up for running steps."""
