@@ -33,7 +33,7 @@ class ChatTemplate:
         self.sources: Mapping[str, str] = named
         self.special_tokens = dict(special_tokens or {})
         try:
-            self._templates = {name: _ENVIRONMENT.from_string(text) for name, text in named.items()}
+            self._templates = {name: _ENVIRONMENT.from_string(text, globals=_GLOBALS) for name, text in named.items()}
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid: {error.message} (line {error.lineno})") from None
 
@@ -166,10 +166,12 @@ def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["namespace"] = _Namespace
-    environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
 _ENVIRONMENT = _make_environment()
+_GLOBALS: dict[str, Any] = {
+    "raise_exception": _raise_exception,
+    "strftime_now": _strftime_now,
+    "namespace": _Namespace,
+}

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pagoda.base.errors import InvariantBroken, PagodaError, WorkerDied
 from pagoda.core.request import Request, RequestStatus
@@ -12,6 +13,8 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.journal import JournalEntry, error_outputs
+
+T = TypeVar("T")
 
 _STATS_INTERVAL_S = 0.1
 _Command = Callable[[EngineCore], None]
@@ -134,11 +137,11 @@ class ThreadClient:
             self._loop.call_soon_threadsafe(call, *args)
 
 
-def _settle(future: "asyncio.Future[object]", result: object) -> None:
+def _settle(future: "asyncio.Future[T]", result: T) -> None:
     if not future.done():
         future.set_result(result)
 
 
-def _fail(future: "asyncio.Future[object]", error: BaseException) -> None:
+def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -204,7 +204,7 @@ def _read_chat_template(given: str) -> str:
         raise ConfigError(f"chat_template={given!r} is neither a template nor a readable file: {error}") from None
 
 
-def _load_folder(folder: Path, template_text: str | None) -> LibraryTokenizer:
+def _load_folder(folder: Path, given_template: str | None) -> LibraryTokenizer:
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -219,9 +219,8 @@ def _load_folder(folder: Path, template_text: str | None) -> LibraryTokenizer:
     names = _special_token_texts(config, _read_json(folder / "special_tokens_map.json"))
     eos = _ids_of(folder, backend, names.get("eos_token"))
     bos_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
-    if template_text is None:
-        template_text = _folder_chat_template(folder, config)
-    return LibraryTokenizer(backend, make_facts(backend, bos_id, eos, template_text, names))
+    template = given_template if given_template is not None else _folder_chat_template(folder, config)
+    return LibraryTokenizer(backend, make_facts(backend, bos_id, eos, template, names))
 
 
 def make_facts(
