@@ -51,10 +51,21 @@ def test_gemma3_270m_as_its_config_says_it(tmp_path: Path):
     facts = read(
         tmp_path,
         architectures=["Gemma3ForCausalLM"],
-        hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=256, max_position_embeddings=32768, vocab_size=262144,
-        sliding_window=512, _sliding_window_pattern=6, rope_local_base_freq=10000.0, rope_theta=1e6,
-        query_pre_attn_scalar=256, rope_scaling=None, attn_logit_softcapping=None,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        max_position_embeddings=32768,
+        vocab_size=262144,
+        sliding_window=512,
+        _sliding_window_pattern=6,
+        rope_local_base_freq=10000.0,
+        rope_theta=1e6,
+        query_pre_attn_scalar=256,
+        rope_scaling=None,
+        attn_logit_softcapping=None,
     )
     assert facts.spec.layer_windows.count(0) == 3
     assert (facts.attention_softcap, facts.logit_softcap) == (0.0, 0.0)
