@@ -97,6 +97,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(dict.fromkeys(sorted(strings, key=len, reverse=True)))
         self._longest = len(self._strings[0])
+        self._beginnings = frozenset(text[:size] for text in self._strings for size in range(1, len(text)))
         self._tail = ""
         self.found: str | None = None
         self.num_held = 0
@@ -129,7 +130,6 @@ class StopStrings:
     def _longest_beginning(self) -> int:
         tail = self._tail
         for start in range(len(tail)):
-            rest = tail[start:]
-            if any(len(string) > len(rest) and string.startswith(rest) for string in self._strings):
-                return len(rest)
+            if tail[start:] in self._beginnings:
+                return len(tail) - start
         return 0
