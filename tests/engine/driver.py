@@ -103,12 +103,15 @@ def make_core(
     return EngineCore(scheduler, executor, clock, facts, vocab_size, config.pipeline_depth)
 
 
-def write_tiny_llama(folder: Path, seed: int = 0, window: int = 0) -> Path:
-    """A random two-layer model with GQA in the Hugging Face layout, fp32; as Mistral where it has a window."""
+def write_tiny_llama(folder: Path, seed: int = 0, window: int = 0, mixed: bool = False) -> Path:
+    """A random model with GQA in the Hugging Face layout, fp32: two layers of Llama, or of Mistral if it has a window.
+
+    mixed: three layers of Qwen2, the middle one with the window, so that there are several KV groups.
+    """
     import torch
     from safetensors.torch import save_file
 
-    hidden, inner, heads, kv_heads, head_dim, vocab, layers = 48, 96, 4, 2, 16, 160, 2
+    hidden, inner, heads, kv_heads, head_dim, vocab, layers = 48, 96, 4, 2, 16, 160, 3 if mixed else 2
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> "torch.Tensor":
@@ -128,10 +131,17 @@ def write_tiny_llama(folder: Path, seed: int = 0, window: int = 0) -> Path:
             f"{p}mlp.up_proj.weight": weight(inner, hidden),
             f"{p}mlp.down_proj.weight": weight(hidden, inner),
         }
+        if mixed:
+            tensors |= {
+                f"{p}self_attn.q_proj.bias": weight(heads * head_dim),
+                f"{p}self_attn.k_proj.bias": weight(kv_heads * head_dim),
+                f"{p}self_attn.v_proj.bias": weight(kv_heads * head_dim),
+            }
     tensors |= {"model.norm.weight": torch.ones(hidden), "lm_head.weight": weight(vocab, hidden)}
-    config = {
-        "architectures": ["MistralForCausalLM" if window else "LlamaForCausalLM"],
-        "model_type": "mistral" if window else "llama",
+    kind = "qwen2" if mixed else "mistral" if window else "llama"
+    config: dict[str, object] = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -150,6 +160,9 @@ def write_tiny_llama(folder: Path, seed: int = 0, window: int = 0) -> Path:
     }
     if window:
         config["sliding_window"] = window
+    if mixed:
+        config["use_sliding_window"] = True
+        config["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")

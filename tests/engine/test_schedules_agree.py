@@ -3,6 +3,7 @@
 SPEC section 10, rule 6.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,13 +48,20 @@ SCHEDULES: list[dict[str, object]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[0, 12], ids=["full", "window"])
+@pytest.fixture(scope="module", params=["full", "window", "mixed"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), seed=3, window=request.param)
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny_llama(folder, 3, window=0 if request.param == "full" else 12, mixed=request.param == "mixed")
 
 
 def engine(model: Path, **options: object) -> EngineCore:
-    return build_engine_core(resolve_engine(EngineConfig.from_options(model=str(model), **{**BASE, **options})))
+    """Pools are given as for one KV group; a model with three gets a little more than twice that."""
+    setup = resolve_engine(EngineConfig.from_options(model=str(model), **{**BASE, **options}))
+    if len(setup.groups) > 1:
+        cache = setup.config.cache
+        scaled = replace(cache, num_blocks=cache.num_blocks * 9 // 4, num_host_blocks=(cache.num_host_blocks or 0) * 3)
+        setup = replace(setup, config=replace(setup.config, cache=scaled))
+    return build_engine_core(setup)
 
 
 def traffic() -> list[tuple[list[int], SamplingParams, int]]:
