@@ -18,7 +18,7 @@ from pagoda.base.errors import CapacityError, RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.chat_template import Message
-from pagoda.engine.input_processor import Prompt, TokensPrompt, build_input_processor
+from pagoda.engine.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.output_processor import OutputKind
 from pagoda.engine.tokenizer import Tokenizer
@@ -101,6 +101,17 @@ class LLM:
         """
         is_single = _is_one_prompt(prompts)
         each: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item,arg-type]
+        return self._generate(each, sampling_params, use_tqdm, priority, is_single)
+
+    def _generate(
+        self,
+        each: Sequence[Prompt | RequestError],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        is_single: bool,
+    ) -> list[RequestOutput]:
+        """`generate` for a list, in which an error stands for a prompt that could not even be written."""
         params = _for_each(sampling_params, len(each))
         if priority is not None and len(priority) != len(each):
             raise RequestError(f"{len(priority)} priorities for {len(each)} prompts", "priority")
@@ -110,6 +121,8 @@ class LLM:
         try:
             for index, (request_id, prompt) in enumerate(zip(ids, each, strict=True)):
                 try:
+                    if isinstance(prompt, RequestError):
+                        raise prompt
                     own_priority = priority[index] if priority is not None else 0
                     self._add(request_id, prompt, params[index], OutputKind.FINAL_ONLY, own_priority)
                     live.add(request_id)
@@ -120,7 +133,7 @@ class LLM:
                     outputs[request_id] = _refused(request_id, prompt, error)
             self._run(live, outputs, use_tqdm)
         finally:
-            self._drop(live)
+            self._drop(set(ids))
         return [outputs[request_id] for request_id in ids]
 
     def chat(
@@ -131,15 +144,20 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """The assistant's next turn in a conversation, or in each of several; as `generate` otherwise.
+        """The assistant's next turn in a conversation, or in each of several; as `generate` otherwise, errors included.
 
         template_options: chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs (see
         InputProcessor.render_chat).
         """
         if _is_one_conversation(messages):
             return self.generate(self._render(messages, template_options), sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
-        prompts = [self._render(conversation, template_options) for conversation in messages]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts: list[Prompt | RequestError] = []
+        for conversation in messages:
+            try:
+                prompts.append(self._render(conversation, template_options))  # type: ignore[arg-type]
+            except RequestError as error:
+                prompts.append(error)
+        return self._generate(prompts, sampling_params, use_tqdm, None, is_single=False)
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         rendered = self.engine.input_processor.render_chat(messages, **template_options)
@@ -178,25 +196,30 @@ class LLM:
     # ---- the engine, one step at a time
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, kind: OutputKind, priority: int) -> None:
-        self.engine.add_request(request_id, prompt, params, kind, priority=priority)
-        self._mail[request_id] = deque()
+        with _interrupt_afterwards():
+            self.engine.add_request(request_id, prompt, params, kind, priority=priority)
+            self._mail[request_id] = deque()
 
     def _run(self, live: set[str], outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Step until all of `live` have ended; their outputs go into `outputs`."""
         disable = None if use_tqdm else True  # None: off when there is no terminal
         with tqdm(total=len(live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
             while live:
-                self._step()
-                for request_id in [request_id for request_id in live if self._mail[request_id]]:
+                for request_id in live.intersection(self._step()):
                     outputs[request_id] = self._mail.pop(request_id).popleft()
                     live.discard(request_id)
                     bar.update()
 
-    def _step(self) -> None:
-        """One step of the engine; every output goes to whoever waits for it. Ctrl-C is answered behind the step."""
+    def _step(self) -> list[str]:
+        """One step of the engine; every output goes to whoever waits for it. Ctrl-C is answered behind the step.
+
+        Returns the ids of the requests that have mail.
+        """
         with _interrupt_afterwards():
-            for output in self.engine.step():
+            outputs = self.engine.step()
+            for output in outputs:
                 self._mail[output.request_id].append(output)
+        return [output.request_id for output in outputs]
 
     def _drop(self, request_ids: set[str]) -> None:
         """End those that are still live and forget them."""
@@ -254,8 +277,8 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return params
 
 
-def _refused(request_id: str, prompt: Prompt, error: Exception) -> RequestOutput:
+def _refused(request_id: str, prompt: Prompt | RequestError, error: Exception) -> RequestOutput:
     """The output of a prompt that never ran."""
-    shown = prompt if isinstance(prompt, str) else None
+    shown = None if isinstance(prompt, RequestError) else text_of(prompt)
     ending = CompletionOutput(index=0, finish_reason="error")
     return RequestOutput(request_id, shown, outputs=[ending], finished=True, error=str(error))

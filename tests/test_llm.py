@@ -104,6 +104,8 @@ def test_chat_renders_one_or_many_conversations(llm: LLM) -> None:
     assert templated.prompt == "hi"
     with pytest.raises(RequestError, match="messages is empty"):
         llm.chat([], SHORT)
+    good, bad = llm.chat([hi, [{"role": "user"}]], SHORT)  # type: ignore[list-item]
+    assert (good.error, bad.error) == (None, "messages[0] has no content")
 
 
 def test_a_stream_tells_what_generate_tells(llm: LLM) -> None:
