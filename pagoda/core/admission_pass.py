@@ -1,11 +1,10 @@
-"""AdmissionPass: who enters the running set, from the swapped line and from the waiting line."""
-
-from enum import Enum
+"""AdmissionPass: who enters the running set from the waiting line."""
 
 from pagoda.base.config import SchedulingMode, SchedulingPolicy
-from pagoda.core.decision_log import Admitted, Held, Reason
+from pagoda.core.decision_log import Reason
 from pagoda.core.encoder_budget import MediaFit, fit_media
-from pagoda.core.kv_cache_manager import Hit
+from pagoda.core.entry_checks import EntryChecks, Verdict
+from pagoda.core.kv_content import Hit
 from pagoda.core.kv_groups import blocks_for
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.core.request_table import Branch, LiveRequest
@@ -14,80 +13,14 @@ from pagoda.core.scheduler_state import SchedulerState
 from pagoda.core.step_plan import Entry, StepPlan
 
 
-class Verdict(Enum):
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
-
-
 class AdmissionPass:
     """Asks each request in line order until one has to wait: nobody overtakes, but for those that a gate holds back."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._checks = EntryChecks(state)
 
-    # From the swapped line
-
-    def return_swapped(self, plan: StepPlan) -> bool:
-        """Bring parked requests back while there are seats, blocks and budget.
-
-        False when one of them has to wait: then nobody may overtake it from the waiting line.
-        """
-        state = self._state
-        closed: set[LoraRef] = set()
-        while plan.budget > 0 and (live := state.swapped.head(closed)) is not None:
-            branches = live.unfinished
-            if state.lora_gate.refusal(live) and live.request.lora:
-                self._hold(live, Reason.LORA, stops_line=False)
-                closed.add(live.request.lora)
-                continue
-            if live.has_tokens_in_flight:
-                self._hold(live, Reason.IN_FLIGHT)
-                return False
-            if not self._has_seats(live):
-                self._hold(live, Reason.SEATS)
-                return False
-            wants = self._divide(plan, [len(branch.token_ids) - branch.num_computed for branch in branches])
-            ends = [branch.num_computed + want for branch, want in zip(branches, wants, strict=True)]
-            verdict, reason = self._return_verdict(branches, ends)
-            if verdict is Verdict.NEVER:
-                self._refuse(live, "can never come back from host memory")
-                continue
-            if verdict is Verdict.LATER:
-                self._hold(live, reason)
-                return False
-            state.swapped.remove(live)
-            state.enter_running(live)
-            for branch in branches:
-                state.give_row(branch, branch.num_computed)
-            state.swap.swap_in(branches)
-            for branch, want, end in zip(branches, wants, ends, strict=True):
-                start = branch.num_computed
-                branch.status = RequestStatus.RUNNING
-                plan.entries[branch.row] = Entry(branch.row, AdmitKind.SWAPPED_IN, start)
-                if want:
-                    state.kv.grow_swapped_in(branch.row, end)
-                    plan.place(branch.row, start, want)
-            plan.num_swapped += 1
-            self._note_admitted(live, sum(wants), 0)
-        return plan.budget > 0
-
-    def _divide(self, plan: StepPlan, wants: list[int]) -> list[int]:
-        left, shares = plan.budget, []
-        for want in wants:
-            share = min(want, left, plan.prompt_cap or want)
-            shares.append(share)
-            left -= share
-        return shares
-
-    def _return_verdict(self, branches: list[Branch], ends: list[int]) -> tuple[Verdict, Reason]:
-        state = self._state
-        need = state.swap.blocks_to_return(branches, ends)
-        return self._against_free(need)
-
-    # From the waiting line
-
-    def admit_waiting(self, plan: StepPlan) -> None:
+    def run(self, plan: StepPlan) -> None:
         """Admit in line order while there are seats, blocks and budget."""
         state = self._state
         if not state.waiting:
@@ -97,12 +30,12 @@ class AdmissionPass:
         aside: list[LiveRequest] = []
         while plan.budget > 0 and (live := state.waiting.head(closed)) is not None:
             if live.request.lora is not None and state.lora_gate.refusal(live):
-                self._hold(live, Reason.LORA, stops_line=False)
+                self._checks.hold(live, Reason.LORA, stops_line=False)
                 closed.add(live.request.lora)
                 continue
             refusal = next((reason for gate in state.gates if (reason := gate.refusal(live))), None)
             if refusal is not None:
-                self._hold(live, refusal, stops_line=False)
+                self._checks.hold(live, refusal, stops_line=False)
                 state.waiting.remove(live)
                 aside.append(live)
                 continue
@@ -111,7 +44,7 @@ class AdmissionPass:
                 continue
             if self._make_way(live, reason, plan):
                 continue
-            self._hold(live, reason)
+            self._checks.hold(live, reason)
             break
         for live in aside:
             state.waiting.push(live)
@@ -119,7 +52,7 @@ class AdmissionPass:
     def _line_stops_for(self, live: LiveRequest, plan: StepPlan) -> Reason | None:
         """Limits that do not depend on the request's blocks."""
         state = self._state
-        if not self._has_seats(live):
+        if not self._checks.has_seats(live):
             return Reason.SEATS
         if state.running and state.delay_gate.is_closed(self._oldest_arrival_s(live), plan.now_s):
             return Reason.DELAY
@@ -141,16 +74,8 @@ class AdmissionPass:
         ends.update(zip(rows.tolist(), (start + num_new).tolist(), strict=True))
         return sum(end < table.num_tokens[row] for row, end in ends.items() if table.branch_of[row] is not None)
 
-    def _has_seats(self, live: LiveRequest) -> bool:
-        state = self._state
-        seats = len(live.unfinished)
-        latent = state.num_seats_taken - len(state.lineup.rows)
-        return (
-            state.num_seats_taken + seats <= state.config.max_num_seqs and state.table.num_free_rows >= latent + seats
-        )
-
     def _admit(self, live: LiveRequest, plan: StepPlan) -> Reason | None:
-        """Let the head of the line in, or end it, or say why it has to wait. Nothing is taken before all checks passed."""
+        """Let the head of the line in, or end it, or say why it waits. Nothing is taken before all checks pass."""
         state = self._state
         leader = live.unfinished[0]
         num_tokens = len(leader.token_ids)
@@ -161,7 +86,7 @@ class AdmissionPass:
         # Branches that come back share the first one's blocks, which a window hit may not have all.
         shares_behind_window = bool(state.kv.windows) and len(live.unfinished) > 1 and not live.awaiting_fork
         skip = live.request.skip_prefix_read or asks_prompt_logprobs or shares_behind_window
-        hit = state.kv.no_hit if skip else state.kv.lookup(leader)
+        hit = state.kv.content.no_hit if skip else state.kv.content.lookup(leader)
         num_new = num_tokens - hit.num_tokens
         if plan.prompt_cap:
             num_new = min(num_new, plan.prompt_cap)
@@ -181,13 +106,13 @@ class AdmissionPass:
             state.encoder.drop_all(live)
             if verdict is Verdict.LATER:
                 return reason
-            self._refuse(live, "needs more KV blocks than there are")
+            self._checks.refuse(live, "needs more KV blocks than there are")
             return None
         self._enter(live, leader, hit, num_new, media, plan)
         return None
 
     def _may_chunk(self, live: LiveRequest, num_tokens: int) -> bool:
-        """Prompts are cut in mixed mode only; but a phased engine must cut what has outgrown a step while it was away."""
+        """Prompts are cut in mixed mode only; but a phased engine must cut what outgrew a step while it was away."""
         config = self._state.config
         if config.scheduling_mode is SchedulingMode.MIXED:
             return config.enable_chunked_prefill
@@ -198,9 +123,9 @@ class AdmissionPass:
         state, config = self._state, self._state.config
         need = state.kv.blocks_when_alone(num_tokens, live.request.encoder_len) + self._num_sibling_blocks(live)
         if need > state.kv.pool.num_blocks:
-            self._refuse(live, f"needs {need} KV blocks of the {state.kv.pool.num_blocks} there are")
+            self._checks.refuse(live, f"needs {need} KV blocks of the {state.kv.pool.num_blocks} there are")
         elif len(live.unfinished) > config.max_num_seqs:
-            self._refuse(
+            self._checks.refuse(
                 live, f"asks for {len(live.unfinished)} sequences at once, max_num_seqs is {config.max_num_seqs}"
             )
         elif (
@@ -209,20 +134,10 @@ class AdmissionPass:
             and not self._may_chunk(live, num_tokens)
         ):
             limit = config.max_num_batched_tokens
-            self._refuse(live, f"has {num_tokens} tokens; a phased step takes {limit} (max_num_batched_tokens)")
+            self._checks.refuse(live, f"has {num_tokens} tokens; a phased step takes {limit} (max_num_batched_tokens)")
         else:
             return False
         return True
-
-    def _refuse(self, live: LiveRequest, why: str) -> None:
-        """`live` ends unserved; if it has output already, that stays, and the end is one of length."""
-        state = self._state
-        has_output = any(len(branch.token_ids) > live.request.num_prompt_tokens for branch in live.branches)
-        status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
-        state.warn_ignored(live, why)
-        state.tell_later(live, state.end_request(live, status, f"request {live.request_id} {why}"))
-        if state.log.enabled:
-            state.log.note(Held(live.request_id, Reason.NEVER, stops_line=False))
 
     def _verdict(self, live: LiveRequest, num_tokens: int, num_new: int, hit: Hit) -> tuple[Verdict, Reason]:
         """Whether the blocks are there: for all known tokens (a check, not a hold), and for this chunk."""
@@ -231,7 +146,7 @@ class AdmissionPass:
         need = state.kv.blocks_to_admit(end, hit, encoder_len)
         if state.config.admit_whole_prompt or not self._may_chunk(live, num_tokens):
             need = max(need, self._blocks_for_all(live, num_tokens, hit))
-        return self._against_free(need)
+        return self._checks.against_free(need)
 
     def _blocks_for_all(self, live: LiveRequest, num_tokens: int, hit: Hit) -> int:
         kv = self._state.kv
@@ -250,17 +165,6 @@ class AdmissionPass:
             for branch in live.unfinished[1:]
         )
 
-    def _against_free(self, need: int) -> tuple[Verdict, Reason]:
-        """The watermark is kept only beside running requests: a big request may have the whole pool when it is alone."""
-        state = self._state
-        free = state.kv.pool.num_free
-        if need > free:
-            nobody_will_free_any = free == state.kv.pool.num_blocks and not state.running
-            return (Verdict.NEVER, Reason.NEVER) if nobody_will_free_any else (Verdict.LATER, Reason.BLOCKS)
-        if state.running and need + state.watermark_blocks > free:
-            return Verdict.LATER, Reason.WATERMARK
-        return Verdict.OK, Reason.BLOCKS
-
     def _enter(
         self, live: LiveRequest, leader: Branch, hit: Hit, num_new: int, media: MediaFit | None, plan: StepPlan
     ) -> None:
@@ -273,7 +177,7 @@ class AdmissionPass:
         row = state.give_row(leader, start)
         leader.status = RequestStatus.RUNNING
         state.kv.place(row, hit, start + num_new, live.request.encoder_len)
-        state.kv.register(row, start + num_new)
+        state.kv.content.register(row, start + num_new)
         plan.entries[row] = Entry(row, AdmitKind.RESUMED if resumed else AdmitKind.NEW, start)
         plan.place(row, start, num_new)
         plan.num_prompts += 1
@@ -286,13 +190,13 @@ class AdmissionPass:
         if not live.has_spoken:
             state.silent[row] = live
         self._count_prefix(live, start, resumed)
-        self._note_admitted(live, num_new, start)
+        self._checks.note_admitted(live, num_new, start)
 
     def _count_prefix(self, live: LiveRequest, num_cached: int, resumed: bool) -> None:
         counters, num_tokens = self._state.counters, len(live.unfinished[0].token_ids)
         if not resumed:
             live.num_cached_tokens = num_cached
-        if not self._state.kv.caching:
+        if not self._state.kv.content.caching:
             return
         if resumed:
             counters.prefix_queries_resumed += num_tokens
@@ -318,14 +222,3 @@ class AdmissionPass:
             return False
         state.preempt(worst, plan, head)
         return True
-
-    def _hold(self, live: LiveRequest, reason: Reason, *, stops_line: bool = True) -> None:
-        if self._state.log.enabled:
-            self._state.log.note(Held(live.request_id, reason, stops_line))
-
-    def _note_admitted(self, live: LiveRequest, num_tokens: int, num_cached: int) -> None:
-        state = self._state
-        if state.log.enabled:
-            row = live.unfinished[0].row
-            blocks = sum(int((table != 0).sum()) for table in state.table.tables(row))
-            state.log.note(Admitted(live.request_id, num_tokens, num_cached, blocks, state.kv.pool.num_free))

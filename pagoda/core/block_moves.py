@@ -41,7 +41,7 @@ class BlockMoves:
             self._copies = [copy for copy in self._copies if copy[0] != row]
 
     def source_of(self, rows: set[int]) -> dict[int, int]:
-        """Copies of this step that `rows` wait for, target -> source. They have not happened when swap-outs are made."""
+        """Copies of this step that `rows` wait for, target -> source. Swap-outs are made before them."""
         return {target: source for row, source, target in self._copies if row in rows}
 
     def drain(self) -> tuple[BlockDelta, np.ndarray, np.ndarray, np.ndarray]:
@@ -51,7 +51,8 @@ class BlockMoves:
             delta = BlockDelta(
                 np.concatenate([entry[0] for entry in self._entries]),
                 np.repeat(
-                    np.array([entry[1] for entry in self._entries], np.int32), [len(entry[0]) for entry in self._entries]
+                    np.array([entry[1] for entry in self._entries], np.int32),
+                    [len(entry[0]) for entry in self._entries],
                 ),
                 np.concatenate([entry[2] for entry in self._entries]),
                 np.concatenate([entry[3] for entry in self._entries]),

@@ -10,13 +10,13 @@ NO_BLOCKS = np.empty(0, np.int32)
 class BlockPool:
     """Reference counts and free blocks of one tier (device or host). Every operation works on whole arrays of blocks.
 
-    A free block lies in one of two places. Blocks without content are a stack: they are used up first. Blocks that still
-    hold findable KV (`has_content`) wait in the order in which they were freed, and are taken oldest first.
-    That order is a log with tombstones: `_log` holds block ids in the order of freeing, `_place[block]` says where in the log
-    a block's valid entry stands (-1: nowhere). Taking a block out of the middle writes one -1; no link is ever walked. The
-    log is compacted when it is full, which costs O(1) per block freed.
+    A free block lies in one of two places. Blocks without content are a stack: they are used up first. Blocks that
+    still hold findable KV (`has_content`) wait in the order in which they were freed, and are taken oldest first.
+    That order is a log with tombstones: `_log` holds block ids in the order of freeing, `_place[block]` says where in
+    the log a block's valid entry stands. Taking a block out of the middle clears its place; no link is ever walked.
+    The log is compacted when it is full, which costs O(1) per block freed.
 
-    ids: `first_id` .. `first_id + num_blocks - 1` are usable; ids below `first_id` are never given out (the null block).
+    ids: `first_id` .. `first_id + num_blocks - 1`; ids below `first_id` are never given out (the null block).
     ref_count: int32 [first_id + num_blocks].   has_content: bool, same length.
     """
 
@@ -86,7 +86,7 @@ class BlockPool:
         self._place[blocks] = 0
 
     def release(self, blocks: np.ndarray) -> None:
-        """Drop one reference of each of `blocks` (distinct ids). Those nobody holds any more become free, first ones oldest.
+        """Drop one reference of each of `blocks` (distinct ids). Those with none left become free, first ones oldest.
 
         Callers pass the tail of a table first, so that the deepest blocks of a prefix are evicted first.
         """

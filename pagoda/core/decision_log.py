@@ -25,7 +25,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Entered with `num_tokens` to compute, `num_cached` found in the prefix cache, `num_blocks` blocks in its tables."""
+    """Entered with `num_tokens` to compute and `num_cached` found in the prefix cache; it holds `num_blocks` blocks."""
 
     request_id: str
     num_tokens: int
@@ -47,7 +47,7 @@ class Held:
 class Preempted:
     """Thrown out for `for_request` (itself, when it was its own victim).
 
-    mode: "recompute" or "swap".   lost_tokens: computed tokens that must be computed again.   freed_blocks: what it gave.
+    mode: "recompute" or "swap".   lost_tokens: must be computed again.   freed_blocks: what it gave.
     """
 
     request_id: str

@@ -87,7 +87,7 @@ def _note_progress(
 
 
 def _note_pending(state: SchedulerState, plan: StepPlan, sample_rows: np.ndarray) -> None:
-    """Planned tokens count as known, but behind drafts: how many of those are accepted decides where the row goes on."""
+    """Planned tokens count as known, but not behind drafts: where the row goes on depends on how many are accepted."""
     if plan.drafts:
         sample_rows = sample_rows[~np.isin(sample_rows, np.fromiter(plan.drafts, np.int32, len(plan.drafts)))]
     state.table.num_pending[sample_rows] += 1
@@ -125,7 +125,7 @@ def _fork(
 
 
 def _join(state: SchedulerState, plan: StepPlan) -> None:
-    """Resumed requests whose first branch has the full prompt blocks again get rows for the others, which share those."""
+    """Resumed requests whose first branch has the full prompt blocks again: the others get rows, sharing those."""
     table, kv = state.table, state.kv
     for leader, live in list(state.joining.items()):
         prompt_blocks = live.request.num_prompt_tokens // kv.block_size
@@ -135,7 +135,7 @@ def _join(state: SchedulerState, plan: StepPlan) -> None:
         for branch in live.unfinished:
             if branch.row == leader:
                 continue
-            # One token at least is left to compute: a branch may have lost its first one, in flight when it was thrown out.
+            # One token at least is left to compute: a branch may have lost its first one in flight, to a cache reset.
             shared = min(prompt_blocks, (len(branch.token_ids) - 1) // kv.block_size) * kv.block_size
             row = state.give_row(branch, shared)
             branch.status = RequestStatus.RUNNING

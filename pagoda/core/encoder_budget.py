@@ -35,8 +35,8 @@ class MediaFit:
 def fit_media(state: SchedulerState, plan: StepPlan, live: LiveRequest, start: int, num_new: int) -> MediaFit:
     """What a chunk of `num_new` tokens from `start` needs of the encoder.
 
-    Cached items in the chunk are referenced at once. An item that finds no budget or no space ends the chunk just before it;
-    with `no_partial_media` so does an item that the chunk would cut.
+    Cached items in the chunk are referenced at once. An item that finds no budget or no space ends the chunk just
+    before it; with `no_partial_media` so does an item that the chunk would cut.
     """
     media = live.request.media
     fit = MediaFit(live, num_new, [], [])

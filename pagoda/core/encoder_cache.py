@@ -100,7 +100,7 @@ class EncoderCache:
         return evicted
 
     def disinherit(self, live: LiveRequest, content_hash: str) -> str | None:
-        """`live` will not run the encoder for this output: the id of another request that waits for it, or None (forgotten)."""
+        """`live` will not run the encoder for this output: another request that waits for it, or None (forgotten)."""
         held = self._items_held.get(live.request_id, set())
         for item in [item for item in held if live.request.media[item].content_hash == content_hash]:
             self.drop_item(live, item)

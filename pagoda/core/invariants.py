@@ -1,5 +1,7 @@
-"""check_invariants: what must always hold (SPEC.md section 10), asserted over the whole state. Cheap enough for production:
-numpy over pools and tables, Python over requests only."""
+"""check_invariants: what must always hold (section 10 of the contract), asserted over the whole state.
+
+Cheap enough for production: numpy over pools and tables, Python over requests only.
+"""
 
 import numpy as np
 
@@ -13,7 +15,7 @@ def check_invariants(state: SchedulerState) -> None:
     state.kv.pool.check()
     state.swap.pool.check()
     state.table.check()
-    state.kv.prefix.check()
+    state.kv.content.prefix.check()
     _check_device_references(state)
     _check_host_references(state)
     _check_counts(state)

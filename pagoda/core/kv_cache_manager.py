@@ -1,31 +1,21 @@
 """KVCacheManager: gives blocks to rows and takes them back. The only one that touches pools and block tables."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import numpy as np
 
 from pagoda.core.block_moves import BlockMoves
 from pagoda.core.block_pool import BlockPool
+from pagoda.core.kv_content import Hit, KVContent
 from pagoda.core.kv_groups import blocks_for, make_groups
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.core.prefix_cache import HashChain, PrefixCache, make_root
-from pagoda.core.request_table import Branch, RequestTable
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What the prefix cache has of a sequence: `num_tokens` tokens, in `blocks` (per KV group; 0: not needed any more)."""
-
-    num_tokens: int
-    blocks: tuple[list[int], ...]
+from pagoda.core.request_table import RequestTable
 
 
 class KVCacheManager:
     """One device pool below the tables of all KV groups.
 
-    A row's table is grown by `grow` (whole batches, numpy) or `grow_one` (one row, plain Python; the definition). Both first give
-    back what fell behind a window, then copy a shared tail block that is about to be written, then take new blocks.
+    A row's table is grown by `grow` (whole batches, numpy) or `grow_one` (one row, plain Python; the definition). Both
+    first give back what fell behind a window, then copy a shared tail block that is about to be written, then take
+    new blocks.
     """
 
     def __init__(
@@ -51,48 +41,21 @@ class KVCacheManager:
         self.cross = tuple(group for group in self.groups if not group.grows)
         self.pool = BlockPool(num_blocks)
         self.moves = BlockMoves()
-        self.caching = enable_prefix_caching and not self.cross
-        self.prefix = PrefixCache(len(specs), prefix_hash_seed, self._note_content)
-        self.no_hit = Hit(0, tuple([] for _ in specs))
+        self.content = KVContent(
+            table,
+            self.growing,
+            len(specs),
+            self.pool,
+            block_size,
+            enable_prefix_caching and not self.cross,
+            prefix_hash_seed,
+        )
         self._shared_tails: set[int] = set()  # rows whose next write may fall into a block that others reference
-
-    def _note_content(self, blocks: Iterable[int]) -> None:
-        self.pool.has_content[blocks] = True
-
-    # Prefix hits
-
-    def extend_chain(self, branch: Branch) -> None:
-        """Name the full blocks of the branch's known tokens (of a branch without a row)."""
-        if branch.chain is None:
-            request = branch.live.request
-            root = make_root(self.prefix.seed, request.lora, request.cache_salt)
-            branch.chain = HashChain(root, self.block_size, request.media)
-        branch.chain.extend(branch.token_ids, len(branch.token_ids))
-
-    def lookup(self, branch: Branch) -> Hit:
-        """The longest prefix of the branch's tokens, but for the last one, that all groups have cached."""
-        if not self.caching:
-            return self.no_hit
-        self.extend_chain(branch)
-        assert branch.chain is not None
-        names = branch.chain.names[: (len(branch.token_ids) - 1) // self.block_size]
-        found: list[list[int]] = [[] for _ in self.groups]
-        for group in self.growing:
-            if not group.is_window:
-                found[group.index] = self.prefix.first_misses(group.index, names)
-                names = names[: len(found[group.index])]
-        before = -1
-        while self.windows and before != len(names):  # a window may shorten what another one agreed to
-            before = len(names)
-            for group in self.windows:
-                found[group.index] = self.prefix.last_run(group.index, names, group.num_hit_blocks)
-                names = names[: len(found[group.index])]
-        return Hit(len(names) * self.block_size, tuple(blocks[: len(names)] for blocks in found))
 
     # Counting
 
     def blocks_to_admit(self, num_tokens: int, hit: Hit, encoder_len: int, capped: bool = False) -> int:
-        """Free blocks it takes to hold `num_tokens` tokens behind `hit`. Hit blocks that lie in the free queue count too."""
+        """Free blocks it takes to hold `num_tokens` tokens behind `hit`; hit blocks that lie free count too."""
         need = 0
         for group in self.groups:
             if not group.grows:
@@ -107,9 +70,9 @@ class KVCacheManager:
         return need
 
     def blocks_when_alone(self, num_tokens: int, encoder_len: int) -> int:
-        """Blocks that `num_tokens` tokens and the lookahead hold in an empty pool: more than the pool has means never."""
+        """Blocks that so many tokens and the lookahead hold in an empty pool: more than there are means never."""
         end = min(num_tokens + self.num_lookahead_slots, self.max_model_len)
-        return self.blocks_to_admit(end, self.no_hit, encoder_len, capped=True)
+        return self.blocks_to_admit(end, self.content.no_hit, encoder_len, capped=True)
 
     def blocks_to_grow(self, rows: np.ndarray, ends: np.ndarray) -> int:
         """Most free blocks it takes for rows to hold tokens up to `ends`, copies included, nothing given back."""
@@ -123,7 +86,7 @@ class KVCacheManager:
     # Growing
 
     def place(self, row: int, hit: Hit, num_tokens: int, encoder_len: int) -> None:
-        """First blocks of an empty row: those of `hit`, then new ones for `num_tokens` tokens and the lookahead slots."""
+        """First blocks of an empty row: those of `hit`, then new ones for `num_tokens` tokens and the lookahead."""
         for group in self.growing:
             blocks = np.array(hit.blocks[group.index], np.int32)
             passed = min(group.num_passed_blocks(hit.num_tokens), len(blocks))
@@ -201,7 +164,7 @@ class KVCacheManager:
     def _take(self, count: int) -> np.ndarray:
         taken, evicted = self.pool.take(count)
         if len(evicted):
-            self.prefix.forget(evicted.tolist())
+            self.content.prefix.forget(evicted.tolist())
         return taken
 
     def _set_attention(self, rows: np.ndarray) -> None:
@@ -212,13 +175,13 @@ class KVCacheManager:
         self.table.attention_at[rows] = at
 
     def _give_back_passed(self, row: int) -> None:
-        """Free the blocks that fell behind a window, counted on what is home: a step in flight still reads the others."""
+        """Free the blocks that fell behind a window, counted on what is home: steps in flight read the others."""
         done = int(self.table.num_computed[row] - self.table.num_in_flight[row])
         for group in self.windows:
             released = self.table.num_released[group.index]
             first, last = int(released[row]), min(group.num_passed_blocks(done), int(self.table.num_blocks[row]))
             if last > first:
-                self.register(row, done)  # while it can still be found
+                self.content.register(row, done)  # while it can still be found
                 entries = self.table.block_table[group.index][row, first:last]
                 self.pool.release(entries[entries != 0][::-1])
                 entries[:] = 0
@@ -227,7 +190,7 @@ class KVCacheManager:
     # Sharing between branches
 
     def share(self, source: int, row: int, num_tokens: int) -> None:
-        """`row` (fresh, or a table fork of `source`) references the blocks of the first `num_tokens` tokens of `source`."""
+        """`row` (fresh, or a fork of `source`) references the blocks of the first `num_tokens` tokens of `source`."""
         count = blocks_for(num_tokens, self.block_size)
         for group in self.growing:
             entries = self.table.block_table[group.index]
@@ -288,40 +251,6 @@ class KVCacheManager:
             self._shared_tails.add(row)
             self.table.attention_at[row] = -1
 
-    # Naming full blocks, giving everything back
-
-    def register(self, row: int, num_computed: int) -> None:
-        """Tell the prefix cache of the row's blocks that are full of known tokens once `num_computed` are computed."""
-        table, branch = self.table, self.table.branch_of[row]
-        if branch is None or branch.chain is None:
-            return
-        filled = min(num_computed, int(table.num_tokens[row]))
-        first, last = int(table.num_registered[row]), filled // self.block_size
-        if last <= first:
-            return
-        branch.chain.extend(table.token_ids[row], filled)
-        for group in self.growing:
-            blocks = table.block_table[group.index][row, first:last].tolist()
-            self.prefix.register(group.index, branch.chain.names[first:last], blocks)
-        table.num_registered[row] = last
-
-    def unregistered(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Which of `rows` have full blocks that `register` was not told of; a bool mask."""
-        return np.minimum(ends, self.table.num_tokens[rows]) // self.block_size > self.table.num_registered[rows]
-
-    def unregister_uncomputed(self, row: int) -> None:
-        """The row's step was called off: blocks registered for it hold nothing."""
-        first = int(self.table.num_computed[row]) // self.block_size
-        last = int(self.table.num_registered[row])
-        for group in self.growing:
-            self._forget(self.table.block_table[group.index][row, first:last])
-        self.table.num_registered[row] = min(first, last)
-
-    def _forget(self, blocks: np.ndarray) -> None:
-        blocks = blocks[blocks != 0]
-        self.prefix.forget(blocks.tolist())
-        self.pool.drop_content(blocks)
-
     def release(self, row: int) -> None:
         """Take every block from the row, tail first."""
         for group, entries in zip(self.groups, self.table.block_table, strict=True):
@@ -330,17 +259,3 @@ class KVCacheManager:
             self.pool.release(blocks[blocks != 0][::-1])
         self.table.num_blocks[row] = self.table.num_cross_blocks[row] = 0
         self._shared_tails.discard(row)
-
-    def forget_content(self, row: int) -> None:
-        """The row's KV cannot be trusted: nobody may find its blocks any more."""
-        for group in self.growing:
-            self._forget(self.table.block_table[group.index][row, : self.table.num_blocks[row]])
-        self.table.num_registered[row] = self.table.num_blocks[row]
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all content; False, and nothing done, while any block is held."""
-        if self.pool.num_free != self.pool.num_blocks:
-            return False
-        self.prefix.clear()
-        self.pool.drop_all_content()
-        return True

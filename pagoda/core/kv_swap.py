@@ -60,7 +60,7 @@ class KVSwap:
             kv.release(branch.row)
 
     def blocks_to_return(self, branches: list[Branch], ends: list[int]) -> int:
-        """Free device blocks it takes to bring `branches` back and to hold their tokens up to `ends` and the lookahead."""
+        """Free device blocks it takes to bring `branches` back, with their tokens up to `ends` and the lookahead."""
         kv = self.kv
         host = np.concatenate([blocks for branch in branches for _, blocks in branch.host_blocks])
         need = len(np.unique(host))
@@ -78,7 +78,7 @@ class KVSwap:
         return any((self.pool.ref_count[tail] > 1).any() for tail in tails)
 
     def swap_in(self, branches: list[Branch]) -> None:
-        """Bring sibling branches back; their rows were given to them and are empty. The caller checked `blocks_to_return`."""
+        """Bring sibling branches back into rows that are empty. The caller checked `blocks_to_return`."""
         kv, table = self.kv, self.kv.table
         shared = [self._tail_is_shared(branch) for branch in branches]
         host = np.concatenate([blocks for branch in branches for _, blocks in branch.host_blocks])
@@ -105,7 +105,7 @@ class KVSwap:
             kv.resume_row(row, tail_is_shared)
             self.drop(branch)
         for branch in branches:
-            kv.register(branch.row, branch.num_computed)
+            kv.content.register(branch.row, branch.num_computed)
 
     def drop(self, branch: Branch) -> None:
         """Free the branch's host blocks."""

@@ -35,7 +35,7 @@ class StopTokens:
 def find_end(
     request: Request, output_len: int, tokens: list[int], length_limit: int
 ) -> tuple[int, RequestStatus | None, int | None]:
-    """(tokens that stand, status or None while it goes on, stop token) for `tokens` appended behind `output_len` outputs.
+    """(tokens that stand, status or None while it goes on, stop token) for `tokens` behind `output_len` outputs.
 
     Asked token by token: eos, stop tokens, then length. Below min_tokens no token ends anything.
     """
@@ -66,10 +66,8 @@ class OutputPass:
         planned = state.in_flight.popleft()
         assert planned.step == output.step == result.step, "results must come in the order of planning"
         self._observe(output, result)
-        if self._is_plain(output, result):
-            told = self._apply_plain(output, result)
-        else:
-            told = self._apply_any(output, result)
+        apply = self._apply_plain if self._is_plain(output, result) else self._apply_any
+        told = apply(output, result)
         if state.table.has_departed:
             state.table.step_is_home(output.step)
             for branch in state.late_branches.pop(output.step, ()):
@@ -245,7 +243,7 @@ class OutputPass:
         """The numbers of this row are no longer finite: it ends, and its KV is found by nobody."""
         state = self._state
         if branch.row >= 0:
-            state.kv.forget_content(branch.row)
+            state.kv.content.forget_content(branch.row)
         finish = state.end_branch(branch, RequestStatus.FINISHED_ERROR, message=message)
         finishes.setdefault(branch.live.request.client_index, []).append(finish)
 
@@ -297,6 +295,7 @@ class OutputPass:
         for row in self._state.silent.keys() & set(rows.tolist()):
             live = self._state.silent.pop(row)
             live.has_spoken = True
+            self._state.counters.prompt_tokens += live.request.num_prompt_tokens
             said.setdefault(live.request.client_index, []).append(live)
         return said
 

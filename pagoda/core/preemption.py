@@ -1,4 +1,4 @@
-"""What happens to a victim: recompute or swap. One small class a mode, and the measured costs that `cost` decides by."""
+"""What happens to a victim: recompute or swap. One small class a mode, and the costs that `cost` decides by."""
 
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class CostModel:
         return new if old == 0 else (1 - self._NEW_SHARE) * old + self._NEW_SHARE * new
 
     def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether copying `num_blocks` out and in again beats computing `num_tokens` again. Unmeasured copies are tried."""
+        """Whether copying `num_blocks` out and in beats computing `num_tokens` again. Unmeasured copies are tried."""
         return 2 * num_blocks * self.copy_s_per_block < num_tokens * self.prefill_s_per_token
 
 

@@ -1,8 +1,8 @@
 """Prefix cache: the names of full blocks (chained hashes) and the map from name to block.
 
-A block's name is the SHA-256 of everything before its end: the seed, the adapter, the salt, every token, and the media items
-that the blocks touch. It is taken from one running hasher, so that a block costs one short update and no parent has to
-be hashed again; equal names mean equal prefixes, which is what the chain of parent hashes in other engines is for.
+A block's name is the SHA-256 of everything before its end: the seed, the adapter, the salt, every token, and the media
+items that the blocks touch. It is taken from one running hasher, so that a block costs one short update and no parent
+has to be hashed again; equal names mean equal prefixes, which is what a chain of parent hashes is for.
 """
 
 import hashlib

@@ -12,8 +12,8 @@ _Entry = tuple[tuple[float | int | str, ...], int, LiveRequest]  # (line key, ti
 class WaitingLine:
     """Requests by `line_key`, smallest first.
 
-    Inside, one heap an adapter ("lane"): when a gate closes an adapter for the step, all its requests are passed over at once
-    and keep their places, so that a step never walks the line. Removal out of the middle leaves a tombstone.
+    Inside, one heap an adapter ("lane"): when a gate closes an adapter for the step, all its requests are passed over
+    at once and keep their places, so that a step never walks the line. Removal from the middle leaves a tombstone.
     Every operation is O(log n) in the requests and O(lanes) in the adapters that wait.
     """
 

@@ -1,7 +1,7 @@
 """RequestTable: all hot state of the running branches, as numpy columns. LiveRequest and Branch: their cold state.
 
-One row is one branch of a running request. Requests that wait, were preempted or are swapped out have no row; their tokens
-stand in their Branch until they run again.
+One row is one branch of a running request. Requests that wait, were preempted or are swapped out have no row; their
+tokens stand in their Branch until they run again.
 """
 
 from dataclasses import dataclass, field
@@ -27,9 +27,9 @@ class RowState(IntEnum):
 class Branch:
     """One output sequence. While `row` is -1 its tokens and counts stand here, else in the table.
 
-    num_registered: leading blocks that the prefix cache was told of.   host_blocks: swapped out: per KV group, the table indices
-        that hold KV and the host blocks it lies in.   in_flight_steps: steps that are not home and name a row it has left
-        (it was preempted or swapped out meanwhile).
+    chain: names of its full blocks, where prefix caching is on.
+    host_blocks: swapped out: per KV group, the table indices that hold KV and the host blocks it lies in.
+    in_flight_steps: steps that are not home and name a row it has left (it was preempted or swapped out meanwhile).
     """
 
     live: "LiveRequest"
@@ -55,10 +55,10 @@ class Branch:
 class LiveRequest:
     """A request that was added and has not ended.
 
-    line_key: its place in the waiting line (policy.py).   admission: number of its last admission; orders the running set.
+    line_key: its place in the waiting line (policy.py).   admission: number of its last one; orders the running set.
     num_cached_tokens: prompt tokens found in the prefix cache at its first admission; has_spoken: the client was told.
     queue_s: seconds from its arrival to its first admission.
-    num_prompt_positions_told: prompt logprobs that went out; a resumed request computes them again, but does not tell again.
+    num_prompt_positions_told: prompt logprobs that went out; a resumed request computes them again, but is silent.
     awaiting_fork: branches that share the first row until the prompt is computed.
     """
 
@@ -90,15 +90,18 @@ class LiveRequest:
 class RequestTable:
     """The columns. The scheduler alone writes them, through the verbs below or, for whole batches, by numpy.
 
-    token_ids: int32 [rows, max_model_len], prompt then output.   num_prompt_tokens, num_tokens, num_computed: int32 [rows].
+    token_ids: int32 [rows, max_model_len], prompt then output.
+    num_prompt_tokens, num_tokens, num_computed: int32 [rows].
     num_pending: int32 [rows], sampled tokens planned and not home that count as known (asynchronous scheduling).
     num_drafts: int32 [rows], drafts offered for the next step.   is_pooled: bool [rows], samples nothing.
     num_in_flight: int32 [rows], tokens planned and not home; kept only where a window group asks for it.
     length_limit: int32 [rows], num_tokens at which max_tokens or the model's length ends the row.
-    block_table: per KV group, int32 [rows, max blocks]; 0 is the null block.   num_blocks: int32 [rows], entries used in the
-        tables of the groups that grow (they grow together).   num_cross_blocks: int32 [rows].
-    attention_at: int32 [rows]: while a step ends at or below this position, the row needs nothing of the KV manager: no block, no
-        copy, nothing to give back. This is what lets event-free steps pass without looking at tables.
+    block_table: per KV group, int32 [rows, max blocks]; 0 is the null block.
+    num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
+    num_cross_blocks: int32 [rows], entries used in those that do not.
+    num_registered: int32 [rows], leading blocks that the prefix cache was told of.
+    attention_at: int32 [rows]: while a step ends at or below this position, the row needs nothing of the KV manager: no
+        block, no copy, nothing to give back. This lets event-free steps pass without looking at tables.
     order: int64 [rows], the running order.   handle, branch, client: what outputs are labelled with.
     """
 
@@ -177,7 +180,7 @@ class RequestTable:
         return longest if max_tokens is None else min(request.num_prompt_tokens + max_tokens, longest)
 
     def fork(self, source: int, branch: Branch) -> int:
-        """Give `branch` a row that equals `source` but for its label. Block references are the KV manager's business."""
+        """Give `branch` a row that equals `source` but for its label. Block references are left to the KV manager."""
         row = self._free_rows.pop()
         count = int(self.num_tokens[source])
         self.token_ids[row, :count] = self.token_ids[source, :count]
@@ -193,16 +196,16 @@ class RequestTable:
         return row
 
     def widen_cross(self, group: int, num_blocks: int) -> None:
-        """Make room for `num_blocks` entries in the tables of a cross-attention group (encoders may outrun the model length)."""
+        """Make room for `num_blocks` entries in a cross-attention table (encoders may outrun the model length)."""
         missing = num_blocks - self.block_table[group].shape[1]
         if missing > 0:
             self.block_table[group] = np.pad(self.block_table[group], ((0, 0), (0, missing)))
 
-    def _plain_columns(self) -> list[np.ndarray]:
-        return [
-            self.num_prompt_tokens, self.num_tokens, self.num_computed, self.num_pending, self.num_in_flight, self.length_limit,
-            self.attention_at, self.num_registered, self.num_blocks, self.num_cross_blocks, *self.num_released, self.handle, self.client, self.state, self.num_drafts, self.is_pooled,
-        ]  # fmt: skip
+    def _plain_columns(self) -> tuple[np.ndarray, ...]:
+        """What a fork simply inherits."""
+        counts = (self.num_prompt_tokens, self.num_tokens, self.num_computed, self.num_pending, self.length_limit)
+        blocks = (self.attention_at, self.num_registered, self.num_blocks, self.num_cross_blocks, *self.num_released)
+        return (*counts, *blocks, self.num_drafts, self.handle, self.client, self.state, self.is_pooled)
 
     def release(self, branch: Branch, last_step_in_flight: int) -> None:
         """Take the row from `branch`, whose tokens and computed count go back to it.

@@ -1,4 +1,4 @@
-"""RunningPass: continue what runs. Whole batches by numpy; row by row only when memory is short or media must be encoded."""
+"""RunningPass: continue what runs. Whole batches by numpy; row by row when memory is short or media may be encoded."""
 
 import numpy as np
 
@@ -70,7 +70,7 @@ class RunningPass:
     # Any mixture of chunks, decodes and drafts, while memory lasts
 
     def _run_batch(self, plan: StepPlan) -> bool:
-        """`_run_row_by_row` in one go: equal wherever nobody has to be preempted. False, and nothing done, elsewhere."""
+        """`_run_row_by_row` in one go: equal where nobody has to be preempted. Elsewhere False, and nothing done."""
         state, table = self._state, self._state.table
         state.quiet_steps = -1
         rows = state.lineup.rows

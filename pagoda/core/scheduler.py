@@ -9,7 +9,6 @@ and its result is taken in by the output pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,40 +26,16 @@ from pagoda.core.request_table import Branch, LiveRequest
 from pagoda.core.running_pass import RunningPass
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.scheduler_state import SchedulerState, only_finishes
+from pagoda.core.scheduler_stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges of now, and totals since the start.
-
-    num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
-    prefix_queries, prefix_hits: tokens of first admissions that were looked up, and found; *_resumed: after a preemption.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    num_blocks: int
-    num_free_blocks: int
-    num_free_host_blocks: int
-    kv_usage: float
-    prefix_queries: int
-    prefix_hits: int
-    prefix_queries_resumed: int
-    prefix_hits_resumed: int
-    preemptions: int
-    swap_outs: int
-    generation_tokens: int
-    drafts: int
-    drafted_tokens: int
-    accepted_tokens: int
+from pagoda.core.swapped_pass import SwappedPass
 
 
 class Scheduler:
     """Plans steps and takes in their results. Single-threaded; every call leaves SPEC's invariants whole.
 
-    num_blocks: usable device blocks; block 0 is one more, the null block.   num_host_blocks: of the swap pool, ids from 0.
+    num_blocks: usable device blocks; block 0 is one more, the null block.
+    num_host_blocks: blocks of the swap pool, with ids from 0.
     encoder_decoder: a request's encoder input is run in its first step and read through cross-attention tables.
     max_rows: capacity of the row table; workers size theirs by it.
     """
@@ -85,13 +60,14 @@ class Scheduler:
         self.max_rows = self._state.table.max_rows
         self._stops = StopTokens()
         self._running = RunningPass(self._state)
+        self._swapped = SwappedPass(self._state)
         self._admission = AdmissionPass(self._state)
         self._outputs = OutputPass(self._state, self._stops)
 
     # Requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Put `request` in line. RequestError for an id that is live, or a request that no engine of this size can serve."""
+        """Put `request` in line. RequestError for an id that is live, or what no engine of this size can serve."""
         state = self._state
         if request.request_id in state.live:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
@@ -105,9 +81,9 @@ class Scheduler:
         if request.prior_output:
             live.awaiting_fork = False
             self._settle_prior_ends(live)
-        if state.kv.caching:
+        if state.kv.content.caching:
             for branch in live.branches if not live.awaiting_fork else live.branches[:1]:
-                state.kv.extend_chain(branch)
+                state.kv.content.extend_chain(branch)
         self._stops.add(request)
         state.live[request.request_id] = live
         state.waiting.push(live)
@@ -123,16 +99,18 @@ class Scheduler:
             raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
         if request.prior_output and len(request.prior_output) != request.num_branches:
             raise RequestError("prior_output must have one entry per branch", "prior_output")
-        if self.config.no_partial_media and not self._state.encoder_decoder:
-            for item in request.media:
-                if item.length > self.config.max_num_batched_tokens:
-                    raise RequestError(
-                        f"a media item has {item.length} tokens, more than max_num_batched_tokens", "media"
-                    )
+        self._check_media(request)
+
+    def _check_media(self, request: Request) -> None:
+        config = self.config
+        limit = min(config.encoder_budget, config.encoder_cache_tokens)
+        whole = config.no_partial_media and not self._state.encoder_decoder
         for item in request.media:
-            limit = min(self.config.encoder_budget, self.config.encoder_cache_tokens)
             if item.length > limit:
                 raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
+            if whole and item.length > config.max_num_batched_tokens:
+                most = config.max_num_batched_tokens
+                raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
 
     def _settle_prior_ends(self, live: LiveRequest) -> None:
         """Branches of a request resumed after an engine's death that had ended already are not run again."""
@@ -192,16 +170,16 @@ class Scheduler:
     def _plan_mixed(self, plan: StepPlan) -> None:
         self._running.run(plan)
         if not plan.preempted:
-            if self._admission.return_swapped(plan):
-                self._admission.admit_waiting(plan)
+            if self._swapped.run(plan):
+                self._admission.run(plan)
 
     def _plan_phased(self, plan: StepPlan) -> None:
         if not self._state.swapped:
-            self._admission.admit_waiting(plan)
+            self._admission.run(plan)
         if plan.is_empty:
             self._running.run(plan)
             if not plan.preempted:
-                self._admission.return_swapped(plan)
+                self._swapped.run(plan)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None
@@ -250,29 +228,18 @@ class Scheduler:
         """
         if preempt_running:
             self._state.drop_running()
-        return self._state.kv.reset_prefix_cache()
+        return self._state.kv.content.reset_prefix_cache()
 
     def make_stats(self) -> SchedulerStats:
-        state, counters = self._state, self._state.counters
-        pool = state.kv.pool
-        return SchedulerStats(
+        state = self._state
+        return SchedulerStats.of(
+            state.counters,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_swapped=len(state.swapped),
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
+            num_blocks=state.kv.pool.num_blocks,
+            num_free_blocks=state.kv.pool.num_free,
             num_free_host_blocks=state.swap.pool.num_free,
-            kv_usage=1.0 - pool.num_free / pool.num_blocks,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            prefix_queries_resumed=counters.prefix_queries_resumed,
-            prefix_hits_resumed=counters.prefix_hits_resumed,
-            preemptions=counters.preemptions,
-            swap_outs=counters.swap_outs,
-            generation_tokens=counters.generation_tokens,
-            drafts=counters.drafts,
-            drafted_tokens=counters.drafted_tokens,
-            accepted_tokens=counters.accepted_tokens,
         )
 
     @property

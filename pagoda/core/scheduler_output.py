@@ -1,7 +1,7 @@
 """The two records that cross between scheduler and worker, and the one that goes to clients. All frozen.
 
 SchedulerOutput carries arrays for what every step has (rows that run) and tuples of small records for what is rare
-(events). A worker that applied every earlier SchedulerOutput needs nothing else: rows it knows are named by number only.
+(events). A worker that applied every earlier SchedulerOutput needs nothing else: rows it knows are named by number.
 """
 
 from dataclasses import dataclass, field
@@ -102,16 +102,17 @@ class Finish:
 class SchedulerOutput:
     """What one step shall do.
 
-    A worker applies it in this order: `released`; `swap_out`, `swap_in`, `copies` (block moves, in that order); `admitted`;
-    `block_delta`; `forks`; encoder runs; then, layer by layer, writes all KV of the batch before it reads any (a row may read blocks
-    that another row of the same step fills); then samples.
+    A worker applies it in this order: `released`; `swap_out`, `swap_in`, `copies` (block moves, in that order);
+    `admitted`; `block_delta`; `forks`; encoder runs; then, layer by layer, writes all KV of the batch before it reads
+    any (a row may read blocks that another row of the same step fills); then samples.
 
     step: number of this step, counts from 1.
     rows, start, num_new: int32 [num_rows]; row `rows[i]` computes positions start[i] .. start[i] + num_new[i] - 1.
         Tokens at those positions are known to the worker: prompt (RowInit), its own samples of earlier steps,
         or `drafts` of this step.
     sample_rows, sample_index: int32 [num_samples]; sample_rows[j] takes a token from the logits of the last position of
-        rows[sample_index[j]] (its own, or, for a fresh fork, its source's). A row with k drafts is verified at its last k+1 positions.
+        rows[sample_index[j]] (its own, or, for a fresh fork, its source's). A row with k drafts is verified at its last
+        k+1 positions. Pooled rows take no token and are never among them.
     drafts: row -> draft tokens int32 [k], already counted in num_new, standing at the last k positions.
     swap_out, swap_in: int32 [k, 2] (source block, destination block), device -> host and host -> device.
     copies: int32 [k, 2], device block -> device block (copy-on-write).
@@ -153,7 +154,8 @@ class SchedulerOutput:
 class LogprobColumns:
     """Log-probabilities of n sampled positions, most likely first behind the chosen token.
 
-    token_ids: int32 [n, 1 + k], column 0 is the chosen token.   logprobs: float32 [n, 1 + k].   ranks: int32 [n], 1 is best.
+    token_ids: int32 [n, 1 + k], column 0 is the chosen token.   logprobs: float32 [n, 1 + k].
+    ranks: int32 [n], 1 is best.
     Rows that asked for fewer than k are cut by the reader.
     """
 
@@ -166,11 +168,13 @@ class LogprobColumns:
 class ModelRunnerOutput:
     """What one step gave, in the order of SchedulerOutput.sample_rows.
 
-    sampled: int32 [num_samples, 1 + max drafts], padded with -1.   num_sampled: int32 [num_samples] (accepted drafts + 1).
+    sampled: int32 [num_samples, 1 + max drafts], padded with -1.
+    num_sampled: int32 [num_samples], accepted drafts + 1.
     logprobs: for every sampled token in the order of `sampled` flattened without padding, or None when nobody asked.
-    prompt_logprobs: row -> columns for the prompt positions computed in this step (those that have a next prompt token).
+    prompt_logprobs: row -> columns for the prompt positions computed in this step that have a next prompt token.
     pooled: row -> float32 vector.   failed: row -> message, for a row whose numbers are no longer finite.
-    duration_s: execution time of the step, for the delay factor and the cost model.   swap_s: the part of it that swap copies took.
+    duration_s: execution time of the step, for the delay factor and the cost model.
+    swap_s: the part of it that swap copies took.
     """
 
     step: int

@@ -3,7 +3,6 @@
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,28 +20,12 @@ from pagoda.core.queues import WaitingLine
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_table import Branch, LiveRequest, RequestTable
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, SchedulerOutput
+from pagoda.core.scheduler_stats import Counters
 from pagoda.core.step_plan import Lineup, StepPlan
 
 logger = logging.getLogger("pagoda")
 
 NO_HANDLES = np.empty(0, np.int64)
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prefix_queries_resumed: int = 0
-    prefix_hits_resumed: int = 0
-    preemptions: int = 0
-    swap_outs: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    drafts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 class SchedulerState:
@@ -65,7 +48,7 @@ class SchedulerState:
         self.encoder_decoder = encoder_decoder
         depth = max(config.pipeline_depth, 1)
         max_blocks = -(-max_model_len // cache.block_size)
-        # A row is given out again when the steps that name it are home, so each step in flight may keep a full set of rows.
+        # A row is given out again when the steps that name it are home: each step in flight may keep a full set.
         self.table = RequestTable(config.max_num_seqs * depth, max_model_len, max_blocks, kv_groups)
         self.kv = KVCacheManager(
             self.table,
@@ -132,15 +115,15 @@ class SchedulerState:
         return (*self.forking.values(), *self.joining.values())
 
     def register_filled(self, plan: StepPlan) -> None:
-        """Name the blocks that running rows have filled, this step's included. Decoding leaves this to whoever looks up next."""
-        if not self.kv.caching:
+        """Name the blocks that running rows have filled, this step's included: decoding leaves that to who looks up."""
+        if not self.kv.content.caching:
             return
         rows, start, num_new = plan.arrays()
         ends = self.table.num_computed - self.table.num_pending
         ends[rows] = start + num_new
         rows = self.lineup.rows
-        for row in rows[self.kv.unregistered(rows, ends[rows])].tolist():
-            self.kv.register(row, int(ends[row]))
+        for row in rows[self.kv.content.unregistered(rows, ends[rows])].tolist():
+            self.kv.content.register(row, int(ends[row]))
 
     # A branch takes or leaves a row
 
@@ -153,7 +136,7 @@ class SchedulerState:
     def take_row(self, branch: Branch) -> None:
         """The branch leaves its row and all its blocks."""
         row = branch.row
-        self.kv.register(row, int(self.table.num_computed[row] - self.table.num_pending[row]))
+        self.kv.content.register(row, int(self.table.num_computed[row] - self.table.num_pending[row]))
         self.kv.release(row)
         self.leave_row(branch)
 
@@ -193,7 +176,7 @@ class SchedulerState:
         for row in rows:
             plan.take_out(row)
             self._return_encoder_runs(row, plan)
-            self.kv.unregister_uncomputed(row)
+            self.kv.content.unregister_uncomputed(row)
         swap = (
             may_swap
             and victim.request_id not in self._unforked_ids()
@@ -243,7 +226,7 @@ class SchedulerState:
         self.waiting.push(victim)
 
     def _return_encoder_runs(self, row: int, plan: StepPlan) -> None:
-        """Encoder runs planned for a row that was taken out go to another request that waits for the output, or nowhere."""
+        """Encoder runs planned for a row that was taken out go to another request that waits for them, or nowhere."""
         for run in plan.encoder_runs.pop(row, ()):
             branch = self.table.branch_of[row]
             assert branch is not None
@@ -314,7 +297,7 @@ class SchedulerState:
         self.finished_ids.append(live.request_id)
 
     def end_one_branch(self, branch: Branch, status: RequestStatus, message: str | None = None) -> Finish:
-        """`end_branch` for one that others may depend on: if they wait for its row, the request starts again without it."""
+        """`end_branch` for one that others may need: if they wait for its row, the request starts again without it."""
         live = branch.live
         if (branch.row in self.forking or branch.row in self.joining) and len(live.unfinished) > 1:
             self._drop(live)
@@ -322,7 +305,7 @@ class SchedulerState:
         return self.end_branch(branch, status, message=message)
 
     def drop_running(self) -> None:
-        """Throw everybody out, newest first, so that the line keeps their order. What is in flight is lost on purpose."""
+        """Throw everybody out, newest first, so that the line keeps their order. What is in flight is lost."""
         for live in reversed(list(self.running.values())):
             rows = [branch.row for branch in live.branches if branch.row >= 0]
             self._drop(live)

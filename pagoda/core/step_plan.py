@@ -68,7 +68,8 @@ class Entry:
 class StepPlan:
     """What has been decided so far.
 
-    budget, encoder_budget: tokens left.   prompt_cap: most tokens one row gets, 0 for no cap.   bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
+    budget, encoder_budget: tokens left.   prompt_cap: most tokens one row gets, 0 for no cap.
+    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
     """
 
     step: int

@@ -1,0 +1,72 @@
+"""SchedulerStats: gauges and totals of one scheduler, for metrics."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefix_queries_resumed: int = 0
+    prefix_hits_resumed: int = 0
+    preemptions: int = 0
+    swap_outs: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges of now, and totals since the start.
+
+    num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
+    prefix_queries, prefix_hits: tokens of first admissions that were looked up, and found; *_resumed: of later ones.
+    prompt_tokens: of prompts that are computed (once each).   generation_tokens: sampled tokens that stood.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_blocks: int
+    num_free_blocks: int
+    num_free_host_blocks: int
+    kv_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    prefix_queries_resumed: int
+    prefix_hits_resumed: int
+    preemptions: int
+    swap_outs: int
+    prompt_tokens: int
+    generation_tokens: int
+    drafts: int
+    drafted_tokens: int
+    accepted_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        counters: Counters,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_swapped: int,
+        num_blocks: int,
+        num_free_blocks: int,
+        num_free_host_blocks: int,
+    ) -> "SchedulerStats":
+        return cls(
+            num_running,
+            num_waiting,
+            num_swapped,
+            num_blocks,
+            num_free_blocks,
+            num_free_host_blocks,
+            1.0 - num_free_blocks / num_blocks,
+            **asdict(counters),
+        )
