@@ -47,6 +47,7 @@ class NativeOps:
         sampling = NativeSampling(library, threads)
         self.best_tokens = sampling.best_tokens
         self.sample = sampling.sample
+        self.top_logprobs = sampling.top_logprobs
         bind = partial(_bind, library.functions)
         norm_shape = (*(_LONG,) * 5, _FLOAT, _INT, _INT)
         self._rms_norm = bind("pagoda_rms_norm", _INT, *(_PTR,) * 5, *norm_shape)

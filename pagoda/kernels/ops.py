@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.linear.quantize import QuantizedWeight
 
@@ -61,6 +62,10 @@ class SamplingOps(Protocol):
         best: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """One token a row, int64 [S]; best: what `best_tokens` gave for these logits. The rest as reference.sample."""
+        ...
+
+    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
+        """Log-softmax of float32 [S, V] at the chosen ids (int [S]) and at the k best, with the chosen ones' ranks."""
         ...
 
 

@@ -13,6 +13,7 @@ from pagoda.kernels.norm import reference as norm
 from pagoda.kernels.ops import LinearWeight
 from pagoda.kernels.rotary import reference as rotary
 from pagoda.kernels.rows import reference as rows
+from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
 
 
@@ -51,6 +52,8 @@ class ReferenceOps:
     split_qkv = staticmethod(rows.split_qkv)
     select_rows = staticmethod(rows.select_rows)
     softcap = staticmethod(activation.softcap)
+
+    top_logprobs = staticmethod(logprobs.top_logprobs)
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best = logits.max(-1)

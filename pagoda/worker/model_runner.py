@@ -12,7 +12,7 @@ from pagoda.models.base import Model
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs
-from pagoda.worker.sampler import Sampled, Sampler, top_logprobs
+from pagoda.worker.sampler import Sampled, Sampler
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
 _NO_COUNTS = np.empty(0, np.int32)
@@ -118,7 +118,7 @@ class ModelRunner:
             for begin, end in _spans(count, _PROMPT_LOGITS_ROWS):
                 logits = self._model.compute_logits(hidden[offset + begin : offset + end])
                 following = self._table.token_ids[row, first + begin + 1 : first + end + 1]
-                parts.append(top_logprobs(logits, following, k))
+                parts.append(self._sampler.top_logprobs(logits, following, k))
             found[row] = LogprobColumns(
                 np.concatenate([part.token_ids for part in parts]),
                 np.concatenate([part.logprobs for part in parts]),

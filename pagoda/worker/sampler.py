@@ -49,9 +49,9 @@ class Sampler:
             logits = logits.clone() if any_logprobs else logits
             apply_constraints(logits, table, constrained, rows[constrained], positions[constrained])
         best = self._ops.best_tokens(logits)
-        finite = torch.isfinite(best[0])
+        finite = np.isfinite(best[0].cpu().numpy())
         if not finite.all():
-            logits = torch.where(finite.unsqueeze(1), logits, 0.0)
+            logits = torch.where(torch.from_numpy(finite).to(logits.device).unsqueeze(1), logits, 0.0)
             best = self._ops.best_tokens(logits)
         temperature = table.temperature[rows]
         if temperature.any():
@@ -64,8 +64,25 @@ class Sampler:
         chosen = tokens.cpu().numpy()
         columns = None
         if any_logprobs:
-            columns = _some_logprobs(raw, chosen, wants_logprobs, int(table.num_logprobs[rows].max()))
-        return Sampled(chosen, finite.cpu().numpy(), columns)
+            columns = self._some_logprobs(raw, chosen, wants_logprobs, int(table.num_logprobs[rows].max()))
+        return Sampled(chosen, finite, columns)
+
+    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
+        """See SamplingOps.top_logprobs."""
+        return self._ops.top_logprobs(logits, chosen, k)
+
+    def _some_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, wanted: np.ndarray, k: int) -> LogprobColumns:
+        """Columns for all draws, computed for the wanted ones only."""
+        if wanted.all():
+            return self.top_logprobs(logits, chosen, k)
+        index = np.flatnonzero(wanted)
+        some = self.top_logprobs(logits[torch.from_numpy(index).to(logits.device)], chosen[index], k)
+        token_ids = np.zeros((len(chosen), 1 + k), np.int32)
+        token_ids[:, 0] = chosen
+        logprobs = np.zeros((len(chosen), 1 + k), np.float32)
+        ranks = np.zeros(len(chosen), np.int32)
+        token_ids[index], logprobs[index], ranks[index] = some.token_ids, some.logprobs, some.ranks
+        return LogprobColumns(token_ids, logprobs, ranks)
 
 
 def apply_constraints(
@@ -123,8 +140,10 @@ def _apply_penalties(
     column = np.arange(row_of_token.size) - np.repeat(np.cumsum(positions) - positions, positions)
     keys = row_of_token * vocab_size + table.token_ids[rows[row_of_token], column]
     is_output = column >= table.num_prompt[rows][row_of_token]
-    seen, inverse = np.unique(keys, return_inverse=True)
-    counts = np.bincount(inverse[is_output], minlength=len(seen)).astype(np.float32)
+    used, num_uses = np.unique(keys[is_output], return_counts=True)
+    seen = np.unique(keys) if (table.repetition[rows] != 1).any() else used
+    counts = np.zeros(len(seen), np.float32)
+    counts[np.searchsorted(seen, used)] = num_uses
     at, ids = np.divmod(seen, vocab_size)
     repetition = torch.from_numpy(table.repetition[rows][at]).to(logits.device)
     shift = table.frequency[rows][at] * counts + table.presence[rows][at] * (counts > 0)
@@ -132,34 +151,3 @@ def _apply_penalties(
     values = logits[cell]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[cell] = values - torch.from_numpy(shift).to(logits.device)
-
-
-def _some_logprobs(logits: torch.Tensor, chosen: np.ndarray, wanted: np.ndarray, k: int) -> LogprobColumns:
-    """Columns for all draws, computed for the wanted ones only."""
-    if wanted.all():
-        return top_logprobs(logits, chosen, k)
-    index = np.flatnonzero(wanted)
-    some = top_logprobs(logits[torch.from_numpy(index).to(logits.device)], chosen[index], k)
-    token_ids = np.zeros((len(chosen), 1 + k), np.int32)
-    token_ids[:, 0] = chosen
-    logprobs = np.zeros((len(chosen), 1 + k), np.float32)
-    ranks = np.zeros(len(chosen), np.int32)
-    token_ids[index], logprobs[index], ranks[index] = some.token_ids, some.logprobs, some.ranks
-    return LogprobColumns(token_ids, logprobs, ranks)
-
-
-def top_logprobs(logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
-    """Log-softmax of the chosen token and of the k best (k may be 0), with the chosen one's rank.
-
-    logits: float32 [n, V].   chosen: int [n].
-    """
-    ids = torch.from_numpy(chosen.astype(np.int64)).to(logits.device).unsqueeze(1)
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    own = logits.gather(1, ids)
-    ranks = (logits > own).sum(-1) + 1
-    best, best_ids = logits.topk(min(k, logits.shape[1]), dim=-1)
-    return LogprobColumns(
-        token_ids=torch.cat([ids, best_ids], 1).int().cpu().numpy(),
-        logprobs=(torch.cat([own, best], 1) - normaliser).cpu().numpy(),
-        ranks=ranks.int().cpu().numpy(),
-    )

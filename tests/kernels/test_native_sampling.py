@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.sampling import batched, reference
+from pagoda.kernels.sampling import batched, logprobs, reference
 from pagoda.kernels.sampling.native import NativeSampling
 from tests.kernels.test_sampling import columns
 
@@ -73,3 +73,28 @@ def test_best_tokens(sampling: NativeSampling) -> None:
     assert ids[others].tolist() == [int(np.argmax(row)) for row in logits[others].numpy()]
     assert logits[:, 1:].stride(0) == 1003  # rows may be apart
     assert sampling.best_tokens(logits[5:6, 1:])[1].item() == 1001
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(5, 5), (5, 9), (70, 0), (1003, 20), (9000, 200)])
+def test_top_logprobs(sampling: NativeSampling, vocab: int, k: int) -> None:
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(0)) * 5
+    logits[1, 1:] = -torch.inf
+    chosen = np.arange(9) % vocab
+    got, want = sampling.top_logprobs(logits, chosen, k), logprobs.top_logprobs(logits, chosen, k)
+    assert (got.ranks == want.ranks).all()
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+    finite = np.isfinite(want.logprobs)
+    assert (got.token_ids == want.token_ids)[finite].all()
+
+
+def test_logprobs_of_rows_that_are_no_numbers(sampling: NativeSampling) -> None:
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    logits[1, 50] = torch.nan
+    got = sampling.top_logprobs(logits, np.array([50, 50, 50]), 3)
+    assert np.isnan(got.logprobs).all(axis=1).tolist() == [False, True, False]
+
+
+def test_logprobs_of_equals_name_the_lower_id_first(sampling: NativeSampling) -> None:
+    got = sampling.top_logprobs(torch.zeros(1, 200), np.array([7]), 4)
+    assert got.token_ids.tolist() == [[7, 0, 1, 2, 3]]
+    assert got.ranks.tolist() == [1]

@@ -42,8 +42,8 @@ inline Range share_of(int64_t count, int thread, int num_threads, int64_t grain 
     return {begin < count ? begin : count, end < count ? end : count};
 }
 
-// Entering and leaving a parallel region costs some microseconds: below this many elements one thread is faster.
-constexpr int64_t PARALLEL_MIN_ELEMENTS = 32768;
+// Entering and leaving a parallel region costs a microsecond or two: below this many elements one thread is faster.
+constexpr int64_t PARALLEL_MIN_ELEMENTS = 16384;
 inline int threads_for(int64_t elements, int threads) { return elements < PARALLEL_MIN_ELEMENTS ? 1 : threads; }
 
 // A buffer of at least `bytes`, aligned to a cache line, kept by the calling thread between calls.

@@ -229,6 +229,20 @@ struct Row {
     }
 };
 
+// Largest logit of a row; NaN if there is one among them.
+float largest_of(const Row& row) {
+    f32x16 top = splat(-std::numeric_limits<float>::infinity());
+    i32x16 no_number = {};
+    for (int64_t i = 0; i < row.vocab; i += 16) {
+        f32x16 v = row.vocab - i >= 16 ? load(row.logits + i) : row.tail(i, static_cast<int>(row.vocab - i));
+        top = vmax(top, v);
+        no_number |= v != v;
+    }
+    bool any = false;
+    for (int i = 0; i < 16; i++) any |= no_number[i] != 0;
+    return any ? std::numeric_limits<float>::quiet_NaN() : lane_max(top);
+}
+
 }  // namespace
 
 // Largest logit of each row and its lowest id; NaN, with id 0, for a row that has one. logits [rows, vocab].
@@ -238,18 +252,9 @@ PAGODA_EXPORT void pagoda_best_tokens(const float* logits, int64_t stride, int64
     parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
         for (int64_t r; (r = next.fetch_add(1)) < rows;) {
             Row row{logits + r * stride, vocab, 0, 0, 0, 0};
-            f32x16 top = splat(-std::numeric_limits<float>::infinity());
-            i32x16 no_number = {};
-            for (int64_t i = 0; i < vocab; i += 16) {
-                f32x16 v = vocab - i >= 16 ? load(row.logits + i) : row.tail(i, static_cast<int>(vocab - i));
-                top = vmax(top, v);
-                no_number |= v != v;
-            }
-            bool any = false;
-            for (int i = 0; i < 16; i++) any |= no_number[i] != 0;
-            values[r] = any ? std::numeric_limits<float>::quiet_NaN() : lane_max(top);
+            values[r] = largest_of(row);
             int64_t id = 0;
-            while (!any && row.logits[id] != values[r]) id++;
+            while (values[r] == values[r] && row.logits[id] != values[r]) id++;
             ids[r] = id;
         }
     });
@@ -274,6 +279,41 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
                 tokens[r] = row.pick_from_all(reached);
             else
                 tokens[r] = row.pick_filtered(top_k[r], top_p[r], reached, maxima, candidates);
+        }
+    });
+}
+
+// Log-softmax of the chosen token (column 0) and of the k best, lower id first among equals; the chosen one's rank.
+// chosen [rows]; ids, logprobs [rows, 1 + k]; ranks [rows]. k <= vocab. A row with a NaN has nothing but NaN.
+PAGODA_EXPORT void pagoda_top_logprobs(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
+                                       const int64_t* chosen, int64_t k, int32_t* ids, float* logprobs, int32_t* ranks,
+                                       int threads) {
+    std::atomic<int64_t> next{0};
+    parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
+        auto* candidates = static_cast<Candidate*>(thread_scratch(sizeof(Candidate) * vocab, 1));
+        auto* maxima = static_cast<float*>(thread_scratch(sizeof(float) * (vocab / BLOCK + 1), 2));
+        auto* reached = static_cast<double*>(thread_scratch(sizeof(double) * (vocab / SUM_CHUNK + 1), 3));
+        for (int64_t r; (r = next.fetch_add(1)) < rows;) {
+            Row row{logits + r * stride, vocab, 0, 1.0, 0.0, 0};
+            float largest = largest_of(row), own = row.logits[chosen[r]];
+            int32_t* id = ids + r * (1 + k);
+            float* logprob = logprobs + r * (1 + k);
+            id[0] = static_cast<int32_t>(chosen[r]);
+            ranks[r] = 1;
+            if (largest != largest) {
+                for (int64_t i = 0; i <= k; i++) logprob[i] = largest;
+                for (int64_t i = 1; i <= k; i++) id[i] = static_cast<int32_t>(i - 1);
+                continue;
+            }
+            row.largest = largest;
+            double normaliser = largest + std::log(reached[row.chunk_sums(reached) - 1]);
+            logprob[0] = static_cast<float>(own - normaliser);
+            for (int64_t i = 0; i < vocab; i++) ranks[r] += row.logits[i] > own;
+            if (k > 0) row.rank(k, maxima, candidates);
+            for (int64_t i = 0; i < k; i++) {
+                id[1 + i] = candidates[i].id;
+                logprob[1 + i] = static_cast<float>(candidates[i].logit - normaliser);
+            }
         }
     });
 }

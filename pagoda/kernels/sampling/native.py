@@ -1,10 +1,11 @@
-"""Sampling by the compiled kernels."""
+"""Sampling and log-probabilities by the compiled kernels."""
 
 from ctypes import c_int, c_int64, c_void_p
 
 import numpy as np
 import torch
 
+from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.native.library import NativeLibrary
 
 _PTR, _LONG = c_void_p, c_int64
@@ -19,7 +20,9 @@ class NativeSampling:
         self._best.argtypes = (_PTR, _LONG, _LONG, _LONG, _PTR, _PTR, c_int)
         self._sample = library.functions.pagoda_sample
         self._sample.argtypes = (_PTR, _LONG, _LONG, _LONG, *(_PTR,) * 8, c_int)
-        self._best.restype = self._sample.restype = None
+        self._top_logprobs = library.functions.pagoda_top_logprobs
+        self._top_logprobs.argtypes = (_PTR, _LONG, _LONG, _LONG, _PTR, _LONG, *(_PTR,) * 3, c_int)
+        self._best.restype = self._sample.restype = self._top_logprobs.restype = None
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(largest logit float32 [S], its lowest id int64 [S]) of float32 [S, V]; NaN where a row has one."""
@@ -60,3 +63,19 @@ class NativeSampling:
             *(column.ctypes.data for column in columns), tokens.data_ptr(), self._threads,
         )  # fmt: skip
         return tokens
+
+    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
+        """See logprobs.top_logprobs; among equals the lower id stands first."""
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        rows, vocab = logits.shape
+        k = min(k, vocab)
+        found = LogprobColumns(
+            np.empty((rows, 1 + k), np.int32), np.empty((rows, 1 + k), np.float32), np.empty(rows, np.int32)
+        )
+        chosen = np.ascontiguousarray(chosen, np.int64)
+        self._top_logprobs(
+            logits.data_ptr(), logits.stride(0), rows, vocab, chosen.ctypes.data, k,
+            found.token_ids.ctypes.data, found.logprobs.ctypes.data, found.ranks.ctypes.data, self._threads,
+        )  # fmt: skip
+        return found
