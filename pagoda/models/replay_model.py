@@ -24,14 +24,14 @@ class ReplayModel:
     """As the model it wraps (see `models.base.Model`), bit for bit, without Python between the ops of a forward.
 
     A forward that cannot be recorded runs op by op, which is said once in the log. The program holds the addresses of
-    the KV cache it was recorded with; another cache is recorded anew.
+    the KV cache it was recorded with (`kv`); another cache is recorded anew.
     """
 
     def __init__(self, model: Model, ops: NativeOps, dtype: torch.dtype) -> None:
         self.model = model
         self.ops: Ops = ops
         self._native, self._dtype = ops, dtype
-        self._kv: Sequence[KVLayer] | None = None
+        self.kv: Sequence[KVLayer] | None = None
         self.program: Program | None = None
 
     @property
@@ -43,9 +43,9 @@ class ReplayModel:
         return self.model.kv_groups
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        if kv is not self._kv:
+        if kv is not self.kv:
             self.program = self._record(batch, kv)
-            self._kv = kv
+            self.kv = kv
         return self.model.forward(batch, kv) if self.program is None else self.program.run(batch)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -57,13 +57,13 @@ class ReplayModel:
         recorder = RecordingOps(self._native, _RECORDED_TOKENS, self._dtype, metadata)
         tokens = torch.empty(_RECORDED_TOKENS, dtype=torch.int32, device="meta")
         stand_in = ForwardBatch(tokens, torch.empty_like(tokens), metadata, batch.logits_index)
-        self.model.ops = recorder
+        before, self.model.ops = self.model.ops, recorder
         try:
             program = recorder.program(self.model.forward(stand_in, kv))
         except NotRecordable as why:
             logger.warning("the model runs op by op, more slowly, since its forward cannot be recorded: %s", why)
             return None
         finally:
-            self.model.ops = self._native
+            self.model.ops = before
         logger.debug("recorded a forward of %d steps", program.num_steps)
         return program

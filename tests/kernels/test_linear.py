@@ -87,10 +87,10 @@ def test_a_row_has_the_same_bits_in_any_batch(native: NativeOps, kind: torch.dty
     dtype = torch.bfloat16 if isinstance(kind, str) else kind
     for in_features, out_features in ((576, 192), (131, 49)):
         weight = any_weight(native, kind, out_features, in_features)
-        x = torch.randn(400, in_features).to(dtype)
+        x = torch.randn(200, in_features).to(dtype)
         alone = torch.cat([ops.logits(row.unsqueeze(0), weight) for row in x])
-        for rows in [*range(1, 71), 128, 255, 400]:
-            first = (rows * 7) % (401 - rows)
+        for rows in [*range(1, 71), 128, 200]:
+            first = (rows * 7) % (201 - rows)
             assert torch.equal(ops.logits(x[first : first + rows], weight), alone[first : first + rows]), rows
 
 

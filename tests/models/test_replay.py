@@ -1,5 +1,6 @@
 """A replayed forward gives the bits of the same forward run op by op, on every architecture."""
 
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.kernels.batch import ForwardBatch
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
 from pagoda.kernels.native_ops import NativeOps
@@ -58,6 +59,15 @@ def run(model: Model, dtype: torch.dtype) -> list[torch.Tensor]:
         return [runner.logits(step) for step in steps]
 
 
+def one_token(model: ReplayModel) -> tuple[ForwardBatch, Sequence[KVLayer]]:
+    """A decode of one row, and the cache the model was recorded with."""
+    assert model.kv is not None
+    one = torch.ones(1, dtype=torch.int32)
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    metadata = AttentionMetadata(start, one, one.view(1, 1), torch.tensor([8]), 8, 1, 1)
+    return ForwardBatch(one, one - 1, (metadata,) * len(model.kv_groups), torch.tensor([0])), model.kv
+
+
 def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ReplayModel:
     plain, replayed = both(folder, ops, dtype, quantization)
     for got, expected in zip(run(replayed, dtype), run(plain, dtype), strict=True):
@@ -87,6 +97,23 @@ def test_one_step_an_op_with_gates_fused(library, folders) -> None:
     replayed = assert_same(folders("llama"), NativeOps(library, threads=1), torch.float32)
     assert replayed.program is not None
     assert replayed.program.num_steps == 1 + 9 * replayed.spec.num_layers + 1
+
+
+def test_measured_times_add_up(library, folders) -> None:
+    replayed = assert_same(folders("llama"), NativeOps(library, threads=1), torch.float32)
+    assert replayed.program is not None
+    assert replayed.program.seconds() == {}
+    replayed.program.measure()
+    batch, kv = one_token(replayed)
+    begin_s = time.perf_counter()
+    for _ in range(20):
+        replayed.forward(batch, kv)
+    total_s = time.perf_counter() - begin_s
+    seconds = replayed.program.seconds()
+    assert seconds[Op.LINEAR] > 0
+    assert seconds[Op.ATTENTION] > 0
+    assert seconds[Op.SOFTCAP] == 0
+    assert sum(seconds.values()) <= total_s
 
 
 def test_another_cache_is_recorded_anew(library, folders) -> None:

@@ -2,6 +2,8 @@
 //
 // Every step is the same function that op-by-op execution calls, so both give the same bits. What a replay saves is
 // Python between the ops, memory traffic, and waking threads: the pool's are still awake when the next step comes.
+#include <chrono>
+
 #include "entry_points.h"
 
 namespace {
@@ -152,7 +154,18 @@ PAGODA_EXPORT int64_t pagoda_replay_scratch_bytes(const Program* program, int64_
 }
 
 // batch.scratch: pagoda_replay_scratch_bytes(), aligned to 64. The hidden states go to batch.result, contiguous.
-PAGODA_EXPORT void pagoda_replay(const Program* program, const Batch* batch, int threads) {
+// nanoseconds: null, or [ops], to which each op's time is added.
+PAGODA_EXPORT void pagoda_replay(const Program* program, const Batch* batch, int threads, int64_t* nanoseconds) {
+    using Clock = std::chrono::steady_clock;
     Walk walk(*program, *batch, threads);
-    for (int64_t i = 0; i < program->num_steps; i++) walk.run(program->steps[i]);
+    if (nanoseconds == nullptr) {
+        for (int64_t i = 0; i < program->num_steps; i++) walk.run(program->steps[i]);
+        return;
+    }
+    for (int64_t i = 0; i < program->num_steps; i++) {
+        auto begin = Clock::now();
+        walk.run(program->steps[i]);
+        auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
+        nanoseconds[program->steps[i].op] += spent.count();
+    }
 }
