@@ -23,7 +23,6 @@ _COLUMNS = (
     "repetition",
     "num_logprobs",
     "constrained",
-    "pooled",
 )
 
 
@@ -34,8 +33,8 @@ class DeviceTable:
     block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
     num_tokens: int32 [max_rows], positions of token_ids that are known (without drafts).
     num_logprobs, num_prompt_logprobs: int32 [max_rows], top entries asked for, -1 for none.
-    constraints, pooling: per row, what only some rows have; None otherwise. constrained, pooled: bool [max_rows],
-    which.
+    constraints, pooling: per row, what only some rows have; None otherwise.   constrained: bool [max_rows], which have.
+    wants_states: bool [max_rows], rows with prompt logprobs or pooling: their prompt's positions are looked at.
     """
 
     def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
@@ -57,7 +56,7 @@ class DeviceTable:
         self.num_logprobs = np.full(max_rows, -1, np.int32)
         self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
         self.constrained = np.zeros(max_rows, np.bool_)
-        self.pooled = np.zeros(max_rows, np.bool_)
+        self.wants_states = np.zeros(max_rows, np.bool_)
         self.constraints: list[RowConstraints | None] = [None] * max_rows
         self.pooling: list[PoolingParams | None] = [None] * max_rows
 
@@ -90,7 +89,7 @@ class DeviceTable:
     def _forget(self, row: int) -> None:
         self.constraints[row] = None
         self.pooling[row] = None
-        self.constrained[row] = self.pooled[row] = False
+        self.constrained[row] = self.wants_states[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
     def _admit(self, init: RowInit) -> None:
@@ -104,7 +103,7 @@ class DeviceTable:
         for table, ids in zip(self.block_tables, init.block_ids, strict=True):
             table[row, : len(ids)] = ids
         self.pooling[row] = init.pooling
-        self.pooled[row] = init.pooling is not None
+        self.wants_states[row] = init.pooling is not None
         params = init.sampling
         if params is None:
             return
@@ -119,6 +118,7 @@ class DeviceTable:
             self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
+            self.wants_states[row] = True
         self.constraints[row] = RowConstraints.of(params, init.eos_token_ids)
         self.constrained[row] = self.constraints[row] is not None
 
@@ -132,6 +132,7 @@ class DeviceTable:
             column = getattr(self, name)
             column[dst] = column[src]
         self.num_prompt_logprobs[dst] = -1  # told once, by the branch that computed the prompt
+        self.wants_states[dst] = False
         self.seeds[dst] = fork.seed & 0xFFFFFFFFFFFFFFFF
         self.constraints[dst] = self.constraints[src]
         self.pooling[dst] = self.pooling[src]

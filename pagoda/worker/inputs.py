@@ -135,15 +135,17 @@ def _extra_logits(
     prompt_rows: list[tuple[int, int, int]] = []
     pooled_rows: list[int] = []
     index: list[np.ndarray] = []
-    for i in np.flatnonzero(table.num_prompt_logprobs[rows] >= 0):
+    wanted = np.flatnonzero(table.wants_states[rows])
+    for i in wanted:
         row, first = int(rows[i]), int(output.start[i])
         count = min(first + int(output.num_new[i]), int(table.num_prompt[row]) - 1) - first
-        if count > 0:
+        if table.num_prompt_logprobs[row] >= 0 and count > 0:
             prompt_rows.append((row, first, count))
             index.append(np.arange(query_start[i], query_start[i] + count, dtype=np.int64))
-    for i in np.flatnonzero(table.pooled[rows]):
+    for i in wanted:
         row = int(rows[i])
-        if output.start[i] + output.num_new[i] == table.num_prompt[row]:
+        ends_here = output.start[i] + output.num_new[i] == table.num_prompt[row]
+        if table.pooling[row] is not None and ends_here:
             pooled_rows.append(row)
             index.append(np.array([query_start[i + 1] - 1], np.int64))
     positions = np.concatenate(index) if index else np.empty(0, np.int64)
