@@ -127,14 +127,17 @@ def _merges_of(tokens: list[str], vocab: dict[str, int], ranks: np.ndarray) -> l
     """All ways to put a token together from two tokens, best result first; equal ones by the order of their parts."""
     order = np.argsort(-ranks, kind="stable").tolist()
     merges: list[tuple[str, str]] = []
+    id_of = vocab.get
     for index in order:
         token = tokens[index]
         pairs = [
-            (vocab[token[:cut]], vocab[token[cut:]], cut)
+            (left, right)
             for cut in range(1, len(token))
-            if token[:cut] in vocab and token[cut:] in vocab
+            if (left := id_of(token[:cut])) is not None and (right := id_of(token[cut:])) is not None
         ]
-        merges.extend((token[:cut], token[cut:]) for _, _, cut in sorted(pairs))
+        if len(pairs) > 1:
+            pairs.sort()
+        merges += [(tokens[left], tokens[right]) for left, right in pairs]
     return merges
 
 
