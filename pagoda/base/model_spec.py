@@ -30,4 +30,6 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if len(self.layer_windows) != self.num_layers:
-            raise ConfigError(f"{self.architecture}: {self.num_layers} layers but {len(self.layer_windows)} attention windows")
+            raise ConfigError(
+                f"{self.architecture}: {self.num_layers} layers but {len(self.layer_windows)} attention windows"
+            )
