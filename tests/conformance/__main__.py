@@ -1,6 +1,6 @@
 """python -m tests.conformance SCENARIOS.json OUT.jsonl: replay a file of scenarios on pagoda's scheduler.
 
-A scenario that the scheduler cannot take becomes one line with its error; the others go on. Exit status 1 if there was one.
+A scenario that the scheduler cannot take becomes one line with its error; the others go on. Exit status 1 then.
 """
 
 import json
@@ -22,7 +22,9 @@ def main(scenarios: Path, out: Path) -> int:
             except Exception as error:  # whatever it is, it is a finding about this scenario alone
                 traceback.print_exc()
                 failed += 1
-                print(json.dumps({"scenario": scenario["name"], "error": f"{type(error).__name__}: {error}"}), file=file)
+                print(
+                    json.dumps({"scenario": scenario["name"], "error": f"{type(error).__name__}: {error}"}), file=file
+                )
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Where two traces of a scenario differ.
 
-Held: who is scheduled with how many tokens, admissions and their cached tokens, preemptions, drafts, encoder inputs, free
-blocks, the waiting and running sets, tokens emitted, finish reasons. Not held: the order inside a step.
+Held: who is scheduled with how many tokens, admissions and their cached tokens, preemptions, drafts, encoder inputs,
+free blocks, the waiting and running sets, tokens emitted, finish reasons. Not held: the order inside a step.
 """
 
 import json

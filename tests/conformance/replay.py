@@ -23,7 +23,8 @@ class Subject(Protocol):
         """Plan a step.
 
         scheduled: [[id, tokens], ...] in order.   admitted: [{id, kind: new | resumed, cached}, ...].
-        preempted: sorted ids thrown out since the last step.   samples: ids that get a token.   drafts: id -> draft tokens in the step.
+        preempted: sorted ids thrown out since the last step.   samples: ids that get a token.
+        drafts: id -> draft tokens in the step.
         encoder: id -> places of the items encoded.   handle: given back to `update`.
         """
         ...
@@ -39,12 +40,13 @@ class Subject(Protocol):
     def reset_prefix_cache(self, preempt_running: bool) -> bool: ...
 
     def state(self) -> Record:
-        """free_blocks; running, waiting: ids in order; blocks: running id -> number (or one a KV group); computed: live id -> tokens."""
+        """free_blocks; running, waiting: ids in order; blocks: running id -> number (or one a KV group);
+        computed: live id -> tokens."""
         ...
 
 
 def expand_prompt(prompt: Any) -> list[int]:
-    """A prompt as the format writes it: a list, {range: [a, b]}, {repeat: [token, times]} or {concat: [prompt, ...]}."""
+    """A prompt as the format writes it: a list, {range: [a, b]}, {repeat: [token, times]}, {concat: [prompts]}."""
     if isinstance(prompt, list):
         return list(prompt)
     if "range" in prompt:

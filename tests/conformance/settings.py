@@ -10,15 +10,16 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem, Request
 
-CONFIG_KEYS = frozenset(
-    "block_size num_blocks max_num_seqs max_num_batched_tokens max_model_len policy enable_prefix_caching "
-    "enable_chunked_prefill long_prefill_token_threshold watermark reserve_full_prompt pipeline_depth async_scheduling "
-    "num_speculative_tokens max_loras kv_groups encoder_budget encoder_cache no_partial_images encoder_decoder mode".split()
-)
-REQUEST_KEYS = frozenset(
-    "id prompt max_tokens outputs eos stop_token_ids min_tokens arrival_step arrival_time priority drafts lora cache_salt "
-    "skip_prefix_read images".split()
-)
+CONFIG_KEYS = {
+    *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "policy", "mode"),
+    *("enable_prefix_caching", "enable_chunked_prefill", "long_prefill_token_threshold", "watermark"),
+    *("reserve_full_prompt", "pipeline_depth", "async_scheduling", "num_speculative_tokens", "max_loras", "kv_groups"),
+    *("encoder_budget", "encoder_cache", "no_partial_images", "encoder_decoder"),
+}
+REQUEST_KEYS = {
+    *("id", "prompt", "max_tokens", "outputs", "eos", "stop_token_ids", "min_tokens", "arrival_step", "arrival_time"),
+    *("priority", "drafts", "lora", "cache_salt", "skip_prefix_read", "images"),
+}
 
 
 @dataclass(frozen=True, slots=True)

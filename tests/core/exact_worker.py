@@ -1,9 +1,9 @@
 """A worker without a model that knows what every KV slot ought to hold.
 
 It applies each SchedulerOutput the way a real worker does, but where a real one writes keys and values, this one writes
-the *name* of what they are computed from: the group, and the row's tokens up to that position. Before a row samples it looks
-at every position that the row attends to. A block given out twice, a copy that was not made, a swap in the wrong order or a block
-reused under a step in flight all show up as a wrong name, at the step where they happen.
+the *name* of what they are computed from: the group, and the row's tokens up to that position. Before a row samples it
+looks at every position that the row attends to. A block given out twice, a copy that was not made, a swap in the wrong
+order or a block reused under a step in flight all show up as a wrong name, at the step where they happen.
 
 Sampled tokens depend on the row's seed and tokens alone, so that any schedule must give the same text.
 """
@@ -45,7 +45,7 @@ class Row:
     names: list[Name] = field(default_factory=list)  # of KV at each position
 
     def name_at(self, position: int, tokens: list[int]) -> Name:
-        """What the KV at `position` is computed from: the prefix before it, and the token or the piece of media there."""
+        """What the KV at `position` is computed from: the prefix before it, and the token or media there."""
         del self.names[position:]
         for place in range(len(self.names), position + 1):
             before: Name = self.names[-1] if self.names else ("root", self.lora, self.encoder_len and self.media)
@@ -230,8 +230,8 @@ class ExactWorker:
                     held = self.device[block][position % self.block_size]
                     if held != (group, row.names[position]):
                         raise WrongMemory(
-                            f"step {output.step}: {row.request_id} (row {number}) reads position {position} of group {group} "
-                            f"from block {block}, which holds {held}"
+                            f"step {output.step}: {row.request_id} (row {number}) reads position {position} of group "
+                            f"{group} from block {block}, which holds {held}"
                         )
 
     def _sample(self, output: SchedulerOutput, fed: dict[int, list[int]]) -> ModelRunnerOutput:

@@ -141,12 +141,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if offset >= end and offset + size <= length and size <= setting.scheduler.max_num_batched_tokens:
                     media.append(MediaItem(f"{kind}/{size}", offset, size))
         n = min(n, setting.scheduler.max_num_seqs)
+        sampling = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=ends,
+            temperature=0.0 if n == 1 else 1.0,
+        )
         request = make_request(
             self.count,
             prompt,
-            SamplingParams(
-                n=n, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=ends, temperature=0.0 if n == 1 else 1.0
-            ),
+            sampling,
             priority=priority,
             lora=lora,
             cache_salt=salt,
@@ -155,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             client_index=self.count % 2,
             eos_token_ids=(0,) if self.count % 3 == 0 else (),
             encoder_len=length % 6 + 1 if setting.encoder_decoder else 0,
-        )  # fmt: skip
+        )
         if setting.encoder_decoder:
             request = replace(request, media=(MediaItem(f"audio{self.count}", 0, request.encoder_len),))
         self.traffic.add(request)

@@ -23,8 +23,8 @@ Record = dict[str, Any]
 class Setting:
     """All that a scheduler is built from."""
 
-    scheduler: SchedulerConfig = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
-    cache: CacheConfig = CacheConfig(block_size=4, watermark=0.0)
+    scheduler: SchedulerConfig
+    cache: CacheConfig
     groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),)
     num_blocks: int = 16
     num_host_blocks: int = 0
@@ -167,8 +167,9 @@ class Traffic:
         plan = self.twin.schedule()
         plan["names"] = {row: self._name(row) for row in self.worker.rows}
         self.plans.append(plan)
+        placed = zip(output.rows.tolist(), output.num_new.tolist(), strict=True)
         mine = {
-            "scheduled": sorted([self._name(row), new] for row, new in zip(output.rows.tolist(), output.num_new.tolist(), strict=True)),
+            "scheduled": sorted([self._name(row), new] for row, new in placed),
             "admitted": sorted(
                 (self._name(init.row), "new" if init.kind is AdmitKind.NEW else "resumed", init.num_computed)
                 for init in output.admitted
@@ -289,11 +290,13 @@ class Traffic:
         if fcfs and not config.max_loras and config.pipeline_depth == 1:
             entered = {init.request_id for init in output.admitted if init.request_id in line}
             stayed = [request_id for request_id in line if request_id in self.scheduler.waiting_ids()]
-            assert not stayed or not entered or max(map(line.index, entered)) < line.index(stayed[0]), "somebody overtook"
+            assert not stayed or not entered or max(map(line.index, entered)) < line.index(stayed[0]), (
+                "somebody overtook"
+            )
         self._check_blocks()
 
     def _check_blocks(self) -> None:
-        """Every block is free or referenced; its count is the number of table entries that name it; workers know the same."""
+        """Every block is free or referenced; its count is the number of entries that name it; workers know the same."""
         named: Counter[int] = Counter()
         state = self.scheduler._state  # the truth itself: what the public answers are made of
         assert set(state.lineup.rows.tolist()) == set(self.worker.rows)
@@ -301,13 +304,15 @@ class Traffic:
             for table, mirrored in zip(state.table.tables(number), row.tables, strict=True):
                 entries = table.tolist()
                 named.update(block for block in entries if block)
-                # A worker keeps entries behind a window, and a fork's copy of slots that were reserved for its source alone.
+                # A worker keeps entries behind a window, and a fork's copy of slots reserved for its source alone.
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
         assert self.scheduler.num_free_blocks == self.setting.num_blocks - len(named)
         counts = state.kv.pool.ref_count
         for block in range(1, self.setting.num_blocks + 1):
-            assert int(counts[block]) == named[block], f"block {block}: {counts[block]} references, {named[block]} entries"
+            assert int(counts[block]) == named[block], (
+                f"block {block}: {counts[block]} references, {named[block]} entries"
+            )
 
     def check(self) -> None:
         self.scheduler.check()

@@ -1,4 +1,4 @@
-"""Encoder outputs by content hash: who holds them, which go first when room is needed, and what a chunk needs of them."""
+"""Encoder outputs by content hash: who holds them, which go first when room is short, what a chunk needs."""
 
 from tests.twin.state import Live
 

@@ -178,7 +178,7 @@ class Memory:
         self.share_prefix(source, child, source.computed)
 
     def share_prefix(self, source: Branch, child: Branch, tokens: int) -> None:
-        """`child`, which has nothing, shares the blocks of the first `tokens` tokens; all of a cross-attention table."""
+        """`child`, which has nothing, shares the blocks of the first `tokens` tokens, and the cross-attention ones."""
         count = blocks_for(tokens, self.block_size)
         for group, spec in enumerate(self.groups):
             table = source.tables[group]
@@ -197,9 +197,7 @@ class Memory:
     def _parked(self, branch: Branch) -> list[list[int]]:
         """Per group, the table entries that hold KV."""
         return [
-            list(table)
-            if spec.kind is KVGroupKind.CROSS
-            else table[: blocks_for(branch.computed, self.block_size)]
+            list(table) if spec.kind is KVGroupKind.CROSS else table[: blocks_for(branch.computed, self.block_size)]
             for spec, table in zip(self.groups, branch.tables, strict=True)
         ]
 

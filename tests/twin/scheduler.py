@@ -206,12 +206,15 @@ class TwinScheduler:
         self.desk.release(live)
         self.thrown_out.append(live.id)
         live.epoch += 1
-        live.stale_steps = sum(live in step.requests for step in self.in_flight)
+        live.stale_steps = sum(step.epochs.get(live.id, -1) >= live.drop_before for step in self.in_flight)
         whole = [branch for branch in live.alive if branch.started]
         swaps = self.config.preemption_mode is PreemptionMode.SWAP or (
             self.config.preemption_mode is PreemptionMode.AUTO and len(live.alive) > 1
         )
-        everyone = live.forked and len(whole) == len(live.alive)
+        passed = all(
+            item.offset + item.length <= min((one.computed for one in whole), default=0) for item in live.request.media
+        )
+        everyone = live.forked and len(whole) == len(live.alive) and (passed or self.encoder_decoder)
         if may_swap and swaps and everyone and self.memory.host_need(whole) <= len(self.host.free):
             self.memory.swap_out(whole, self.host)
             live.status = "swapped"
@@ -355,7 +358,7 @@ class TwinScheduler:
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
         if phased and known > self.config.max_num_batched_tokens and not self._may_chunk(live):
             return "never"
-        # Branches that return share the prompt's blocks with the first one; what lies behind a window is not among its hits.
+        # Branches that return share the first one's prompt blocks; a hit would not hold those behind a window.
         whole = len(live.branches) > 1 and live.forked and self.memory.has_windows
         cached, hits = (0, nothing) if whole else self.memory.hit(request, branch.tokens)
         want = known - cached
@@ -456,7 +459,7 @@ class TwinScheduler:
         return record
 
     def _fork(self, entry: Planned) -> list[Planned]:
-        """The prompt is complete with this step: every other branch shares its blocks and samples from the same logits."""
+        """The prompt is complete: the other branches share its blocks, and sample from the same logits."""
         live, source = entry.live, entry.branch
         live.forked = True
         forks: list[Planned] = []
@@ -476,7 +479,9 @@ class TwinScheduler:
         for branch in live.alive:
             if not branch.started:
                 branch.started = True
-                branch.computed = min(shared, (len(branch.tokens) - 1) // self.memory.block_size * self.memory.block_size)
+                branch.computed = min(
+                    shared, (len(branch.tokens) - 1) // self.memory.block_size * self.memory.block_size
+                )
                 self.memory.share_prefix(first, branch, branch.computed)
                 self.admitted.append({"id": self._name(live, branch), "kind": "resumed", "cached": branch.computed})
 

@@ -1,4 +1,4 @@
-"""`pagoda bench scheduler`: what planning a step costs, without a model. Outputs are made up; only decisions are timed."""
+"""`pagoda bench scheduler`: what planning a step costs, without a model. Only decisions are timed."""
 
 import json
 import random
@@ -69,7 +69,9 @@ def bench_scheduler(
     compare_model: Annotated[
         Path | None, typer.Option(help="With --compare: a folder with a Llama-type config.json.")
     ] = None,
-    compare_file: Annotated[Path | None, typer.Option(help="JSON lines of vLLM's figures, instead of --compare.")] = None,
+    compare_file: Annotated[
+        Path | None, typer.Option(help="JSON lines of vLLM's figures, instead of --compare.")
+    ] = None,
 ) -> None:
     """Time the scheduler alone: schedule + update_from_output per decode step, and add_request."""
     if curves:
@@ -91,7 +93,7 @@ def bench_scheduler(
 
 
 def measure(num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60) -> SchedulerFigures:
-    """Fill a scheduler with `num_seqs` requests of `prompt` random tokens and time `steps` steps in which all decode."""
+    """Fill a scheduler with `num_seqs` requests of `prompt` random tokens; time `steps` steps in which all decode."""
     # Before the last prompt is in, the first sequences decode already: room for those steps too.
     filling = -(-num_seqs * prompt // (MAX_BATCHED_TOKENS - num_seqs)) + 2
     num_blocks = num_seqs * ((prompt + steps + filling) // BLOCK_SIZE + 3) + 16
@@ -189,7 +191,9 @@ def _measure_point(num_waiting: int, num_blocks: int, num_running: int, steps: i
 def run_peer(python: Path | None, model: Path | None, sizes: tuple[int, ...]) -> list[SchedulerFigures]:
     """vLLM's figures, measured now, in its own Python. Raises ConfigError with what it said if it cannot run."""
     if python is None or model is None:
-        raise ConfigError("--compare needs --compare-model: a folder with a Llama-type config.json (no weights are read)")
+        raise ConfigError(
+            "--compare needs --compare-model: a folder with a Llama-type config.json (no weights are read)"
+        )
     script = Path(__file__).with_name("vllm_peer.py")
     command = [str(python), str(script), str(model), *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -231,15 +235,16 @@ def _line(figures: SchedulerFigures) -> str:
     caching = "on " if figures.prefix_caching else "off"
     return (
         f"{figures.num_seqs:5d} sequences, prefix caching {caching}: schedule {figures.schedule_us:7.1f} us, "
-        f"update {figures.update_us:7.1f} us, {figures.per_seq_us:.3f} us a sequence, add_request {figures.add_request_us:.1f} us"
+        f"update {figures.update_us:7.1f} us, {figures.per_seq_us:.3f} us a sequence, "
+        f"add_request {figures.add_request_us:.1f} us"
     )
 
 
 def _ratio_line(line: dict[str, object]) -> str:
     caching = "on " if line["prefix_caching"] else "off"
     return (
-        f"{line['num_seqs']:5d} sequences, prefix caching {caching}: {line['compared_with']} takes {line['step_ratio']} times as "
-        f"long a step, {line['add_request_ratio']} times as long to add a request"
+        f"{line['num_seqs']:5d} sequences, prefix caching {caching}: {line['compared_with']} takes "
+        f"{line['step_ratio']} times as long a step, {line['add_request_ratio']} times as long to add a request"
     )
 
 

@@ -1,0 +1,159 @@
+"""Rig: a scheduler on the bench, driven step by step with small numbers, answering in plain ones."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pagoda.base.clock import VirtualClock
+from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_output import AdmitKind, Finish, ModelRunnerOutput, SchedulerOutput
+
+FILL = 7
+
+
+@dataclass
+class StepTold:
+    """One planned step. Branches are named "id", or "id/number" where a request has several."""
+
+    output: SchedulerOutput
+    owners: dict[int, str]
+    scheduled: dict[str, int]
+    cached: dict[str, int]  # of those admitted
+    kinds: dict[str, AdmitKind]
+    emitted: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, str | None] = field(default_factory=dict)
+    finishes: list[Finish] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[str]:
+        return [self.owners[row] for row in self.output.sample_rows.tolist()]
+
+
+class Rig:
+    """Keywords of SchedulerConfig and CacheConfig, and those below. Block size 4, 16 blocks, no caching."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        num_host_blocks: int = 0,
+        max_model_len: int = 256,
+        groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),),
+        encoder_decoder: bool = False,
+        block_size: int = 4,
+        enable_prefix_caching: bool = False,
+        watermark: float = 0.0,
+        **config: Any,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.scheduler = Scheduler(
+            SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}),
+            CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching, watermark=watermark),
+            groups,
+            num_blocks,
+            max_model_len,
+            self.clock,
+            num_host_blocks=num_host_blocks,
+            encoder_decoder=encoder_decoder,
+        )
+        self.requests: list[Request] = []
+        self.owners: dict[int, str] = {}
+
+    def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 8, **facts: Any) -> Request:
+        """prompt: tokens, or how many of the request's own.   facts: fields of Request and of SamplingParams."""
+        number = len(self.requests) + 1
+        tokens = [1000 * number + place for place in range(prompt)] if isinstance(prompt, int) else prompt
+        names = ("n", "min_tokens", "stop_token_ids", "ignore_eos", "prompt_logprobs")
+        sampling = SamplingParams(max_tokens=max_tokens, **{name: facts.pop(name) for name in names if name in facts})
+        facts = {"arrival_time_s": float(number), **facts}
+        request = Request(request_id, np.asarray(tokens, np.int32), sampling, handle=number, seed=number, **facts)
+        self.scheduler.add_request(request)
+        self.requests.append(request)
+        return request
+
+    def abort(self, *ids: str) -> None:
+        self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+
+    def plan(self) -> StepTold:
+        """schedule(), read the way a worker reads it."""
+        output = self.scheduler.schedule()
+        self.scheduler.check()
+        for row in output.released.tolist():
+            del self.owners[row]
+        for init in output.admitted:
+            self.owners[init.row] = self._name(init.request_id, init.branch)
+        for fork in output.forks:
+            self.owners[fork.dst] = self._name(self.owners[fork.src].split("/")[0], fork.branch)
+        rows = zip(output.rows.tolist(), output.num_new.tolist(), strict=True)
+        return StepTold(
+            output,
+            dict(self.owners),
+            {self.owners[row]: new for row, new in rows},
+            {self.owners[init.row]: init.num_computed for init in output.admitted},
+            {self.owners[init.row]: init.kind for init in output.admitted},
+        )
+
+    def _name(self, request_id: str, branch: int) -> str:
+        request = next(request for request in reversed(self.requests) if request.request_id == request_id)
+        return f"{request_id}/{branch}" if request.num_branches > 1 else request_id
+
+    def home(self, told: StepTold, said: dict[str, list[int]] | None = None, duration_s: float = 0.0) -> StepTold:
+        """update_from_output(): everybody who samples says `said`, or FILL."""
+        answers = [(said or {}).get(name, [FILL]) for name in told.samples]
+        tokens = np.full((len(answers), max(map(len, answers), default=1)), -1, np.int32)
+        for place, answer in enumerate(answers):
+            tokens[place, : len(answer)] = answer
+        counts = np.array([len(answer) for answer in answers], np.int32)
+        result = ModelRunnerOutput(told.output.step, tokens, counts, duration_s=duration_s)
+        for heard in self.scheduler.update_from_output(told.output, result).values():
+            flat = heard.token_ids.tolist()
+            for handle, branch, count in zip(
+                heard.handles.tolist(), heard.branches.tolist(), heard.counts.tolist(), strict=True
+            ):
+                name = self._name(self.requests[handle - 1].request_id, branch)
+                told.emitted[name], flat = flat[:count], flat[count:]
+            for finish in heard.finishes:
+                told.finished[self._name(finish.request_id, finish.branch)] = finish.status.finish_reason
+                told.finishes.append(finish)
+        self.scheduler.check()
+        return told
+
+    def step(self, said: dict[str, list[int]] | None = None, duration_s: float = 0.0) -> StepTold:
+        return self.home(self.plan(), said, duration_s)
+
+    def run(self, limit: int = 200) -> dict[str, list[int]]:
+        """Until nothing is left: what each branch said."""
+        texts: dict[str, list[int]] = {}
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                return texts
+            for name, tokens in self.step().emitted.items():
+                texts.setdefault(name, []).extend(tokens)
+        raise AssertionError("not done")
+
+    @property
+    def free(self) -> int:
+        return self.scheduler.num_free_blocks
+
+    @property
+    def waiting(self) -> list[str]:
+        return self.scheduler.waiting_ids()
+
+    @property
+    def running(self) -> list[str]:
+        return self.scheduler.running_ids()
+
+    @property
+    def swapped(self) -> list[str]:
+        return self.scheduler.swapped_ids()
+
+    def computed(self, request_id: str) -> int:
+        return self.scheduler.num_computed_tokens(request_id)[0]
+
+    def blocks(self, request_id: str) -> list[int]:
+        return self.scheduler.num_blocks_held(request_id)

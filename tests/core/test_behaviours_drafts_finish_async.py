@@ -1,0 +1,333 @@
+"""Rules 116 to 139: drafts, adapters, finish and abort, steps in flight, outputs; each test is named by its rule."""
+
+import numpy as np
+import pytest
+
+from pagoda.base.config import PreemptionMode
+from pagoda.core.request import LoraRef, RequestStatus
+from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput
+from tests.core.rig import Rig, StepTold
+
+
+def drafting(prompt: int = 6, max_tokens: int = 30, **config: object) -> Rig:
+    """A request that has said its first token."""
+    rig = Rig(num_speculative_tokens=3, **config)
+    rig.add("a", prompt, max_tokens=max_tokens)
+    rig.step({"a": [50]})
+    return rig
+
+
+def verify(rig: Rig, drafts: list[int], said: list[int]) -> StepTold:
+    rig.scheduler.update_draft_token_ids({"a": drafts})
+    return rig.step({"a": said})
+
+
+@pytest.mark.parametrize(("said", "computed"), [([51, 52, 53, 54], 10), ([51, 99], 8), ([99], 7)])
+def test_rule_116_rejected_drafts_lower_the_computed_count(said: list[int], computed: int) -> None:
+    rig = drafting()
+    told = verify(rig, [51, 52, 53], said)
+    assert told.scheduled == {"a": 4}
+    assert told.emitted == {"a": said}
+    assert rig.computed("a") == computed
+
+
+def test_rule_117_drafts_are_cut_by_the_budget() -> None:
+    rig = drafting(max_num_batched_tokens=6, max_num_seqs=6)
+    rig.add("b", 2)
+    rig.step()
+    rig.scheduler.update_draft_token_ids({"a": [51, 52, 53], "b": [51, 52, 53]})
+    plan = rig.plan()
+    assert plan.scheduled == {"a": 4, "b": 2}
+    assert {plan.owners[row]: drafts.tolist() for row, drafts in plan.output.drafts.items()} == {
+        "a": [51, 52, 53],
+        "b": [51],
+    }
+
+
+def test_rule_117_drafts_stay_within_the_model() -> None:
+    rig = drafting(max_model_len=9)
+    told = verify(rig, [51, 52, 53], [51, 52])
+    assert told.scheduled == {"a": 2}
+    assert told.finished == {"a": "length"}
+
+
+def test_rule_118_drafts_during_a_prefill_are_dropped() -> None:
+    rig = Rig(num_speculative_tokens=3, max_num_batched_tokens=50, num_blocks=40)
+    rig.add("a", 80)
+    rig.step()
+    rig.scheduler.update_draft_token_ids({"a": [51, 52, 53]})
+    assert rig.step().scheduled == {"a": 30}
+
+
+def test_rule_119_a_stop_inside_accepted_tokens_trims_the_rest() -> None:
+    rig = Rig(num_speculative_tokens=3)
+    rig.add("a", 6, max_tokens=30, stop_token_ids=(52,))
+    rig.step({"a": [50]})
+    told = verify(rig, [51, 52, 53], [51, 52, 53, 54])
+    assert told.emitted == {"a": [51, 52]}
+    assert told.finished == {"a": "stop"}
+    assert told.finishes[0].stop_reason == 52
+    assert rig.free == 16
+
+
+def test_rule_119_a_length_inside_accepted_tokens_trims_the_rest() -> None:
+    rig = drafting(max_tokens=3)
+    told = verify(rig, [51, 52, 53], [51, 52, 53, 54])
+    assert told.emitted == {"a": [51, 52]}
+    assert told.finished == {"a": "length"}
+
+
+def test_rule_120_slots_of_rejected_drafts_are_used_again() -> None:
+    rig = drafting()
+    verify(rig, [51, 52, 53], [99])
+    assert rig.blocks("a") == [3]
+    for _ in range(5):
+        rig.step()
+    assert rig.blocks("a") == [3]
+
+
+def test_rule_120_lookahead_is_counted_with_the_known_tokens() -> None:
+    rig = Rig(num_lookahead_slots=3)
+    rig.add("a", 6)
+    rig.step()
+    assert rig.blocks("a") == [3]
+    assert rig.plan().output.num_lookahead_slots == 3
+
+
+def test_rule_121_draft_stats() -> None:
+    rig = drafting()
+    verify(rig, [51, 52, 53], [51, 52, 99])
+    verify(rig, [60, 61], [99])
+    stats = rig.scheduler.make_stats()
+    assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (2, 5, 2)
+
+
+def test_rule_122_newcomers_are_not_padded_with_drafts() -> None:
+    rig = drafting()
+    rig.add("b", 1)
+    told = rig.step()
+    assert told.scheduled == {"a": 1, "b": 1}
+    assert told.output.drafts == {}
+
+
+# Adapters
+
+
+def test_rule_123_over_the_limit_is_stepped_over() -> None:
+    rig = Rig(max_loras=1)
+    for name, lora in (("a", "1"), ("b", "2"), ("c", None), ("d", "1"), ("e", "2")):
+        rig.add(name, 4, lora=LoraRef(lora) if lora else None)
+    assert list(rig.step().scheduled) == ["a", "c", "d"]
+    assert rig.waiting == ["b", "e"]
+
+
+def test_rule_124_an_adapter_leaves_with_its_last_user() -> None:
+    rig = Rig(max_loras=1, num_blocks=5)
+    rig.add("a", 8, max_tokens=9, lora=LoraRef("x"))
+    rig.add("b", 7, lora=LoraRef("x"))
+    while rig.waiting != ["b"]:
+        rig.step()
+    rig.add("c", 1, lora=LoraRef("y"))
+    rig.abort("b")
+    assert list(rig.step().scheduled) == ["a"]
+
+
+# Finish and abort
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "reason", "stop"),
+    [
+        ({"eos_token_ids": (2,)}, 2, "stop", None),
+        ({"stop_token_ids": (42,)}, 42, "stop", 42),
+        ({"eos_token_ids": (2,), "stop_token_ids": (2,)}, 2, "stop", None),
+        ({"max_tokens": 1, "stop_token_ids": (42,)}, 42, "stop", 42),
+        ({"max_tokens": 1}, 7, "length", None),
+    ],
+)
+def test_rule_125_order_of_the_tests(facts: dict[str, object], said: int, reason: str, stop: int | None) -> None:
+    rig = Rig()
+    rig.add("a", 4, **facts)
+    told = rig.step({"a": [said]})
+    assert told.finished == {"a": reason}
+    assert told.finishes[0].stop_reason == stop
+    assert told.emitted == {"a": [said]}
+
+
+def test_rule_125_ignore_eos() -> None:
+    rig = Rig()
+    rig.add("a", 4, max_tokens=2, eos_token_ids=(2,), ignore_eos=True)
+    assert rig.step({"a": [2]}).finished == {}
+    assert rig.step({"a": [2]}).finished == {"a": "length"}
+
+
+def test_rule_126_nothing_stops_below_min_tokens() -> None:
+    rig = Rig()
+    rig.add("a", 4, max_tokens=9, min_tokens=3, eos_token_ids=(2,), stop_token_ids=(42,))
+    assert rig.step({"a": [2]}).finished == {}
+    assert rig.step({"a": [42]}).finished == {}
+    assert rig.step({"a": [2]}).finished == {"a": "stop"}
+
+
+def test_rule_127_abort_in_every_queue() -> None:
+    rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
+    rig.add("a", 8)
+    rig.add("b", 7)
+    while not rig.swapped:
+        rig.step()
+    rig.add("c", 4)
+    rig.abort("a", "b", "c", "nobody", "a")
+    assert (rig.running, rig.swapped, rig.waiting) == ([], [], [])
+    assert rig.free == 5
+    assert rig.scheduler.num_free_host_blocks == 8
+
+
+def test_rule_128_finished_ids_are_told_once() -> None:
+    rig = Rig()
+    rig.add("a", 4, max_tokens=1)
+    rig.add("b", 4)
+    rig.step()
+    assert rig.step().output.finished_ids == ("a",)
+    rig.abort("b")
+    told = rig.plan()
+    assert told.output.is_empty
+    assert told.output.finished_ids == ("b",)
+    assert len(told.output.released) == 1
+    assert rig.plan().output.finished_ids == ()
+
+
+# Steps in flight
+
+
+def test_rule_130_no_step_past_the_last_token() -> None:
+    rig = Rig(pipeline_depth=2, async_scheduling=True)
+    rig.add("a", 6, max_tokens=4)
+    planned, in_flight = [], []
+    while rig.scheduler.has_unfinished_requests():
+        in_flight.append(rig.plan())
+        planned.append(in_flight[-1].output.total_num_scheduled_tokens)
+        if len(in_flight) == 2:
+            rig.home(in_flight.pop(0))
+    assert [count for count in planned if count] == [6, 1, 1, 1]
+
+
+def test_rule_131_the_step_past_an_early_eos_is_thrown_away() -> None:
+    rig = Rig(pipeline_depth=2, async_scheduling=True)
+    rig.add("a", 6, max_tokens=9, eos_token_ids=(2,))
+    first, second = rig.plan(), rig.plan()
+    assert rig.home(first, {"a": [2]}).finished == {"a": "stop"}
+    assert rig.free == 16
+    told = rig.home(second)
+    assert (told.emitted, told.finished) == ({}, {})
+
+
+def test_rule_132_abort_in_flight() -> None:
+    rig = Rig(pipeline_depth=2, async_scheduling=True)
+    rig.add("a", 12)
+    first = rig.plan()
+    rig.abort("a")
+    assert rig.free == 16
+    rig.add("b", 12)
+    second = rig.plan()
+    assert rig.home(first).emitted == {}
+    assert rig.home(second).emitted == {"b": [7]}
+
+
+def test_rule_133_preempted_in_flight_the_token_counts() -> None:
+    rig = Rig(pipeline_depth=2, async_scheduling=True, num_blocks=5)
+    rig.add("a", 8)
+    rig.add("b", 7)
+    in_flight = [rig.plan(), rig.plan()]
+    rig.home(in_flight.pop(0))
+    in_flight.append(rig.plan())
+    assert in_flight[-1].output.preempted_ids == ("b",)
+    assert rig.computed("b") == 0
+    assert rig.home(in_flight.pop(0)).emitted["b"] == [7]
+    assert rig.computed("b") == 0
+    rig.abort("a")
+    told = rig.plan()
+    assert told.scheduled == {"b": 9}
+    assert told.kinds == {"b": AdmitKind.RESUMED}
+
+
+def test_rule_133_a_forced_reset_drops_it() -> None:
+    rig = Rig(pipeline_depth=2, async_scheduling=True)
+    rig.add("a", 8, max_tokens=2)
+    first = rig.plan()
+    rig.scheduler.reset_prefix_cache(preempt_running=True)
+    second = rig.plan()
+    assert second.scheduled == {"a": 8}
+    assert rig.home(first, {"a": [50]}).emitted == {}
+    assert rig.home(second, {"a": [51]}).emitted == {"a": [51]}
+
+
+def test_rule_134_two_in_flight_without_async() -> None:
+    rig = Rig(pipeline_depth=2)
+    rig.add("a", 6, max_tokens=3)
+    first = rig.plan()
+    rig.add("b", 6, max_tokens=3)
+    second = rig.plan()
+    assert second.scheduled == {"b": 6}
+    said = [rig.home(first).emitted]
+    third = rig.plan()
+    assert third.scheduled == {"a": 1}
+    said += [rig.home(second).emitted, rig.home(third).emitted]
+    assert said == [{"a": [7]}, {"b": [7]}, {"a": [7]}]
+
+
+def test_rule_135_computed_rises_when_planned() -> None:
+    rig = Rig()
+    rig.add("a", 6)
+    told = rig.plan()
+    assert rig.computed("a") == 6
+    rig.home(told)
+    assert rig.computed("a") == 6
+
+
+# Outputs
+
+
+def test_rule_136_137_counts_and_deltas() -> None:
+    rig = Rig(max_num_batched_tokens=16)
+    rig.add("a", 6)
+    rig.add("b", 14)
+    output = rig.plan().output
+    assert output.total_num_scheduled_tokens == int(output.num_new.sum()) == 16
+    assert {init.request_id: [len(table) for table in init.block_ids] for init in output.admitted} == {
+        "a": [2],
+        "b": [3],
+    }
+    assert output.admitted[0].token_ids.tolist() == list(range(1000, 1006))
+    assert len(output.block_delta.rows) == 0
+    rig = Rig()
+    rig.add("a", 6)
+    rig.step()
+    assert len(rig.step().output.block_delta.rows) == 0
+    rig.step()
+    delta = rig.step().output.block_delta
+    assert (delta.index.tolist(), len(delta.block_ids)) == ([2], 1)
+    assert delta.rows.dtype == delta.block_ids.dtype == np.int32
+
+
+def test_rule_138_clients_hear_their_own() -> None:
+    rig = Rig()
+    rig.add("a", 4, max_tokens=1, client_index=0)
+    rig.add("b", 4, client_index=3)
+    rig.add("c", 58, client_index=5)
+    plan = rig.plan()
+    count = len(plan.output.sample_rows)
+    result = ModelRunnerOutput(plan.output.step, np.full((count, 1), 7, np.int32), np.ones(count, np.int32))
+    heard = rig.scheduler.update_from_output(plan.output, result)
+    assert set(heard) == {0, 3}
+    assert heard[0].handles.tolist() == [1]
+    assert heard[0].finishes[0].status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert heard[3].handles.tolist() == [2]
+    assert heard[3].finishes == ()
+
+
+def test_rule_139_every_call_of_schedule_is_a_step() -> None:
+    rig = Rig(pipeline_depth=2, async_scheduling=True)
+    rig.add("a", 4)
+    first, second = rig.plan(), rig.plan()
+    assert (first.output.step, second.output.step) == (1, 2)
+    assert (first.scheduled, second.scheduled) == ({"a": 4}, {"a": 1})

@@ -1,0 +1,470 @@
+"""Rules 66 to 115: branches, prefix caching, windows, cross-attention, images; each test is named by its rule."""
+
+import pytest
+
+from pagoda.base.config import PreemptionMode
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.request import LoraRef, MediaItem, RequestStatus
+from tests.core.rig import Rig
+
+FULL = KVGroupSpec()
+CROSS = KVGroupSpec(KVGroupKind.CROSS, layers=(1,))
+
+
+def window(size: int, layer: int = 0) -> KVGroupSpec:
+    return KVGroupSpec(KVGroupKind.WINDOW, window=size, layers=(layer,))
+
+
+def tokens(start: int, count: int) -> list[int]:
+    return list(range(start, start + count))
+
+
+# Branches
+
+
+def test_rule_066_one_prefill_then_a_fork_that_takes_no_block() -> None:
+    rig = Rig()
+    rig.add("a", 7, n=4)
+    told = rig.step()
+    assert told.scheduled == {"a/0": 7}
+    assert [fork.branch for fork in told.output.forks] == [1, 2, 3]
+    assert told.emitted == {f"a/{branch}": [7] for branch in range(4)}
+    assert rig.free == 14
+
+
+def test_rule_067_the_first_writer_copies_the_last_writes_in_place() -> None:
+    rig = Rig()
+    rig.add("a", 3, n=2)
+    rig.step()
+    told = rig.step()
+    [(source, target)] = told.output.copies.tolist()
+    assert source != target
+    assert rig.free == 14
+    assert len(rig.step().output.copies) == 0
+
+
+def test_rule_068_whole_blocks_need_no_copy() -> None:
+    rig = Rig()
+    rig.add("a", 8, n=2)
+    rig.step()
+    told = rig.step()
+    assert len(told.output.copies) == 0
+    assert rig.free == 12
+
+
+def test_rule_069_a_return_from_the_host_may_copy_too() -> None:
+    """Parked right after the fork, both branches come back on one partly filled block: one of them copies it."""
+    rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
+    rig.add("a", 16, max_tokens=3)
+    rig.add("b", 3, n=2, max_tokens=3)
+    rig.step()
+    told = rig.step()
+    assert told.output.preempted_ids == ("b",)
+    assert len(told.output.swap_out) == 1
+    while not (told := rig.step()).kinds:
+        pass
+    assert len(told.output.swap_in) == len(told.output.copies) == 1
+    assert told.output.swap_in[0, 1] == told.output.copies[0, 0]
+
+
+def test_rule_070_blocks_really_touched_are_counted() -> None:
+    """Two free blocks serve three branches on one shared tail: the last writes in place."""
+    rig = Rig(num_blocks=3)
+    rig.add("a", 3, n=3, max_tokens=2)
+    rig.step()
+    told = rig.step()
+    assert len(told.output.copies) == 2
+    assert told.output.preempted_ids == ()
+
+
+def test_rule_071_a_finished_sibling_frees_only_what_is_its_own() -> None:
+    rig = Rig()
+    rig.add("a", 9, n=3, max_tokens=9)
+    rig.step()
+    rig.step()
+    assert rig.free == 16 - 5
+    rig.scheduler.finish_branch("a", 1, RequestStatus.FINISHED_STOPPED)
+    assert rig.free == 16 - 4
+    assert rig.scheduler.has_unfinished_requests()
+    texts = rig.run()
+    assert set(texts) == {"a/0", "a/2"}
+    assert rig.free == 16
+
+
+def test_rule_074_n_outputs_are_one_prefill_and_the_same_text() -> None:
+    rig = Rig(enable_prefix_caching=True)
+    rig.add("a", 13, n=3, max_tokens=4)
+    assert rig.step().output.total_num_scheduled_tokens == 13
+    assert rig.run() == {f"a/{branch}": [7] * 3 for branch in range(3)}
+
+
+def test_rule_075_unknown_branches_and_requests_are_nothing() -> None:
+    rig = Rig()
+    rig.add("a", 4)
+    rig.abort("nobody", "a", "a")
+    rig.abort("a")
+    assert rig.scheduler.finish_branch("a", 0, RequestStatus.FINISHED_STOPPED) == {}
+    assert rig.free == 16
+
+
+# Prefix caching
+
+
+def hit_after(first: list[int], second: list[int], *, output: int = 1, **facts: object) -> int:
+    """Tokens of `second` found after `first` was served."""
+    rig = Rig(enable_prefix_caching=True, num_blocks=32, max_loras=4)
+    rig.add("first", first, max_tokens=output)
+    rig.run()
+    rig.add("second", second, **facts)
+    return rig.step().cached["second"]
+
+
+def test_rule_076_only_full_blocks_are_found() -> None:
+    assert hit_after(tokens(0, 13), tokens(0, 20)) == 12
+    assert hit_after(tokens(0, 13), [*tokens(0, 13), 7, 7, 7, 9], output=4) == 16
+
+
+def test_rule_077_the_parent_counts() -> None:
+    assert hit_after(tokens(0, 12), [*tokens(500, 4), *tokens(4, 9)]) == 0
+
+
+def test_rule_078_the_first_miss_ends_the_hit() -> None:
+    assert hit_after(tokens(0, 16), [*tokens(0, 4), 99, *tokens(5, 15)]) == 4
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(16, 12), (17, 16), (4, 0), (3, 0)])
+def test_rule_079_one_token_is_left_to_compute(prompt: int, cached: int) -> None:
+    assert hit_after(tokens(0, 20), tokens(0, prompt)) == cached
+
+
+def test_rule_080_two_equal_prompts_in_one_step() -> None:
+    rig = Rig(enable_prefix_caching=True)
+    rig.add("a", tokens(0, 10))
+    rig.add("b", tokens(0, 10))
+    told = rig.step()
+    assert told.scheduled == {"a": 10, "b": 2}
+    assert told.cached == {"a": 0, "b": 8}
+
+
+def test_rule_081_finished_chunks_can_be_hit() -> None:
+    rig = Rig(enable_prefix_caching=True, max_num_batched_tokens=20, num_blocks=32)
+    rig.add("a", tokens(0, 60))
+    rig.step()
+    rig.abort("a")
+    rig.add("b", [*tokens(0, 22), 99])
+    assert rig.step().cached == {"b": 20}
+
+
+@pytest.mark.parametrize(("output", "cached"), [(6, 8), (7, 12)])
+def test_rule_082_generated_tokens_are_cached_but_the_last(output: int, cached: int) -> None:
+    assert hit_after(tokens(0, 6), [*tokens(0, 6), *[7] * output, 99, 98], output=output) == cached
+
+
+def test_rule_083_drafts_are_never_cached() -> None:
+    rig = Rig(enable_prefix_caching=True, num_speculative_tokens=3)
+    rig.add("a", tokens(0, 6))
+    rig.step()
+    rig.scheduler.update_draft_token_ids({"a": [50, 51, 52]})
+    plan = rig.plan()
+    assert plan.scheduled == {"a": 4}
+    rig.home(plan, {"a": [8]})
+    rig.add("b", [*tokens(0, 6), 7, 50, 51, 52, 9, 9])
+    assert rig.step().cached["b"] == 4
+    assert rig.computed("a") == 8
+
+
+def test_rule_084_a_hit_on_a_free_block_costs_capacity() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=8)
+    rig.add("a", tokens(0, 12), max_tokens=1)
+    rig.run()
+    assert rig.free == 8
+    rig.add("b", tokens(0, 13))
+    rig.step()
+    assert rig.free == 4
+
+
+def test_rule_085_a_failed_admission_leaves_every_count() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=8)
+    rig.add("a", tokens(0, 12), max_tokens=1)
+    rig.run()
+    rig.add("big", tokens(100, 15), max_tokens=9)
+    rig.step()
+    before = rig.free
+    rig.add("b", [*tokens(0, 12), *tokens(900, 8)])
+    for _ in range(2):
+        assert "b" not in rig.step().scheduled
+    assert rig.free >= before - 1
+
+
+def test_rule_086_oldest_chain_first_tail_first() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=8)
+    for name, start, count in (("a", 100, 12), ("b", 200, 12), ("c", 300, 13)):
+        rig.add(name, tokens(start, count), max_tokens=1)
+        rig.run()
+    rig.add("a2", tokens(100, 13), max_tokens=1)
+    assert rig.step().cached == {"a2": 4}
+
+
+def test_rule_087_a_hit_makes_the_chain_young() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=8)
+    for name, start in (("a", 100), ("b", 200), ("a2", 100)):
+        rig.add(name, tokens(start, 13), max_tokens=1)
+        rig.run()
+    rig.add("c", tokens(300, 16), max_tokens=1)
+    rig.run()
+    rig.add("a3", tokens(100, 13), max_tokens=1)
+    assert rig.step().cached == {"a3": 12}
+
+
+def test_rule_088_blocks_without_content_are_used_up_first() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=8)
+    rig.add("a", tokens(0, 13), max_tokens=1)
+    rig.run()
+    rig.add("b", tokens(100, 19), max_tokens=1)
+    rig.run()
+    rig.add("a2", tokens(0, 13), max_tokens=1)
+    assert rig.step().cached == {"a2": 12}
+
+
+def test_rule_090_a_shared_block_stays_while_one_holder_lives() -> None:
+    rig = Rig(enable_prefix_caching=True)
+    rig.add("a", tokens(0, 13))
+    rig.add("b", tokens(0, 14))
+    rig.step()
+    assert rig.free == 11
+    rig.abort("a")
+    assert rig.free == 12
+    assert rig.blocks("b") == [4]
+
+
+def test_rule_091_duplicates_stay_apart() -> None:
+    rig = Rig(enable_prefix_caching=True)
+    for name in "ab":
+        rig.add(name, tokens(0, 3), max_tokens=9)
+    for _ in range(6):
+        rig.step()
+    assert (rig.blocks("a"), rig.blocks("b")) == ([2], [2])
+    assert rig.free == 12
+
+
+def test_rule_092_salts() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=32)
+    rig.add("a", tokens(0, 12), max_tokens=1, cache_salt="x")
+    rig.run()
+    for name, salt, cached in (("b", "x", 12), ("c", "y", 0), ("d", None, 0)):
+        rig.add(name, tokens(0, 13), max_tokens=1, cache_salt=salt)
+        assert rig.step().cached == {name: cached}
+
+
+def test_rule_093_adapters_by_name_and_path() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=32)
+    rig.add("a", tokens(0, 12), max_tokens=1, lora=LoraRef("x", "/one"))
+    rig.run()
+    for name, lora, cached in (("b", LoraRef("x", "/one"), 12), ("c", LoraRef("x", "/two"), 0), ("d", None, 0)):
+        rig.add(name, tokens(0, 13), max_tokens=1, lora=lora)
+        assert rig.step().cached == {name: cached}
+
+
+def test_rule_094_images_key_the_blocks_they_touch_and_those_after() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=40, encoder_budget=32, encoder_cache_tokens=64)
+    rig.add("a", tokens(0, 16), max_tokens=1, media=(MediaItem("h", 5, 4),))
+    rig.run()
+    for name, item, cached in (("b", ("h", 5), 16), ("c", ("g", 5), 4), ("d", ("h", 6), 4)):
+        rig.add(name, tokens(0, 17), max_tokens=1, media=(MediaItem(*item, 4),))
+        assert rig.step().cached == {name: cached}
+
+
+@pytest.mark.parametrize("how", [{"skip_prefix_read": True}, {"prompt_logprobs": 1}])
+def test_rule_095_told_not_to_read_it_still_serves_others(how: dict[str, object]) -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=32)
+    rig.add("a", tokens(0, 12), max_tokens=1)
+    rig.run()
+    rig.add("b", tokens(0, 17), max_tokens=1, **how)
+    assert rig.step().cached == {"b": 0}
+    rig.add("c", tokens(0, 18), max_tokens=1)
+    assert rig.step().cached == {"c": 16}
+
+
+def test_rule_096_reset() -> None:
+    rig = Rig(enable_prefix_caching=True)
+    rig.add("a", tokens(0, 8))
+    rig.add("b", tokens(100, 7))
+    rig.step()
+    assert not rig.scheduler.reset_prefix_cache()
+    assert rig.scheduler.reset_prefix_cache(preempt_running=True)
+    assert rig.waiting == ["a", "b"]
+    told = rig.step()
+    assert told.cached == {"a": 0, "b": 0}
+    rig.run()
+    assert rig.scheduler.reset_prefix_cache()
+    rig.add("c", tokens(0, 8))
+    assert rig.step().cached == {"c": 0}
+
+
+def test_rule_097_a_request_is_counted_once() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=5)
+    rig.add("a", tokens(0, 8), max_tokens=4)
+    rig.add("b", tokens(100, 7), max_tokens=6)
+    rig.run()
+    stats = rig.scheduler.make_stats()
+    assert stats.prefix_queries == 15
+    assert stats.prefix_queries_resumed > 0
+    rig = Rig()
+    rig.add("a", 8)
+    rig.run()
+    assert rig.scheduler.make_stats().prefix_queries == 0
+
+
+# Windows
+
+
+def test_rule_099_blocks_behind_the_window_go_back() -> None:
+    rig = Rig(groups=(window(8),))
+    rig.add("a", 16, max_tokens=9)
+    rig.step()
+    held = [rig.step() and rig.blocks("a")[0] for _ in range(4)]
+    assert held == [3, 3, 3, 2]  # computed after the step: 17, 18, 19, 20; blocks go at 16 (two) and at 19 (a third)
+
+
+def test_rule_100_freed_on_what_is_processed() -> None:
+    rig = Rig(groups=(window(8),), max_num_batched_tokens=8, pipeline_depth=2, async_scheduling=True)
+    rig.add("a", 24)
+    first = rig.plan()
+    rig.plan()
+    assert rig.blocks("a") == [4]
+    rig.home(first)
+    rig.plan()
+    assert rig.blocks("a") == [6]  # 8 tokens are processed: none of them is behind the window of 8
+
+
+def test_rule_102_a_window_hit_needs_a_run_at_its_end() -> None:
+    rig = Rig(groups=(window(8),), enable_prefix_caching=True)
+    rig.add("a", tokens(0, 18), max_tokens=9)
+    rig.run()
+    rig.add("b", [*tokens(0, 18), 7, 7, 7, 99])
+    assert rig.step().cached == {"b": 20}
+    assert rig.blocks("b") == [3]
+
+
+def test_rule_103_mixed_groups_agree_on_a_length() -> None:
+    rig = Rig(groups=(FULL, window(8, 1)), enable_prefix_caching=True, num_blocks=32)
+    rig.add("a", tokens(0, 18), max_tokens=1)
+    rig.run()
+    before = rig.free
+    rig.add("b", [*tokens(0, 18), 99])
+    assert rig.step().cached == {"b": 16}
+    assert rig.blocks("b") == [5, 3]
+    assert before - rig.free == 8
+
+
+def test_rule_105_the_null_block_is_never_counted() -> None:
+    rig = Rig(groups=(window(4),), num_blocks=3)
+    rig.add("a", 4, max_tokens=40)
+    rig.step()
+    for _ in range(30):
+        rig.step()
+        assert rig.free + rig.blocks("a")[0] == 3
+    stats = rig.scheduler.make_stats()
+    assert stats.kv_usage == pytest.approx(rig.blocks("a")[0] / 3)
+
+
+# Encoder-decoder
+
+
+def encoder_decoder(num_blocks: int, **config: object) -> Rig:
+    sizes = {"encoder_budget": 64, "encoder_cache_tokens": 64}
+    return Rig(num_blocks=num_blocks, groups=(FULL, CROSS), encoder_decoder=True, **sizes, **config)
+
+
+def test_rule_107_self_and_cross_blocks_come_from_one_pool() -> None:
+    rig = encoder_decoder(9)
+    for name in "abc":
+        rig.add(name, 3, max_tokens=2, encoder_len=12, media=(MediaItem(name, 0, 12),))
+    assert list(rig.step().scheduled) == ["a", "b"]
+    assert rig.free == 1
+
+
+def test_rule_108_the_cross_table_does_not_grow() -> None:
+    rig = encoder_decoder(16)
+    rig.add("a", 3, encoder_len=9, media=(MediaItem("h", 0, 9),))
+    rig.step()
+    for _ in range(5):
+        rig.step()
+    assert rig.blocks("a") == [2, 3]
+    rig.abort("a")
+    assert rig.free == 16
+
+
+def test_rule_109_only_decoder_tokens_count() -> None:
+    rig = encoder_decoder(32)
+    for name in "abcd":
+        rig.add(name, 4, encoder_len=4, media=(MediaItem(name, 0, 4),))
+    assert rig.step().output.total_num_scheduled_tokens == 16
+
+
+def test_rule_110_swap_moves_the_cross_table_too() -> None:
+    rig = encoder_decoder(8, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP)
+    for name in "ab":
+        rig.add(name, 4, max_tokens=9, encoder_len=8, media=(MediaItem(name, 0, 8),))
+    rig.step()
+    told = rig.step()
+    while not rig.swapped:
+        told = rig.step()
+    assert len(told.output.swap_out) == 4
+    assert len(rig.run()["b"]) + 5 == 9
+
+
+# Images
+
+
+def pictures(**config: object) -> Rig:
+    return Rig(**{"num_blocks": 32, "encoder_budget": 8, "encoder_cache_tokens": 32, **config})
+
+
+def test_rule_111_the_chunk_ends_before_an_image_without_budget() -> None:
+    rig = pictures()
+    for name in "abc":
+        rig.add(name, 14, media=(MediaItem(name, 3, 6),))
+    assert rig.step().scheduled == {"a": 14, "b": 3, "c": 3}
+    assert rig.step().scheduled == {"a": 1, "b": 11}
+    assert rig.step().scheduled == {"a": 1, "b": 1, "c": 11}
+
+
+def test_rule_112_a_hit_that_reaches_into_an_image_waits_for_it() -> None:
+    rig = pictures(enable_prefix_caching=True, encoder_cache_tokens=8)
+    rig.add("a", tokens(0, 20), max_tokens=1, media=(MediaItem("h", 6, 8),))
+    rig.run()
+    rig.add("b", tokens(100, 20), max_tokens=1, media=(MediaItem("g", 0, 8),))
+    rig.add("c", [*tokens(0, 11), *tokens(500, 9)], media=(MediaItem("h", 6, 8),))
+    told = rig.step()
+    assert list(told.scheduled) == ["b"]
+    assert rig.step().cached == {"c": 8}
+
+
+def test_rule_113_outputs_stay_until_room_is_needed_oldest_first() -> None:
+    rig = pictures(encoder_cache_tokens=10)
+    ran, evicted = [], []
+    for number, item in enumerate(("x", "y", "x", "z", "x", "y")):
+        rig.add(f"r{number}", 10, max_tokens=1, media=(MediaItem(item, 2, 4),))
+        told = rig.step()
+        ran.append([run.content_hash for run in told.output.encoder_runs])
+        evicted += told.output.encoder_freed
+    assert ran == [["x"], ["y"], [], ["z"], [], ["y"]]
+    assert evicted == ["y", "z"]
+
+
+def test_rule_114_whole_images_only() -> None:
+    for whole, chunks in ((True, [6, 10, 8]), (False, [10, 10, 4])):
+        rig = pictures(max_num_batched_tokens=10, no_partial_media=whole)
+        rig.add("a", 24, media=(MediaItem("h", 6, 8),))
+        assert [rig.step().scheduled["a"] for _ in range(3)] == chunks
+
+
+def test_rule_115_a_repeated_image_is_held_to_its_last_place() -> None:
+    rig = pictures(encoder_cache_tokens=8, max_num_batched_tokens=16)
+    rig.add("a", 40, media=(MediaItem("h", 2, 8), MediaItem("h", 30, 8)))
+    rig.step()
+    rig.add("b", 10, media=(MediaItem("g", 0, 8),))
+    assert list(rig.step().scheduled) == ["a"]
+    rig.step()
+    assert "b" in rig.step().scheduled

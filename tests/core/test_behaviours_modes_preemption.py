@@ -1,0 +1,462 @@
+"""Rules 26 to 65: the two modes, recompute, swap, and priority. Each test is named by its rule and has its numbers."""
+
+import pytest
+
+from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.request import LoraRef, MediaItem, RequestStatus
+from pagoda.core.scheduler_output import AdmitKind
+from tests.core.rig import Rig
+
+PHASED = SchedulingMode.PHASED
+PRIORITY = SchedulingPolicy.PRIORITY
+SWAP = PreemptionMode.SWAP
+
+
+def test_rule_026_a_step_is_all_prompts_or_all_decodes() -> None:
+    rig = Rig(scheduling_mode=PHASED)
+    rig.add("a", 4)
+    rig.step()
+    rig.add("b", 4)
+    assert rig.step().scheduled == {"b": 4}
+    assert rig.step().scheduled == {"a": 1, "b": 1}
+
+
+def test_rule_027_new_prompts_win() -> None:
+    rig = Rig(scheduling_mode=PHASED, max_num_batched_tokens=30)
+    rig.add("a", 4)
+    rig.step()
+    rig.add("b", 30)
+    assert rig.step().scheduled == {"b": 30}
+
+
+def test_rule_028_running_ones_count_against_the_seats() -> None:
+    rig = Rig(scheduling_mode=PHASED, max_num_seqs=2)
+    rig.add("a", 4)
+    rig.step()
+    rig.add("b", 4)
+    rig.add("c", 4)
+    assert rig.step().scheduled == {"b": 4}
+
+
+def swapped_out(**config: object) -> Rig:
+    """Two requests in 5 blocks, of which b has just been swapped out."""
+    rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=SWAP, **config)
+    rig.add("a", 8, max_tokens=6)
+    rig.add("b", 7, max_tokens=6)
+    while not rig.swapped:
+        rig.step()
+    return rig
+
+
+def test_rule_029_anything_swapped_bars_prompts() -> None:
+    rig = swapped_out(scheduling_mode=PHASED)
+    rig.add("c", 1)
+    assert rig.free == 2
+    assert rig.step().scheduled == {"a": 1}
+    assert rig.waiting == ["c"]
+
+
+def test_rule_030_no_prompt_admitted_means_decode() -> None:
+    rig = Rig(scheduling_mode=PHASED, num_blocks=5)
+    rig.add("a", 8)
+    rig.step()
+    rig.add("b", 16)
+    assert rig.step().scheduled == {"a": 1}
+
+
+@pytest.mark.parametrize("mode", SchedulingMode)
+def test_rule_031_nobody_returns_in_the_step_that_swaps_out(mode: SchedulingMode) -> None:
+    rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=SWAP, scheduling_mode=mode)
+    rig.add("a", 8)
+    rig.add("b", 7)
+    told = rig.step()
+    while not rig.swapped:
+        told = rig.step()
+    assert len(told.output.swap_out) == 2
+    assert len(told.output.swap_in) == 0
+    assert told.kinds == {}
+
+
+def test_rule_032_a_decode_step_counts_live_sequences() -> None:
+    rig = Rig(scheduling_mode=PHASED)
+    rig.add("a", 4, n=3)
+    rig.add("b", 4)
+    rig.step()
+    assert rig.step().output.total_num_scheduled_tokens == 4
+
+
+def test_rule_033_delay_factor() -> None:
+    rig = Rig(scheduler_delay_factor=0.5)
+    rig.clock.advance(10.0)
+    rig.add("a", 4, max_tokens=30, arrival_time_s=10.0)
+    rig.step(duration_s=1.0)
+    rig.add("b", 4, arrival_time_s=10.0)
+    rig.clock.advance(0.5)
+    assert set(rig.step().scheduled) == {"a"}
+    rig.clock.advance(0.01)
+    assert set(rig.step().scheduled) == {"a", "b"}
+
+
+def test_rule_033_at_once_when_nothing_runs() -> None:
+    rig = Rig(scheduler_delay_factor=0.5)
+    rig.add("a", 4, max_tokens=1, arrival_time_s=0.0)
+    rig.step(duration_s=9.0)
+    rig.add("b", 4, arrival_time_s=0.0)
+    assert rig.step().scheduled == {"b": 4}
+
+
+def test_rule_034_decodes_go_on_while_a_long_prompt_takes_the_rest() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", 4)
+    rig.add("b", 4)
+    rig.step()
+    rig.add("c", 18)
+    for _ in range(3):
+        assert rig.step().scheduled == {"a": 1, "b": 1, "c": 6}
+
+
+def test_rule_035_running_list_is_in_admission_order() -> None:
+    rig = Rig()
+    rig.add("a", 9)
+    rig.add("b", 4)
+    told = rig.step()
+    rig.add("c", 4)
+    told = rig.step()
+    assert list(told.scheduled) == ["a", "b", "c"] == rig.running
+
+
+def test_rule_036_running_then_swapped_then_new() -> None:
+    rig = swapped_out()
+    rig.add("c", 1, max_tokens=1)
+    order = []
+    while rig.scheduler.has_unfinished_requests():
+        order += [name for name in rig.step().kinds if name in ("b", "c")]
+    assert order == ["b", "c"]
+
+
+def test_rule_037_two_prompts_of_sixty() -> None:
+    rig = Rig(num_blocks=100)
+    rig.add("a", 60)
+    rig.add("b", 60)
+    assert rig.step().scheduled == {"a": 60, "b": 4}
+    rig.add("c", 60)
+    rig.add("d", 60)
+    assert rig.step().scheduled == {"a": 1, "b": 56, "c": 7}
+
+
+def test_rule_038_seats_before_budget() -> None:
+    rig = Rig(num_blocks=100, max_num_seqs=2)
+    for name in "abcde":
+        rig.add(name, 65)
+    assert [list(rig.step().scheduled.values()) for _ in range(3)] == [[64], [1, 63], [1, 2]]
+
+
+def test_rule_039_only_the_last_chunk_samples() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", 12)
+    assert rig.step().emitted == {}
+    assert rig.step().emitted == {"a": [7]}
+
+
+def test_rule_040_longer_than_the_budget_is_served_in_parts() -> None:
+    rig = Rig(max_num_batched_tokens=32)
+    rig.add("a", 48)
+    assert [rig.step().scheduled["a"] for _ in range(2)] == [32, 16]
+
+
+# Recompute
+
+
+def test_rule_041_victims_from_the_tail_until_it_fits() -> None:
+    rig = Rig(num_blocks=6, max_num_batched_tokens=8, admit_whole_prompt=False)
+    rig.add("a", 23, max_tokens=2)
+    rig.step()
+    rig.step()
+    rig.add("b", 1)
+    rig.add("c", 1)
+    told = rig.step()
+    assert told.scheduled["a"] == 7
+    assert rig.running == ["a"]
+
+
+def test_rule_042_two_victims_in_one_step_keep_their_order() -> None:
+    rig = two_small_behind_a_chunk()
+    told = rig.step()
+    assert told.scheduled == {"a": 8}
+    assert told.output.preempted_ids == ("c", "b")
+    assert rig.waiting == ["b", "c"]
+
+
+def two_small_behind_a_chunk() -> Rig:
+    """a has 8 of 16 tokens in 2 of 4 blocks; b and c hold 1 each, and a's next 8-token chunk needs 2."""
+    rig = Rig(num_blocks=4, max_num_batched_tokens=10, admit_whole_prompt=False, long_prefill_token_threshold=8)
+    rig.add("a", 16, max_tokens=1)
+    rig.add("b", 1)
+    rig.add("c", 1)
+    assert rig.step().scheduled == {"a": 8, "b": 1, "c": 1}
+    return rig
+
+
+def test_rule_043_its_own_victim_leaves_the_others_their_step() -> None:
+    rig = Rig(num_blocks=5)
+    rig.add("a", 9)
+    rig.add("b", 8)
+    rig.step()
+    told = rig.step()
+    assert told.scheduled == {"a": 1}
+    assert told.output.preempted_ids == ("b",)
+
+
+def test_rule_044_what_becomes_of_a_victim() -> None:
+    rig = Rig(num_blocks=5, num_speculative_tokens=2)
+    rig.add("a", 8)
+    rig.add("b", 8)
+    rig.add("c", 9)
+    rig.step()
+    rig.scheduler.update_draft_token_ids({"b": [7, 7]})
+    rig.step()
+    assert rig.waiting[0] == "b"
+    assert rig.computed("b") == 0
+    assert rig.scheduler.make_stats().preemptions == 1
+    assert rig.blocks("a") == [3]
+    assert rig.free == 2
+    told = rig.run()
+    assert told["b"] == [7] * 7  # the first was told before
+
+
+def test_rule_045_resume_computes_prompt_and_output_alike() -> None:
+    rig = Rig(num_blocks=5)
+    rig.add("a", 8, max_tokens=6)
+    rig.add("b", 7, max_tokens=3)
+    rig.step()
+    rig.step()
+    rig.step()
+    assert rig.waiting == ["b"]
+    while "b" not in (told := rig.step()).scheduled:
+        pass
+    assert told.scheduled["b"] == 9
+    assert told.kinds["b"] is AdmitKind.RESUMED
+    assert told.emitted["b"] == [7]
+    assert told.finished["b"] == "length"
+
+
+def test_rule_046_half_a_prefill_is_lost() -> None:
+    rig = Rig(num_blocks=7, max_num_batched_tokens=10, admit_whole_prompt=False)
+    rig.add("a", 8)
+    rig.step()
+    rig.add("b", 20)
+    assert rig.step().scheduled == {"a": 1, "b": 9}
+    assert rig.computed("b") == 9
+    assert rig.step().output.preempted_ids == ("b",)
+    assert rig.computed("b") == 0
+
+
+def test_rule_047_thrown_out_again_and_again_it_still_says_the_same() -> None:
+    rig = Rig(num_blocks=7)
+    for name in "abc":
+        rig.add(name, 6, max_tokens=14)
+    assert rig.run() == {name: [7] * 14 for name in "abc"}
+    assert rig.scheduler.make_stats().preemptions > 2
+
+
+def test_rule_048_it_finds_its_own_blocks_again() -> None:
+    rig = Rig(num_blocks=5, enable_prefix_caching=True)
+    rig.add("a", 8, max_tokens=4)
+    rig.add("b", 7, max_tokens=6)
+    for _ in range(3):
+        rig.step()
+    assert rig.waiting == ["b"]
+    while "b" not in (told := rig.step()).kinds:
+        pass
+    assert told.cached["b"] == 8
+    assert told.scheduled["b"] == 1
+
+
+def test_rule_049_cross_blocks_go_with_the_victim() -> None:
+    groups = (KVGroupSpec(), KVGroupSpec(KVGroupKind.CROSS, layers=(1,)))
+    rig = Rig(num_blocks=10, groups=groups, encoder_decoder=True, encoder_budget=64, encoder_cache_tokens=64)
+    for name in "ab":
+        rig.add(name, 4, encoder_len=12, media=(MediaItem(name, 0, 12),))
+    assert len(rig.step().output.encoder_runs) == 2
+    rig.step()
+    assert (rig.blocks("a"), rig.blocks("b")) == ([2, 3], [2, 3])
+    for _ in range(4):
+        told = rig.step()
+    assert told.output.preempted_ids == ("b",)
+    assert rig.blocks("b") == [0, 0]
+    while "b" not in (told := rig.step()).kinds:
+        pass
+    assert [run.content_hash for run in told.output.encoder_runs] == ["b"]
+
+
+def test_rule_050_outgrown_the_pool_alone_it_ends_with_a_capacity_reason() -> None:
+    rig = Rig(num_blocks=6)
+    rig.add("a", 24, max_tokens=30)
+    rig.add("b", 4, max_tokens=1)
+    rig.step()
+    told = rig.step()
+    assert told.finished["a"] == "length"
+    [finish] = [finish for finish in told.finishes if finish.request_id == "a"]
+    assert finish.message is not None
+    assert "6 blocks" in finish.message
+    assert told.emitted == {"b": [7]}  # the blocks serve the next in the same step
+    assert rig.free == 6
+
+
+# Swap
+
+
+def test_rule_051_auto_swaps_only_while_several_branches_are_left() -> None:
+    for n, swaps in ((1, False), (2, True)):
+        rig = Rig(num_blocks=6, num_host_blocks=8)
+        rig.add("a", 8)
+        rig.add("b", 7, n=n)
+        rig.step()
+        while not rig.waiting and not rig.swapped:
+            rig.step()
+        assert bool(rig.swapped) is swaps
+
+
+def test_rule_051_one_branch_left_recomputes() -> None:
+    rig = Rig(num_blocks=6, num_host_blocks=8)
+    rig.add("a", 8)
+    rig.add("b", 7, n=3)
+    rig.step()
+    for branch in (0, 2):
+        rig.scheduler.finish_branch("b", branch, RequestStatus.FINISHED_STOPPED)
+    while not rig.waiting and not rig.swapped:
+        rig.step()
+    assert rig.waiting == ["b"]
+
+
+def test_rule_052_swap_moves_each_block_once_in_table_order() -> None:
+    rig = Rig(num_blocks=7, num_host_blocks=8)
+    rig.add("a", 8)
+    rig.add("b", 8, n=2)
+    rig.step()
+    rig.step()
+    assert rig.free == 0
+    assert rig.blocks("b") == [4]
+    told = rig.step()
+    while not rig.swapped:
+        told = rig.step()
+    pairs = told.output.swap_out.tolist()
+    assert len(pairs) == len({source for source, _ in pairs}) == 4
+    assert [target for _, target in pairs] == sorted(target for _, target in pairs)
+    assert rig.scheduler.num_free_host_blocks == 4
+    assert rig.blocks("b") == [0]
+
+
+def test_rule_053_no_room_on_the_host_falls_back_to_recompute() -> None:
+    rig = Rig(num_blocks=5, num_host_blocks=1, preemption_mode=SWAP)
+    rig.add("a", 8, max_tokens=6)
+    rig.add("b", 7, max_tokens=6)
+    rig.step()
+    while not rig.waiting:
+        rig.step()
+    assert rig.swapped == []
+    assert rig.waiting == ["b"]
+    assert rig.run()["b"][-1] == 7
+
+
+def test_rule_056_return_and_append_in_the_same_step() -> None:
+    rig = swapped_out()
+    while "b" not in (told := rig.step()).kinds:
+        pass
+    assert told.kinds["b"] is AdmitKind.SWAPPED_IN
+    assert told.scheduled["b"] == 1
+    assert len(told.output.swap_in) == 2
+    assert rig.blocks("b") == [3]
+
+
+def test_rule_057_swapped_outrank_waiting() -> None:
+    rig = swapped_out()
+    rig.add("c", 1)
+    assert rig.free >= 1
+    assert rig.step().scheduled == {"a": 1}
+    assert rig.swapped == ["b"]
+    assert rig.waiting == ["c"]
+
+
+def test_rule_057_the_adapter_limit_holds_on_return() -> None:
+    rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=SWAP, max_loras=1)
+    rig.add("a", 8, max_tokens=3)
+    rig.add("b", 7, max_tokens=6, lora=LoraRef("x"))
+    while not rig.swapped:
+        rig.step()
+    rig.add("c", 1, max_tokens=20, lora=LoraRef("y"))
+    while rig.swapped:
+        told = rig.step()
+        loras = {"b": "x", "c": "y"}
+        assert len({loras[name] for name in told.scheduled if name in loras}) <= 1
+
+
+def test_rule_058_abort_while_swapped_frees_the_host() -> None:
+    rig = swapped_out()
+    assert rig.scheduler.num_free_host_blocks == 6
+    rig.abort("b")
+    assert rig.scheduler.num_free_host_blocks == 8
+    assert rig.swapped == []
+
+
+def test_rule_059_the_same_text_after_a_swap() -> None:
+    rig = swapped_out()
+    said = rig.run()
+    assert len(said["b"]) + 2 == 6
+
+
+# Priority
+
+
+def test_rule_060_smaller_number_then_arrival_then_id() -> None:
+    rig = Rig(scheduling_policy=PRIORITY, max_num_seqs=1)
+    facts = {"a": (5, 1.0), "b": (0, 3.0), "c": (0, 2.0), "z": (-1, 9.0), "e": (0, 2.0)}
+    for name, (priority, arrival) in facts.items():
+        rig.add(name, 4, max_tokens=1, priority=priority, arrival_time_s=arrival)
+    assert [next(iter(rig.step().scheduled)) for _ in range(5)] == ["z", "c", "e", "b", "a"]
+
+
+def test_rule_061_062_the_worst_goes_and_gives_back_what_it_had() -> None:
+    rig = Rig(num_blocks=7, max_num_batched_tokens=13, scheduling_policy=PRIORITY, admit_whole_prompt=False)
+    rig.add("low", 13, max_tokens=6, priority=9)
+    rig.step()
+    rig.add("top", 8, max_tokens=4, priority=1)
+    rig.add("mid", 16, max_tokens=4, priority=5)
+    assert rig.step().scheduled == {"low": 1, "top": 8, "mid": 4}
+    told = rig.step()
+    assert told.scheduled == {"top": 1, "mid": 12}
+    assert told.output.preempted_ids == ("low",)
+
+
+def test_rule_063_its_own_victim_does_not_cost_a_more_urgent_one_its_step() -> None:
+    rig = Rig(num_blocks=4, scheduling_policy=PRIORITY)
+    rig.add("worst", 8, priority=9)
+    rig.add("best", 7, priority=1)
+    rig.step()
+    told = rig.step()
+    assert told.output.preempted_ids == ("worst",)
+    assert told.scheduled == {"best": 1}
+
+
+def test_rule_064_urgent_newcomers_throw_nobody_out_unless_asked_to() -> None:
+    for evict, running in ((False, ["slow"]), (True, ["fast"])):
+        rig = Rig(scheduling_policy=PRIORITY, max_num_seqs=1, evict_for_priority=evict)
+        rig.add("slow", 8, priority=9)
+        rig.step()
+        rig.add("fast", 8, priority=0)
+        rig.step()
+        rig.step()
+        assert rig.running == running
+
+
+def test_rule_065_a_victim_is_requeued_by_its_urgency() -> None:
+    rig = Rig(num_blocks=6, scheduling_policy=PRIORITY)
+    rig.add("a", 8, max_tokens=9, priority=1)
+    rig.add("z", 8, max_tokens=6, priority=9)
+    rig.step()
+    rig.step()
+    rig.add("m", 16, priority=5)
+    while "z" in rig.running:
+        rig.step()
+    assert rig.waiting == ["m", "z"]

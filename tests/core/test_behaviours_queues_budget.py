@@ -1,0 +1,261 @@
+"""Rules 1 to 25: queues, admission and the step's budget. Each test is named by its rule and has its numbers."""
+
+import pytest
+
+from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.request import LoraRef
+from tests.core.rig import Rig
+
+
+def test_rule_001_arrival_order() -> None:
+    rig = Rig()
+    for count, name in enumerate("abc", 1):
+        rig.add(name, 4)
+        assert rig.scheduler.get_request_counts() == (0, count)
+    assert rig.waiting == ["a", "b", "c"]
+
+
+def test_rule_002_live_id_is_refused_and_may_be_used_again_after_its_end() -> None:
+    rig = Rig()
+    rig.add("a", 4, max_tokens=1)
+    with pytest.raises(RequestError, match="'a'"):
+        rig.add("a", 9)
+    assert rig.step().scheduled == {"a": 4}
+    rig.add("a", 5, max_tokens=1)
+    assert rig.step().scheduled == {"a": 5}
+
+
+def test_rule_003_nobody_passes_the_head_of_the_line() -> None:
+    rig = Rig(num_blocks=8)
+    rig.add("a", 20)
+    rig.step()
+    rig.add("b", 24)
+    rig.add("c", 4)
+    assert rig.free == 3
+    assert list(rig.step().scheduled) == ["a"]
+    assert rig.waiting == ["b", "c"]
+
+
+def test_rule_004_without_chunks_the_line_stops_at_the_first_that_does_not_fit() -> None:
+    rig = Rig(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=16)
+    for name, tokens in (("a", 8), ("b", 12), ("c", 2)):
+        rig.add(name, tokens)
+    assert rig.step().scheduled == {"a": 8}
+
+
+def test_rule_005_stepped_over_keeps_its_place() -> None:
+    rig = Rig(max_loras=1)
+    rig.add("a", 4, lora=LoraRef("x"))
+    rig.add("b", 4, lora=LoraRef("y"))
+    rig.add("c", 4, lora=LoraRef("x"))
+    assert set(rig.step().scheduled) == {"a", "c"}
+    rig.add("d", 4, lora=LoraRef("y"))
+    assert rig.waiting == ["b", "d"]
+
+
+def test_rule_006_longer_than_the_model_is_refused_at_the_door() -> None:
+    rig = Rig(max_model_len=32)
+    with pytest.raises(RequestError, match="max_model_len is 32"):
+        rig.add("a", 48)
+    with pytest.raises(RequestError, match="max_model_len is 32"):
+        rig.add("a", 32)
+    rig.add("a", 31)
+    assert rig.step().scheduled == {"a": 31}
+
+
+def test_rule_006_a_phased_engine_ignores_what_can_never_run_whole() -> None:
+    rig = Rig(scheduling_mode=SchedulingMode.PHASED, max_num_batched_tokens=32)
+    rig.add("a", 48)
+    rig.add("b", 4)
+    told = rig.step()
+    assert told.scheduled == {"b": 4}
+    assert [finish.request_id for finish in told.output.ignored] == ["a"]
+    assert told.finished["a"] == "length"
+
+
+def test_rule_007_never_fits_is_ignored_with_a_message_and_blocks_nobody() -> None:
+    rig = Rig(num_blocks=5)
+    rig.add("a", 24)
+    rig.add("b", 4)
+    told = rig.step()
+    assert told.scheduled == {"b": 4}
+    [finish] = [finish for finish in told.finishes if finish.request_id == "a"]
+    assert finish.message is not None
+    assert "6 KV blocks" in finish.message
+    assert rig.waiting == []
+
+
+@pytest.mark.parametrize(("pool", "share", "kept"), [(50, 0.01, 0), (100, 0.01, 1), (16, 0.25, 4)])
+def test_rule_008_watermark_is_a_share_of_the_pool(pool: int, share: float, kept: int) -> None:
+    for blocks, enters in ((pool - 1 - kept, True), (pool - kept, False)):
+        rig = Rig(num_blocks=pool, watermark=share, max_model_len=1000, max_num_batched_tokens=1000)
+        rig.add("a", 3)
+        rig.step()
+        rig.add("b", 4 * blocks)
+        assert ("b" in rig.step().scheduled) is enters
+
+
+def test_rule_008_one_big_request_may_use_the_whole_pool_alone() -> None:
+    rig = Rig(num_blocks=100, watermark=0.01, max_model_len=1000, max_num_batched_tokens=1000)
+    rig.add("a", 400, max_tokens=1)
+    assert rig.step().scheduled == {"a": 400}
+
+
+def test_rule_009_the_fourth_one_block_prompt_waits() -> None:
+    rig = Rig(num_blocks=4, watermark=0.25)
+    for name in "abcd":
+        rig.add(name, 3)
+    assert list(rig.step().scheduled) == ["a", "b", "c"]
+
+
+def test_rule_010_watermark_is_not_asked_of_the_idle_nor_of_the_running() -> None:
+    rig = Rig(num_blocks=15, watermark=0.25)
+    rig.add("a", 52)
+    assert rig.step().scheduled == {"a": 52}
+    rig.add("b", 4)
+    assert rig.step().scheduled == {"a": 1}
+    assert rig.free == 1
+
+
+def test_rule_011_whole_prompt_gate() -> None:
+    for gate, entered in ((True, {"a"}), (False, {"a", "b"})):
+        rig = Rig(num_blocks=8, max_num_batched_tokens=16, admit_whole_prompt=gate)
+        rig.add("a", 12)
+        rig.add("b", 24)
+        assert set(rig.step().scheduled) == entered
+
+
+def test_rule_011_it_is_a_check_not_a_hold() -> None:
+    rig = Rig(num_blocks=8, max_num_batched_tokens=8)
+    rig.add("a", 20)
+    rig.step()
+    assert rig.free == 6
+
+
+def test_rule_012_seats_count_branches_from_the_prefill_on() -> None:
+    rig = Rig(max_num_seqs=5)
+    rig.add("a", 4, n=4)
+    rig.add("b", 4, n=2)
+    rig.add("c", 4)
+    assert list(rig.step().scheduled) == ["a/0"]
+    assert rig.waiting == ["b", "c"]
+
+
+def test_rule_013_a_freed_seat_is_used_by_the_next_schedule() -> None:
+    rig = Rig(max_num_seqs=1)
+    rig.add("a", 4, max_tokens=1)
+    rig.add("b", 4)
+    rig.add("c", 4)
+    rig.step()
+    assert list(rig.step().scheduled) == ["b"]
+    rig.abort("b")
+    assert list(rig.step().scheduled) == ["c"]
+
+
+def test_rule_014_a_step_that_preempts_admits_nobody() -> None:
+    rig = Rig(num_blocks=5)
+    rig.add("a", 8)
+    rig.add("b", 7)
+    rig.step()
+    rig.step()
+    rig.add("c", 1)
+    told = rig.step()
+    assert told.output.preempted_ids == ("b",)
+    assert list(told.scheduled) == ["a"]
+    assert rig.free == 2
+    assert rig.waiting == ["b", "c"]
+
+
+def test_rule_015_an_empty_decision_is_legal() -> None:
+    rig = Rig(pipeline_depth=2)
+    rig.add("a", 4)
+    first = rig.plan()
+    second = rig.plan()
+    assert second.output.is_empty
+    assert rig.scheduler.has_unfinished_requests()
+    rig.home(first)
+    assert rig.plan().scheduled == {"a": 1}
+
+
+def test_rule_018_chunks_take_what_is_left() -> None:
+    rig = Rig(max_num_batched_tokens=16)
+    for name in "abc":
+        rig.add(name, 10)
+    assert rig.step().scheduled == {"a": 10, "b": 6}
+    assert rig.step().scheduled == {"a": 1, "b": 4, "c": 10}
+
+
+def test_rule_019_cached_tokens_cost_nothing() -> None:
+    rig = Rig(enable_prefix_caching=True, max_num_batched_tokens=8, num_blocks=32)
+    rig.add("a", list(range(17)), max_tokens=1)
+    rig.run()
+    rig.add("b", [*range(16), 99, 98])
+    told = rig.step()
+    assert told.cached == {"b": 16}
+    assert told.output.total_num_scheduled_tokens == 2
+
+
+def test_rule_020_one_with_nothing_to_do_is_passed_over() -> None:
+    rig = Rig(pipeline_depth=2)
+    rig.add("a", 4)
+    first = rig.plan()
+    rig.add("b", 4)
+    second = rig.plan()
+    assert second.scheduled == {"b": 4}
+    rig.home(first)
+    assert rig.plan().scheduled == {"a": 1}
+
+
+def test_rule_021_impossible_budgets_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=4 is below max_num_seqs=8"):
+        Rig(max_num_batched_tokens=4)
+    with pytest.raises(ConfigError, match="max_model_len=256"):
+        Rig(enable_chunked_prefill=False)
+
+
+def test_rule_022_long_prompt_cap() -> None:
+    rig = Rig(long_prefill_token_threshold=6, max_num_batched_tokens=16)
+    for name in "abc":
+        rig.add(name, 14)
+    steps = [list(rig.step().scheduled.values()) for _ in range(3)]
+    assert steps == [[6, 6, 4], [6, 6, 4], [2, 2, 6]]
+
+
+def test_rule_023_the_cap_is_lifted_while_alone() -> None:
+    rig = Rig(long_prefill_token_threshold=6, max_num_batched_tokens=16)
+    rig.add("a", 40)
+    assert rig.step().scheduled == {"a": 16}
+    rig.add("b", 4)
+    assert rig.step().scheduled == {"a": 6, "b": 4}
+
+
+def test_rule_024_one_partial_prefill_bars_a_second_one() -> None:
+    rig = Rig(max_num_partial_prefills=1, max_num_batched_tokens=16, long_prefill_token_threshold=6)
+    rig.add("a", 14)
+    rig.add("b", 14)
+    assert rig.step().scheduled == {"a": 6}
+    assert rig.step().scheduled == {"a": 6}
+    assert rig.step().scheduled == {"a": 2, "b": 6}
+
+
+def test_rule_025_chunks_are_not_rounded_to_blocks() -> None:
+    rig = Rig(block_size=2, max_num_batched_tokens=4, max_num_seqs=4, enable_prefix_caching=True, num_blocks=32)
+    rig.add("a", 2)
+    rig.step()
+    rig.add("b", 9)
+    assert rig.step().scheduled == {"a": 1, "b": 3}
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+@pytest.mark.parametrize("preemption", PreemptionMode)
+def test_rule_129_after_everything_ends_the_pool_is_full(policy: SchedulingPolicy, preemption: PreemptionMode) -> None:
+    groups = (KVGroupSpec(), KVGroupSpec(KVGroupKind.WINDOW, window=8, layers=(1,)))
+    modes = {"scheduling_policy": policy, "preemption_mode": preemption}
+    rig = Rig(num_blocks=14, num_host_blocks=6, groups=groups, max_num_seqs=5, **modes)
+    for number, name in enumerate("abcd"):
+        rig.add(name, 6 + number, n=1 + number % 2, priority=number % 3)
+    rig.run()
+    assert rig.free == 14
+    assert rig.scheduler.num_free_host_blocks == 6
