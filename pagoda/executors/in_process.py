@@ -28,7 +28,7 @@ class InProcessExecutor:
     """
 
     def __init__(self, worker: StepRunner, overlap: bool = False) -> None:
-        self._worker = worker
+        self.worker = worker
         self._overlap = overlap
         self._thread: ThreadPoolExecutor | None = None
         self._alive = False
@@ -38,12 +38,12 @@ class InProcessExecutor:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagoda-worker")
             try:
                 # On that thread, because thread settings of math libraries belong to the thread that makes them.
-                self._thread.submit(self._worker.start).result()
+                self._thread.submit(self.worker.start).result()
             except BaseException:
                 self._thread.shutdown()
                 raise
         else:
-            self._worker.start()
+            self.worker.start()
         self._alive = True
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
@@ -65,12 +65,12 @@ class InProcessExecutor:
         if self._thread is not None:
             # The step that runs may finish, since the memory it uses must not go; later ones fail in `_run`.
             self._thread.shutdown(wait=True)
-        self._worker.shutdown()
+        self.worker.shutdown()
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if not self._alive:
             raise WorkerDied("the executor was shut down before this step began")
-        return self._worker.run(output)
+        return self.worker.run(output)
 
 
 def _failed(error: Exception) -> "Future[ModelRunnerOutput]":

@@ -13,6 +13,7 @@ from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.sampler import Sampled, Sampler
+from pagoda.worker.step_times import StepTimes
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
 _NO_COUNTS = np.empty(0, np.int32)
@@ -31,6 +32,7 @@ class ModelRunner:
         self._cache = cache
         self._device = device
         self._sampler = sampler or Sampler()
+        self.times = StepTimes()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -52,15 +54,20 @@ class ModelRunner:
         A row whose logits are not finite is reported in `failed` and gets no token; the others are not touched by it.
         """
         begin_s = time.perf_counter()
+        self.times.begin()
         swap_s = self._apply(output)
+        self.times.lap("events")
         if output.is_empty:
             duration_s = time.perf_counter() - begin_s
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
         inputs = build_inputs(self._table, output, self._device)
+        self.times.lap("inputs")
         hidden = self._model.forward(inputs.batch, self._cache.layers)
+        self.times.lap("forward")
         if not inputs.takes_all_logits:
             hidden = self._model.ops.select_rows(hidden, inputs.batch.logits_index)
         sampled, num_sampled, logprobs, failed = self._sample(inputs, output, hidden)
+        self.times.lap("sampling")
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         pooled = self._pool(inputs, hidden)
         return ModelRunnerOutput(
@@ -91,6 +98,7 @@ class ModelRunner:
         if not inputs.draw_rows.size:
             return _NO_TOKENS, _NO_COUNTS, None, {}
         logits = self._model.compute_logits(hidden[: inputs.num_logits])
+        self.times.lap("lm_head")
         if inputs.draw_logits is not None:
             logits = logits[torch.from_numpy(inputs.draw_logits).to(logits.device)]
         drawn = self._sampler.sample(logits, self._table, inputs.draw_rows, inputs.draw_positions)

@@ -48,12 +48,28 @@ class WorkerConfig:
     parallel: ParallelConfig
 
 
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Where the time of steps went, in seconds.
+
+    parts: of the worker's step.   ops: of the forward, by kind of op; empty where it runs op by op.
+    num_ops: ops in one forward.   region_s: what entering and leaving one parallel region takes, measured by itself.
+    """
+
+    num_steps: int
+    parts: dict[str, float]
+    ops: dict[str, float]
+    num_ops: int
+    region_s: float
+
+
 class Worker:
     """Loads in `start`, then runs steps in the order they are given. Not thread-safe."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
+        self._model: Model | None = None
 
     def start(self) -> None:
         """Load the weights and reserve the KV pools. Raises ConfigError for what the device cannot do."""
@@ -86,6 +102,7 @@ class Worker:
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
+        self._model = model
         self._runner = ModelRunner(model, table, cache, device.device, Sampler(ops))
         self._runner.warm_up()
         logger.info(
@@ -103,6 +120,24 @@ class Worker:
             raise WorkerDied("the worker is not running")
         return self._runner.run(output)
 
+    def measure(self) -> None:
+        """Count from now on where the time of steps goes, op by op where the forward is recorded."""
+        assert self._runner is not None, "a worker is measured when it runs"
+        self._runner.times.clear()
+        if isinstance(self._model, ReplayModel) and self._model.program is not None:
+            self._model.program.measure()
+
+    def profile(self) -> StepProfile:
+        """Where the time went since `measure`."""
+        assert self._runner is not None
+        ops: dict[str, float] = {}
+        num_ops, region_s = 0, 0.0
+        if isinstance(self._model, ReplayModel) and self._model.program is not None:
+            ops = {op.name.lower(): seconds for op, seconds in self._model.program.seconds().items() if seconds}
+            num_ops, region_s = self._model.program.num_steps, self._model.program.region_seconds()
+        times = self._runner.times
+        return StepProfile(times.num_steps, dict(times.seconds), ops, num_ops, region_s)
+
     def shutdown(self) -> None:
         """Drop model and pools; idempotent."""
-        self._runner = None
+        self._runner = self._model = None

@@ -12,6 +12,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.bench.figures import report
+from pagoda.cli.bench.profile import breakdown, load_profiled, print_breakdown
 from pagoda.cli.bench.workload import WorkItem, read_workload
 from pagoda.cli.options import engine_options
 
@@ -28,6 +29,7 @@ def throughput(
     arrivals: Annotated[
         bool, typer.Option("--arrivals", help="Let requests come at their arrival_s instead of all at once.")
     ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of the steps went.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
 ) -> None:
     """Output tokens per second on a workload. Outputs have exactly max_tokens tokens: all engines do the same work.
@@ -38,12 +40,16 @@ def throughput(
     from pagoda.cli.session import load, seconds_since_start
 
     items = read_workload(workload)
-    llm = load(options)
+    llm, worker = load_profiled(options) if profile else (load(options), None)
     run_at_once(llm, [WorkItem(list(range(10, 40)), WARM_UP_TOKENS)])
     cold_start_s = seconds_since_start()
+    if worker is not None:
+        worker.measure()
     begin_s = time.perf_counter()
     num_output = run_at_arrivals(llm, items) if arrivals else run_at_once(llm, items)
     secs = time.perf_counter() - begin_s
+    measured = worker.profile() if worker is not None else None
+    rows = breakdown(measured, secs) if measured is not None else []
     report(
         {
             "engine": "pagoda",
@@ -53,9 +59,12 @@ def throughput(
             "secs": round(secs, 3),
             "out_tok_s": round(num_output / secs, 1),
             "cold_start_s": round(cold_start_s, 1),
+            **({"profile": rows} if as_json and profile else {}),
         },
         as_json,
     )
+    if measured is not None and not as_json:
+        print_breakdown(rows, measured.num_steps)
 
 
 def fixed_length(num_tokens: int) -> SamplingParams:

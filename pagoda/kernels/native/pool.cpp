@@ -153,3 +153,11 @@ void run_on_pool(void (*body)(void*, int, int), void* data, int threads) {
     inside_region = false;
     pthread_mutex_unlock(&p.one_region_at_a_time);
 }
+
+// Nanoseconds that an empty region takes, entered `repeats` times in a row: what every op pays for its threads.
+PAGODA_EXPORT double pagoda_empty_region_ns(int threads, int repeats) {
+    auto nothing = [](int, int) {};
+    int64_t begin = now_ns();
+    for (int i = 0; i < repeats; i++) parallel(threads, nothing);
+    return double(now_ns() - begin) / repeats;
+}

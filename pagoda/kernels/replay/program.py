@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -139,6 +139,7 @@ class Program:
         self._batch = _Batch(groups=self._groups)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._times: Array[c_int64] | None = None
+        self._library = library
         self._replay = library.functions["pagoda_replay"]
         self._replay.argtypes, self._replay.restype = (POINTER(_Program), POINTER(_Batch), c_int, c_void_p), None
         self._scratch_bytes = library.functions["pagoda_replay_scratch_bytes"]
@@ -155,6 +156,12 @@ class Program:
     def seconds(self) -> dict[Op, float]:
         """Time spent in each kind of op since `measure`; a linear layer's holds the gate fused into it."""
         return {} if self._times is None else {op: self._times[op] * 1e-9 for op in Op}
+
+    def region_seconds(self) -> float:
+        """What entering and leaving a parallel region takes, without work in it."""
+        measure = self._library.functions["pagoda_empty_region_ns"]
+        measure.argtypes, measure.restype = (c_int, c_int), c_double
+        return measure(self._threads, 2000) * 1e-9
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """The recorded forward on `batch`: [T, width of the result]."""

@@ -1,0 +1,84 @@
+"""`--profile`: where the time of a run's steps went, as a table."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda.core.executor import Executor
+    from pagoda.llm import LLM
+    from pagoda.worker.worker import StepProfile, Worker
+
+_ELEMENTWISE = ("embedding", "rms_norm", "add_rms_norm", "add", "rotary", "gated", "softcap")
+
+
+class Part(TypedDict):
+    """One line of the table.   share: of the whole run, 0 to 1."""
+
+    part: str
+    secs: float
+    share: float
+
+
+def load_profiled(options: Mapping[str, Any]) -> "tuple[LLM, Worker]":
+    """An LLM as `LLM(**options)` makes it, and the worker in it. Raises what LLM raises."""
+    from pagoda.assemble import build_engine_core, resolve_engine
+    from pagoda.engine.input_processor import build_input_processor
+    from pagoda.engine.llm_engine import LLMEngine
+    from pagoda.executors.in_process import InProcessExecutor
+    from pagoda.llm import LLM
+    from pagoda.worker.worker import Worker
+
+    found: list[Worker] = []
+
+    def look_inside(executor: "Executor", _: int) -> "Executor":
+        if isinstance(executor, InProcessExecutor) and isinstance(executor.worker, Worker):
+            found.append(executor.worker)
+        return executor
+
+    setup = resolve_engine(EngineConfig.from_options(**options))
+    inputs = build_input_processor(setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len)
+    core = build_engine_core(setup, wrap_executor=look_inside)
+    if not found:
+        raise ConfigError("--profile needs a worker in this process (distributed_executor_backend in_process)")
+    return LLM.over(LLMEngine(core, inputs)), found[0]
+
+
+def breakdown(profile: "StepProfile", secs: float) -> list[Part]:
+    """The parts of a run that took `secs`, largest first; they add up to it.
+
+    barriers: entering and leaving parallel regions, estimated as ops x what an empty region takes, and taken off the
+    linear layers, where nearly all regions are. scheduling and output: all that is not the worker's.
+    """
+    parts, ops = dict(profile.parts), profile.ops
+    forward = parts.pop("forward", 0.0)
+    barriers = profile.num_steps * profile.num_ops * profile.region_s
+    rows = {
+        "linear layers": ops.get("linear", 0.0) - barriers,
+        "attention": ops.get("attention", 0.0),
+        "KV writes": ops.get("write_kv", 0.0),
+        "elementwise": sum(ops.get(name, 0.0) for name in _ELEMENTWISE),
+        "barriers (estimated)": barriers,
+        "forward, the rest": forward - sum(ops.values()),
+        "lm_head": parts.pop("lm_head", 0.0),
+        "sampling": parts.pop("sampling", 0.0),
+        "worker's Python": sum(parts.values()),
+    }
+    if not ops:
+        rows = {"forward": forward, **{name: rows[name] for name in ("lm_head", "sampling", "worker's Python")}}
+    rows["scheduling and output"] = secs - sum(rows.values())
+    ordered = sorted(rows.items(), key=lambda item: -item[1])
+    return [Part(part=name, secs=round(value, 4), share=round(value / secs, 4)) for name, value in ordered]
+
+
+def print_breakdown(rows: list[Part], num_steps: int) -> None:
+    """As a table on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("part", "seconds", "share", "ms a step")
+    for row in rows:
+        table.add_row(row["part"], f"{row['secs']:.3f}", f"{row['share']:.1%}", f"{row['secs'] / num_steps * 1e3:.3f}")
+    Console().print(table)
