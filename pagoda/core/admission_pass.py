@@ -1,5 +1,7 @@
 """AdmissionPass: who enters the running set from the waiting line."""
 
+import numpy as np
+
 from pagoda.base.config import SchedulingMode, SchedulingPolicy
 from pagoda.core.decision_log import Reason
 from pagoda.core.encoder_budget import MediaFit, fit_media
@@ -67,12 +69,15 @@ class AdmissionPass:
         return min((live.request.arrival_time_s for live in self._state.waiting), default=head.request.arrival_time_s)
 
     def _num_partial_prefills(self, plan: StepPlan) -> int:
-        """Rows whose prompt will not be complete after this step."""
+        """Rows that will still be mid-prefill after this step."""
         state, table = self._state, self._state.table
-        ends = {row: int(table.num_computed[row]) for row in state.prefilling}
         rows, start, num_new = plan.arrays()
-        ends.update(zip(rows.tolist(), (start + num_new).tolist(), strict=True))
-        return sum(end < table.num_tokens[row] for row, end in ends.items() if table.branch_of[row] is not None)
+        ends = table.num_computed.copy()
+        ends[rows] = start + num_new
+        rows = state.lineup.rows
+        # A resumed row that lacks only its last output token is a decode again.
+        prefill_end = np.maximum(table.num_prompt_tokens[rows], table.num_tokens[rows] - 1)
+        return int(np.count_nonzero(ends[rows] < prefill_end))
 
     def _admit(self, live: LiveRequest, plan: StepPlan) -> Reason | None:
         """Let the head of the line in, or end it, or say why it waits. Nothing is taken before all checks pass."""
@@ -144,7 +149,7 @@ class AdmissionPass:
         state, encoder_len = self._state, live.request.encoder_len
         end = min(hit.num_tokens + num_new + state.config.num_lookahead_slots, state.max_model_len)
         need = state.kv.blocks_to_admit(end, hit, encoder_len)
-        if state.config.admit_whole_prompt or not self._may_chunk(live, num_tokens):
+        if state.config.admit_whole_prompt:
             need = max(need, self._blocks_for_all(live, num_tokens, hit))
         return self._checks.against_free(need)
 

@@ -51,6 +51,8 @@ class EncoderCache:
     def add(self, live: LiveRequest, item: int) -> None:
         """The item will be encoded in this step; `make_room` was asked before."""
         media = live.request.media[item]
+        if self.hold_cached(live, item):
+            return  # run again all the same (an encoder-decoder request fills its own cross blocks), in the same space
         self._length[media.content_hash] = media.length
         self._holders[media.content_hash] = {live.request_id}
         self._items_held.setdefault(live.request_id, set()).add(item)

@@ -163,15 +163,15 @@ class Scheduler:
         state, config = self._state, self.config
         state.step += 1
         state.log.open_step(state.step)
-        # A request that is alone starves nobody: its prompt is not capped.
-        cap = config.long_prefill_token_threshold if len(state.live) > 1 else 0
+        # A request that is alone starves nobody, and phased prompts are never cut: neither is capped.
+        capped = len(state.live) > 1 and config.scheduling_mode is SchedulingMode.MIXED
+        cap = config.long_prefill_token_threshold if capped else 0
         return StepPlan(state.step, config.max_num_batched_tokens, config.encoder_budget, cap, state.clock.now())
 
     def _plan_mixed(self, plan: StepPlan) -> None:
         self._running.run(plan)
-        if not plan.preempted:
-            if self._swapped.run(plan):
-                self._admission.run(plan)
+        if not plan.preempted and self._swapped.run(plan):
+            self._admission.run(plan)
 
     def _plan_phased(self, plan: StepPlan) -> None:
         if not self._state.swapped:

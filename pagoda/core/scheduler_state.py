@@ -168,7 +168,7 @@ class SchedulerState:
 
     # A request leaves the running set
 
-    def preempt(self, victim: LiveRequest, plan: StepPlan, for_request: LiveRequest, *, may_swap: bool = True) -> None:
+    def preempt(self, victim: LiveRequest, plan: StepPlan, for_request: LiveRequest) -> None:
         """Throw `victim` out of the running set and out of the step; its KV is dropped or parked in host memory."""
         rows = [branch.row for branch in victim.branches if branch.row >= 0]
         free_before = self.kv.pool.num_free
@@ -178,8 +178,8 @@ class SchedulerState:
             self._return_encoder_runs(row, plan)
             self.kv.content.unregister_uncomputed(row)
         swap = (
-            may_swap
-            and victim.request_id not in self._unforked_ids()
+            victim.request_id not in self._unforked_ids()
+            and not any(self._has_media_ahead(row) for row in rows)
             and self.preemption_rule.prefers_swap(victim, lost, self._num_held_blocks(rows))
             and self.swap.has_room_for(rows)
         )
@@ -196,6 +196,13 @@ class SchedulerState:
             freed = self.kv.pool.num_free - free_before
             mode = "swap" if swap else "recompute"
             self.log.note(Preempted(victim.request_id, for_request.request_id, mode, 0 if swap else lost, freed))
+
+    def _has_media_ahead(self, row: int) -> bool:
+        """Whether the row still needs encoder outputs, which it loses when it leaves."""
+        live = self.media_rows.get(row)
+        if live is None or self.encoder_decoder:
+            return False
+        return any(item.offset + item.length > self.table.num_computed[row] for item in live.request.media)
 
     def _unforked_ids(self) -> set[str]:
         """Requests whose branches are not all on rows: there is too little of them to be worth parking."""
