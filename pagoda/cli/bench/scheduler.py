@@ -194,9 +194,10 @@ def run_peer(python: Path | None, model: Path | None, sizes: tuple[int, ...]) ->
         raise ConfigError(
             "--compare needs --compare-model: a folder with a Llama-type config.json (no weights are read)"
         )
-    script = Path(__file__).with_name("vllm_peer.py")
-    command = [str(python), str(script), str(model), *map(str, sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Through stdin: run by its path, Python would find the modules beside it first.
+    script = Path(__file__).with_name("vllm_peer.py").read_text()
+    command = [str(python), "-", str(model), *map(str, sizes)]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"vLLM's scheduler did not run with {python}: {done.stderr.strip()[-400:]}")
     return [_parse(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""Times vLLM's own scheduler. Run by a Python that has vLLM: `vllm_peer.py MODEL_DIR NUM_SEQS ...`.
+"""Times vLLM's own scheduler. Run by a Python that has vLLM: `python - MODEL_DIR NUM_SEQS ... < vllm_peer.py`.
 
 The same work as `pagoda bench scheduler`: NUM_SEQS requests of 512 tokens, then decode steps in which all run.
 """
