@@ -17,12 +17,13 @@
 namespace {
 
 constexpr int SEGMENT = 256;
-constexpr int TILE_QUERY_VECTORS = 48;  // query vectors (queries x heads of one KV head) that share a pass over the context
+constexpr int TILE_QUERY_VECTORS = 48;  // query vectors (queries x heads of a KV head) that share a pass
 constexpr int PREFETCH_ROWS = 12;  // tiles of more query vectors compute longer than their pages take to come
 constexpr float NOTHING_SEEN = -1e30f;  // running maximum before any position: finite, so that differences are numbers
 constexpr float HIDDEN = -1e37f;        // score of a position out of sight: its weight comes out as exactly 0
 
 struct Problem {
+    int dtype;
     const void* q;
     void* out;
     const char *k_pages, *v_pages;
@@ -33,6 +34,16 @@ struct Problem {
     float scale, softcap;
     int group() const { return num_heads / num_kv_heads; }
 };
+
+// Calls body with an element of the compute dtype.
+template <class Body>
+void by_dtype(int dtype, Body&& body) {
+    switch (dtype) {
+        case F32: return body(float());
+        case BF16: return body(bf16());
+        default: return body(f16());
+    }
+}
 
 // Consecutive queries of one row. `first_at`: position of the first one.
 struct Tile {
@@ -67,10 +78,11 @@ void fold(Partial folded, Partial next, int rows, int head_dim) {
 
 // ---- bringing pages and queries into the form the tiles multiply ----
 
-// T: compute dtype of q and out. Stored: dtype of the pages. Kind: how they are multiplied.
-template <class T, class Stored>
+// Stored: dtype of the pages. Kind: how they are multiplied.
+template <class Stored>
 struct Forms {
-    using Kind = typename std::conditional<std::is_same<Stored, bf16>::value || std::is_same<Stored, int8_t>::value, Paired, Single>::type;
+    static constexpr bool PAIRED = PageLayout<Stored>::PAIR == 2;
+    using Kind = typename std::conditional<PAIRED, Paired, Single>::type;
     using Lane = typename Kind::Lane;
     static constexpr bool IN_PLACE = std::is_same<Stored, bf16>::value || std::is_same<Stored, float>::value;
     static constexpr bool SCALED = std::is_same<Stored, int8_t>::value;
@@ -100,6 +112,7 @@ struct Forms {
     }
 
     // One query vector as `head_dim / WIDTH` lanes.
+    template <class T>
     static void query(const T* from, Lane* to, int head_dim) {
         for (int d = 0; d < head_dim; d += 16) {
             if constexpr (WIDTH == 2)
@@ -132,9 +145,9 @@ struct Workspace {
     }
 };
 
-template <class T, class Stored>
+template <class Stored>
 struct Attention {
-    using F = Forms<T, Stored>;
+    using F = Forms<Stored>;
     using Kind = typename F::Kind;
     using Lane = typename F::Lane;
     static constexpr int WIDTH = F::WIDTH;
@@ -259,7 +272,7 @@ struct Attention {
             weigh(w.scores + r * CHUNK, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], w.sums + r * 16, w);
     }
 
-    // Pages are scattered, and the hardware's own prefetcher starts anew in each: ask for the next chunk's ahead of time.
+    // Pages are scattered, and the hardware's own prefetcher starts anew in each: ask for the next chunk's early.
     void prefetch(const int32_t* table, int64_t kv_head, int from, int end) const {
         int bs = p.block_size, to = std::min(from + CHUNK, end);
         int64_t page_bytes = int64_t(bs) * p.head_dim * sizeof(Stored);
@@ -279,9 +292,14 @@ struct Attention {
     int rows(const Tile& t) const { return t.num_queries * p.group(); }
 
     void load_queries(const Tile& t, int64_t kv_head, const Workspace<Lane>& w) const {
+        by_dtype(p.dtype, [&](auto element) { load_queries_of<decltype(element)>(t, kv_head, w); });
+    }
+    template <class T>
+    void load_queries_of(const Tile& t, int64_t kv_head, const Workspace<Lane>& w) const {
         int group = p.group();
         for (int r = 0; r < rows(t); r++) {
-            const T* from = static_cast<const T*>(p.q) + int64_t(t.first_token + r / group) * p.q_stride + (kv_head * group + r % group) * p.head_dim;
+            int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
+            const T* from = static_cast<const T*>(p.q) + token * p.q_stride + head * p.head_dim;
             F::query(from, w.queries + int64_t(r) * (p.head_dim / WIDTH), p.head_dim);
         }
     }
@@ -308,9 +326,14 @@ struct Attention {
     }
 
     void write_out(const Tile& t, int64_t kv_head, Partial part) const {
+        by_dtype(p.dtype, [&](auto element) { write_out_as<decltype(element)>(t, kv_head, part); });
+    }
+    template <class T>
+    void write_out_as(const Tile& t, int64_t kv_head, Partial part) const {
         int group = p.group(), hd = p.head_dim;
         for (int r = 0; r < rows(t); r++) {
-            T* to = static_cast<T*>(p.out) + (int64_t(t.first_token + r / group) * p.num_heads + kv_head * group + r % group) * hd;
+            int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
+            T* to = static_cast<T*>(p.out) + (token * p.num_heads + head) * hd;
             float inverse = 1.0f / part.total[r];
             for (int d = 0; d < hd; d += 16) store(to + d, load(part.acc + r * hd + d) * inverse);
         }
@@ -359,9 +382,9 @@ int make_tiles(const Problem& p, Tile* tiles) {
     return count;
 }
 
-template <class T, class Stored>
+template <class Stored>
 void attend(const Problem& p, int num_tokens, int threads) {
-    Attention<T, Stored> work{p};
+    Attention<Stored> work{p};
     Tile* tiles = static_cast<Tile*>(thread_scratch(sizeof(Tile) * num_tokens, 1));
     int count = make_tiles(p, tiles);
     int64_t products = 0;
@@ -377,8 +400,10 @@ void attend(const Problem& p, int num_tokens, int threads) {
             floats += Partial::floats(work.rows(tiles[i]), p.head_dim) * tiles[i].num_segments(p) * p.num_kv_heads;
         }
         float* parts = static_cast<float*>(thread_scratch(floats * sizeof(float), 2));
-        auto* unfinished = static_cast<std::atomic<int>*>(thread_scratch(sizeof(std::atomic<int>) * count * p.num_kv_heads, 3));
-        for (int i = 0; i < count * p.num_kv_heads; i++) new (&unfinished[i]) std::atomic<int>(tiles[i / p.num_kv_heads].num_segments(p));
+        int heads = count * p.num_kv_heads;
+        auto* unfinished = static_cast<std::atomic<int>*>(thread_scratch(sizeof(std::atomic<int>) * heads, 3));
+        for (int i = 0; i < heads; i++)
+            new (&unfinished[i]) std::atomic<int>(tiles[i / p.num_kv_heads].num_segments(p));
         parallel(std::min(threads, units), [&](int, int) {
             for (int unit; (unit = next.fetch_add(1)) < units;) {
                 int i = 0, left = unit;
@@ -411,14 +436,12 @@ PAGODA_EXPORT void pagoda_attention(int dtype, int stored, const void* q, void* 
                                     int64_t table_stride, int64_t q_stride, int num_tokens, int num_rows,
                                     int num_heads, int num_kv_heads, int head_dim, int block_size, float scale,
                                     int window, float softcap, int threads) {
-    Problem p{q, out, static_cast<const char*>(k_pages), static_cast<const char*>(v_pages), k_scale, v_scale,
+    Problem p{dtype, q, out, static_cast<const char*>(k_pages), static_cast<const char*>(v_pages), k_scale, v_scale,
               query_start, seq_lens, block_table, table_stride, q_stride, num_rows, num_heads, num_kv_heads, head_dim,
               block_size, window, scale, softcap};
-    if (stored == I8) {
-        auto run = dtype == F32 ? attend<float, int8_t> : dtype == BF16 ? attend<bf16, int8_t> : attend<f16, int8_t>;
-        run(p, num_tokens, threads);
-    } else {
-        auto run = dtype == F32 ? attend<float, float> : dtype == BF16 ? attend<bf16, bf16> : attend<f16, f16>;
-        run(p, num_tokens, threads);
-    }
+    auto run = stored == I8     ? attend<int8_t>
+               : stored == F32  ? attend<float>
+               : stored == BF16 ? attend<bf16>
+                                : attend<f16>;
+    run(p, num_tokens, threads);
 }
