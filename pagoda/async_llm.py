@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
@@ -22,8 +23,12 @@ from pagoda.engine.output_processor import OutputKind, OutputProcessor
 from pagoda.engine.thread_client import ThreadClient
 from pagoda.engine.wire import EngineStats
 
+logger = logging.getLogger("pagoda")
+
 _LONG_TEXT_CHARS = 4096
 """Texts of this length are tokenised on a thread, so that no other request waits for them."""
+_LONG_TEXT_TOKENS = 2048
+"""Token ids of this number are turned into text on a thread."""
 
 
 class AsyncLLM:
@@ -116,6 +121,8 @@ class AsyncLLM:
         else:
             token_ids = self.input_processor.token_ids_of(prompt)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
+        if not request_id.isprintable():
+            raise RequestError("a request id holds printable characters only", "request_id")
         self._check_is_new(request_id)
         return self.input_processor.make_request(
             request_id,
@@ -173,11 +180,17 @@ class AsyncLLM:
                     self._client.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
                 self._deliver(done.outputs)
         except WorkerDied as error:
-            self._died = error
-            for request_id in self._outputs.live_ids:
-                self._outputs.close(request_id)
-            for mailbox in self._readers.values():
-                mailbox.fail(error)
+            self._fail_all(error)
+        except Exception as error:  # readers would wait for ever if this task ended in silence
+            logger.exception("outputs of the engine could not be read")
+            self._fail_all(WorkerDied(f"a defect of the client: {type(error).__name__}: {error}"))
+
+    def _fail_all(self, error: WorkerDied) -> None:
+        self._died = error
+        for request_id in self._outputs.live_ids:
+            self._outputs.close(request_id)
+        for mailbox in self._readers.values():
+            mailbox.fail(error)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -215,13 +228,24 @@ class AsyncLLM:
         return await asyncio.to_thread(self.input_processor.encode, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids; ids that do not exist are skipped."""
+        """The text of token ids; ids that do not exist are skipped. For few of them: it runs where it is called."""
         return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, of any length: long ones on a thread."""
+        if len(token_ids) < _LONG_TEXT_TOKENS:
+            return self.decode(token_ids)
+        return await asyncio.to_thread(self.decode, token_ids)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text; U+FFFD where it is no whole character."""
         tokenizer = self.input_processor.tokenizer
         return [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in token_ids]
+
+    @property
+    def died(self) -> WorkerDied | None:
+        """Why no request can be served any more; None while it can."""
+        return self._died
 
     def tokenizer_facts(self) -> dict[str, Any]:
         """What callers may know of the tokenizer."""

@@ -5,13 +5,13 @@ position, so a branch re-entered with its tokens goes on exactly as it would hav
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
 
 PROBATION_TOKENS = 2
 
@@ -24,6 +24,7 @@ class JournalEntry:
     num_deaths: engine deaths it was on board of.   strikes: those it has not lived down: PROBATION_TOKENS emitted in
         one life clear it (the first comes of a prefill, the second of a decode step, so both paths have been gone).
     life: which life of the engine it entered last, 0 before the first.   aliases: handles of its parts there.
+    num_prompt_rows: prompt log-probabilities told so far.   num_rows_to_skip: of those a new life tells again.
     """
 
     request: Request
@@ -33,6 +34,8 @@ class JournalEntry:
     num_deaths: int = 0
     life: int = 0
     num_since_entry: int = 0
+    num_prompt_rows: int = 0
+    num_rows_to_skip: int = 0
     aliases: set[int] = field(default_factory=set)
 
     @property
@@ -108,13 +111,30 @@ class Journal:
                 if entry.num_since_entry >= PROBATION_TOKENS:
                     entry.strikes = 0
             at += count
+        if outputs.prompt_logprobs:
+            outputs = dataclasses.replace(outputs, prompt_logprobs=self._record_prompt_rows(outputs.prompt_logprobs))
         if outputs.finishes:
             outputs = dataclasses.replace(outputs, finishes=tuple(map(self._record_finish, outputs.finishes)))
         return outputs
 
+    def _record_prompt_rows(self, told: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:
+        """Without the rows that an earlier life has told: a new one computes the prompt from its beginning."""
+        fresh: dict[int, LogprobColumns] = {}
+        for handle, columns in told.items():
+            entry = self._by_handle.get(handle)
+            if entry is None:
+                continue
+            skip = min(entry.num_rows_to_skip, len(columns.ranks))
+            entry.num_rows_to_skip -= skip
+            entry.num_prompt_rows += len(columns.ranks) - skip
+            if skip < len(columns.ranks):
+                fresh[handle] = LogprobColumns(columns.token_ids[skip:], columns.logprobs[skip:], columns.ranks[skip:])
+        return fresh
+
     def replay(self, entry: JournalEntry) -> list[Request]:
         """Requests for a new engine that continue `entry` where it stands: one, or one per live branch."""
         request = entry.request
+        entry.num_rows_to_skip = entry.num_prompt_rows
         if request.num_branches == 1:
             return [dataclasses.replace(request, prior_output=(tuple(entry.tokens[0]),))]
         if not any(entry.tokens):
@@ -139,7 +159,8 @@ class Journal:
 
     @staticmethod
     def part_id(request_id: str, branch: int) -> str:
-        return f"{request_id}#{branch}"
+        """An id that no caller's request has: AsyncLLM takes none with control characters."""
+        return f"{request_id}\x1f{branch}"
 
     def engine_ids(self, request_id: str) -> list[str]:
         """The ids under which the current engine knows this request."""
@@ -175,7 +196,8 @@ class Journal:
             finishes=finishes,
             num_cached_tokens={own[k]: v for k, v in outputs.num_cached_tokens.items()},
             queue_s=queue_s,
-            prompt_logprobs={},  # the first engine told them, or a sibling will not: n > 1 has one prompt
+            # A part re-enters only with tokens, so its prompt was told in an earlier life.
+            prompt_logprobs={k: v for k, v in outputs.prompt_logprobs.items() if k >= 0},
         )
 
     def _undo_finish_alias(self, finish: Finish) -> Finish:

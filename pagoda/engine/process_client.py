@@ -3,7 +3,7 @@
 It starts the process, feeds it, writes every token into the Journal before anyone sees it, watches for death and for
 hung steps, and then starts another process and replays what was live. Requests that were on board when an engine died
 are put back one by one (each when the one before has cleared itself), so that one which kills the engine again is
-known for sure; it alone is refused.
+known for sure; it alone is refused. When no engine can be started any more, it gives up: every caller hears WorkerDied.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq.asyncio
 
 from pagoda.base.config import EngineConfig
@@ -33,6 +34,8 @@ MAX_STRIKES = 2
 MAX_DEATHS = 5  # for what kills from outside, or later in each life than strikes can tell
 MAX_FAILED_STARTS = 3
 WATCH_INTERVAL_S = 0.1
+START_PAUSE_S = 0.5  # after a start that failed: what kept it from starting may need a moment to go
+LAST_WORDS_S = 0.05  # a dead engine's messages may still be on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class _End:
 class ProcessClient:
     """An EngineCoreClient over a child process (ZeroMQ, msgpack).
 
-    step_timeout_s: a step that runs longer counts as a death.   module: what the child process runs.
+    step_timeout_s: a step that runs longer counts as a death, and so does an engine that has work and begins no step.
+    module: what the child process runs.
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class ProcessClient:
         self._held: deque[str] = deque()  # on board of a death: re-enter one at a time
         self._probe: str | None = None
         self._stats = wire.EngineStats()
+        self._progress_at_s = 0.0
         self._resets: dict[int, asyncio.Future[bool]] = {}
         self._next_call = 0
         self._life: asyncio.Task[None] | None = None
         self._facts: asyncio.Future[wire.EngineFacts] | None = None
-        self._closing = False
+        self.died: WorkerDied | None = None
+        """Set when the engine is gone for good."""
         self.num_deaths = 0
         self.on_step: Callable[[int], object] = lambda _: None
         """Told the number of tokens of each step."""
@@ -87,7 +93,9 @@ class ProcessClient:
 
     def add_request(self, request: Request) -> None:
         entry = self._journal.open(request)
-        if self.is_up:
+        if self.died is not None:
+            self._outputs.put_nowait(self.died)
+        elif self.is_up:
             self._enter(entry)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -110,7 +118,11 @@ class ProcessClient:
         return item
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """False when blocks are in use, or when the engine died meanwhile."""
+        """False when blocks are in use. True also while the engine starts or dies: the cache went with it."""
+        if self.died is not None:
+            raise self.died
+        if not self.is_up:
+            return True
         self._next_call += 1
         reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._resets[self._next_call] = reply
@@ -122,7 +134,6 @@ class ProcessClient:
 
     async def shutdown(self) -> None:
         """End the engine process; live requests are dropped. Idempotent."""
-        self._closing = True
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
@@ -145,13 +156,23 @@ class ProcessClient:
         return self._engine.process.pid if self._engine is not None else None
 
     def stuck_for_s(self) -> float:
-        """Seconds that the current step has been running."""
-        return self._engine.recorder.read().in_flight_for_s(time.monotonic()) if self._engine is not None else 0.0
+        """Seconds since the engine made progress, as far as it has anything to do."""
+        return time.monotonic() - self._progress_at_s if self._engine is not None else 0.0
 
     # ---- the engine's lives
 
     async def _live(self) -> None:
-        """One incarnation after the other, until the settings are at fault or too many starts have failed."""
+        """One incarnation after the other, until no more can be had; then everybody hears of it."""
+        try:
+            await self._live_on()
+        except ConfigError as error:
+            self._give_up(error)
+        except Exception as error:
+            logger.exception("the watch over the engine process failed")
+            self._give_up(WorkerDied(f"a defect of the server: {type(error).__name__}: {error}"))
+
+    async def _live_on(self) -> None:
+        """Raises ConfigError when the settings are at fault. Returns when too many starts have failed."""
         failed_starts = 0
         while True:
             self._number += 1
@@ -161,21 +182,28 @@ class ProcessClient:
             except asyncio.CancelledError:
                 self._engine = engine
                 raise
-            except ConfigError as error:
+            except Exception:
+                self._engine = None
                 await asyncio.to_thread(engine.close)
-                return self._give_up(error)
+                raise
             self._engine = None
+            self._stats = msgspec.structs.replace(
+                self._stats, num_running=0, num_swapped=0, kv_usage=0.0, num_waiting=len(self._journal)
+            )
             flight = engine.recorder.read()
             code = await asyncio.to_thread(engine.close)
             self.num_deaths += 1
+            self._settle_resets()
             failed_starts = 0 if end.was_ready else failed_starts + 1
-            logger.error("engine process %d ended (exit code %s); starting another", engine.process.pid, code)
             if failed_starts >= MAX_FAILED_STARTS:
                 return self._give_up(
                     WorkerDied(f"the engine process ended {failed_starts} times while starting (exit code {code})")
                 )
+            logger.error("engine process %d ended (exit code %s); starting another", engine.process.pid, code)
             if end.was_ready:
                 self._judge(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
+            else:
+                await asyncio.sleep(START_PAUSE_S * failed_starts)
 
     async def _run_until_death(self, engine: Incarnation) -> _End:
         """Feed on one incarnation until it is dead or hung. Raises ConfigError when the settings cannot work."""
@@ -185,6 +213,8 @@ class ProcessClient:
             while True:
                 receive = asyncio.ensure_future(engine.socket.recv())
                 await asyncio.wait({receive, watch}, return_when=asyncio.FIRST_COMPLETED)
+                if not receive.done():
+                    await asyncio.wait({receive}, timeout=LAST_WORDS_S)
                 if not receive.done():
                     receive.cancel()
                     return _End(was_ready, was_hung=watch.result())
@@ -198,12 +228,18 @@ class ProcessClient:
             watch.cancel()
 
     async def _watch(self, engine: Incarnation) -> bool:
-        """Returns when the process has ended (False) or a step hangs (True)."""
+        """Returns when the process has ended (False) or makes no progress though it has work (True)."""
+        steps_seen = (0, 0)
         while engine.process.poll() is None:
-            stuck_s = engine.recorder.read().in_flight_for_s(time.monotonic())
-            if stuck_s > self._step_timeout_s:
-                logger.error("a step has been running for %.1f s: the engine counts as dead", stuck_s)
+            flight = engine.recorder.read()
+            steps = (flight.steps_begun, flight.steps_ended)
+            has_work = self._engine is engine and len(self._journal) > 0
+            if steps != steps_seen or not has_work:
+                self._progress_at_s = time.monotonic()
+            elif (stuck_s := self.stuck_for_s()) > self._step_timeout_s:
+                logger.error("no progress for %.1f s: the engine counts as dead", stuck_s)
                 return True
+            steps_seen = steps
             await asyncio.sleep(WATCH_INTERVAL_S)
         return False
 
@@ -229,9 +265,6 @@ class ProcessClient:
         A kill from outside (or the kernel's, out of memory) says little of those on board: it puts them on probation,
         so that a next death can be told, but only MAX_DEATHS of them end a request. Between two steps it says nothing.
         """
-        for reply in self._resets.values():
-            reply.set_result(False)
-        self._resets.clear()
         if killed_from_outside and flight.steps_begun == flight.steps_ended:
             return
         on_board = set(flight.keys.tolist())
@@ -253,9 +286,20 @@ class ProcessClient:
 
     def _give_up(self, error: ConfigError | WorkerDied) -> None:
         assert self._facts is not None
-        if not self._facts.done():
+        self.died = error if isinstance(error, WorkerDied) else WorkerDied(str(error))
+        if self._facts.done():
+            logger.error("the engine is gone for good: %s", error)
+        else:
             self._facts.set_exception(error)
-        self._outputs.put_nowait(WorkerDied(str(error)))
+        self._settle_resets()
+        self._outputs.put_nowait(self.died)
+
+    def _settle_resets(self) -> None:
+        """The engine that was asked to forget its prefixes is dead: it did."""
+        for reply in self._resets.values():
+            if not reply.done():
+                reply.set_result(True)
+        self._resets.clear()
 
     # ---- one engine
 
@@ -298,7 +342,9 @@ class ProcessClient:
                     self._outputs.put_nowait(error_outputs(entry, text, RequestStatus.FINISHED_IGNORED))
                 self._release_next()
             case wire.ResetReply(call_id, succeeded):
-                self._resets.pop(call_id).set_result(succeeded)
+                reply = self._resets.pop(call_id, None)
+                if reply is not None and not reply.done():  # whoever asked may have gone
+                    reply.set_result(succeeded)
             case wire.StartFailed(text, config):
                 if config:
                     raise ConfigError(text)

@@ -1,5 +1,6 @@
 """POST /tokenize, POST /detokenize, GET /tokenizer_info"""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -30,7 +31,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": state.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
-        answer["token_strs"] = llm.token_strings(token_ids)
+        answer["token_strs"] = await asyncio.to_thread(llm.token_strings, token_ids)
     return answer
 
 
@@ -39,7 +40,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, str]:
     """The text of token ids."""
     state = state_of(http)
     state.check_model(body.model)
-    return {"prompt": state.generator.llm.decode(body.tokens)}
+    return {"prompt": await state.generator.llm.detokenize(body.tokens)}
 
 
 @router.get("/tokenizer_info")

@@ -1,10 +1,12 @@
 """The journal: what it writes down is enough to go on, and clients never see that someone else goes on."""
 
+import dataclasses
+
 import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
 from pagoda.engine.journal import Journal, error_outputs
 
 
@@ -50,18 +52,21 @@ def test_branches_come_back_as_requests_of_their_own_and_look_like_branches() ->
         outputs((1, 1, [9]), finishes=(Finish("a", 1, 1, RequestStatus.FINISHED_STOPPED, request_done=False),))
     )
     first, last = journal.replay(entry)
-    assert (first.request_id, first.seed, first.prior_output) == ("a#0", 40, ((5,),))
-    assert (last.request_id, last.seed, last.prior_output) == ("a#2", 42, ((7,),))
+    assert (first.request_id, first.seed, first.prior_output) == (Journal.part_id("a", 0), 40, ((5,),))
+    assert (last.request_id, last.seed, last.prior_output) == (Journal.part_id("a", 2), 42, ((7,),))
     assert first.num_branches == last.num_branches == 1
-    assert journal.engine_branch("a", 2) == ("a#2", 0)
-    assert set(journal.engine_ids("a")) >= {"a#0", "a#2"}
+    assert journal.engine_branch("a", 2) == (Journal.part_id("a", 2), 0)
+    assert set(journal.engine_ids("a")) >= {Journal.part_id("a", 0), Journal.part_id("a", 2)}
 
     stop = RequestStatus.FINISHED_LENGTH_CAPPED
     told = journal.record(
         outputs(
             (last.handle, 0, [11]),
             (first.handle, 0, [10]),
-            finishes=(Finish("a#2", last.handle, 0, stop), Finish("a#0", first.handle, 0, stop)),
+            finishes=(
+                Finish(Journal.part_id("a", 2), last.handle, 0, stop),
+                Finish(Journal.part_id("a", 0), first.handle, 0, stop),
+            ),
         )
     )
     assert told.handles.tolist() == [1, 1]
@@ -95,3 +100,35 @@ def test_an_error_ends_every_live_branch_once() -> None:
     entry = journal.open(request("a", 1, n=2))
     finishes = error_outputs(entry, "no").finishes
     assert [(f.branch, f.request_done, f.message) for f in finishes] == [(0, False, "no"), (1, True, "no")]
+
+
+def columns(*tokens: int) -> LogprobColumns:
+    ids = np.array([[token] for token in tokens], np.int32)
+    return LogprobColumns(ids, np.zeros(ids.shape, np.float32), np.ones(len(tokens), np.int32))
+
+
+def told(journal: Journal, handle: int, *tokens: int) -> list[int]:
+    step = dataclasses.replace(outputs(), prompt_logprobs={handle: columns(*tokens)})
+    found = journal.record(step).prompt_logprobs
+    return found[handle].token_ids[:, 0].tolist() if handle in found else []
+
+
+def test_prompt_logprobs_told_before_a_death_are_not_told_again() -> None:
+    journal = Journal()
+    entry = journal.open(request("a", 1))
+    assert told(journal, 1, 10, 11) == [10, 11]
+    journal.replay(entry)  # the new engine begins the prompt again, in chunks of its own
+    assert told(journal, 1, 10) == []
+    assert told(journal, 1, 11, 12, 13) == [12, 13]
+    journal.replay(entry)
+    assert told(journal, 1, 10, 11, 12, 13) == []
+
+
+def test_parts_of_one_request_do_not_silence_the_prompt_of_another() -> None:
+    journal = Journal()
+    entry = journal.open(request("a", 1, n=2))
+    journal.open(request("b", 2))
+    journal.record(outputs((1, 0, [5]), (1, 1, [6])))
+    parts = journal.replay(entry)
+    assert told(journal, parts[0].handle, 1, 2) == []
+    assert told(journal, 2, 7, 8) == [7, 8]

@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from pagoda.assemble import resolve_engine
 from pagoda.async_llm import AsyncLLM
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.input_processor import build_input_processor
@@ -137,3 +138,44 @@ def test_settings_that_cannot_work_are_an_error_at_once() -> None:
         await client.shutdown()
 
     asyncio.run(main())
+
+
+def test_who_waits_hears_when_no_engine_can_be_started_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_LIVES_FILE", str(tmp_path / "lives"))
+    monkeypatch.setenv("ENGINE_LIVES", "1")
+
+    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+        waiting = asyncio.create_task(collect(llm, "a", max_tokens=400))
+        while not client.stats().num_running:
+            await asyncio.sleep(0.005)
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="3 times while starting"):
+            await waiting
+        assert client.died is llm.died is not None
+        with pytest.raises(WorkerDied):
+            await collect(llm, "b")
+        with pytest.raises(WorkerDied):
+            await llm.reset_prefix_cache()
+
+    run(work, module="tests.engine.mortal_engine")
+
+
+def test_a_reset_while_the_engine_starts_again_is_done_at_once() -> None:
+    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+        await collect(llm, "a", max_tokens=3)
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        async with asyncio.timeout(2):
+            assert await llm.reset_prefix_cache()
+        with pytest.raises(TimeoutError):  # who asked has gone; the answer must not hurt
+            await asyncio.wait_for(llm.reset_prefix_cache(), 0)
+        await collect(llm, "b", max_tokens=3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.reset_prefix_cache(), 0)
+        await collect(llm, "c", max_tokens=3)
+        assert client.died is None
+
+    run(work)

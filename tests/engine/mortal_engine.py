@@ -1,0 +1,18 @@
+"""An engine process that starts as often as its environment says (ENGINE_LIVES) and never again.
+
+`python -m tests.engine.mortal_engine`; lives are counted in the file that ENGINE_LIVES_FILE names.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from pagoda.engine_process import main
+
+if __name__ == "__main__":
+    count = Path(os.environ["ENGINE_LIVES_FILE"])
+    lives = len(count.read_text()) if count.exists() else 0
+    if lives >= int(os.environ["ENGINE_LIVES"]):
+        sys.exit(7)
+    count.write_text("x" * (lives + 1))
+    main()
