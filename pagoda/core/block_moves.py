@@ -10,11 +10,14 @@ EMPTY_DELTA = BlockDelta(NO_INTS, NO_INTS, NO_INTS, NO_INTS)
 
 
 class BlockMoves:
-    """Table entries that were set, and block copies, of the step being planned."""
+    """Table entries that were set, and block copies, of the step being planned.
+
+    copies: (row, source, target), copy-on-write.
+    """
 
     def __init__(self) -> None:
         self._entries: list[_Entries] = []
-        self._copies: list[tuple[int, int, int]] = []
+        self.copies: list[tuple[int, int, int]] = []
         self._swap_out: list[np.ndarray] = []
         self._swap_in: list[np.ndarray] = []
 
@@ -24,7 +27,7 @@ class BlockMoves:
 
     def copy(self, row: int, group: int, index: int, source: int, target: int) -> None:
         """Entry `index` of the row's table changes from `source` to `target`, whose content comes from `source`."""
-        self._copies.append((row, source, target))
+        self.copies.append((row, source, target))
         self.set_entries(np.array([row], np.int32), group, np.array([index], np.int32), np.array([target], np.int32))
 
     def swap_out(self, pairs: np.ndarray) -> None:
@@ -37,12 +40,12 @@ class BlockMoves:
         """The row left the table while the step was planned: nothing is set or copied for it any more."""
         if self._entries:
             self._entries = [entry for one in self._entries if (entry := _without(one, row)) is not None]
-        if self._copies:
-            self._copies = [copy for copy in self._copies if copy[0] != row]
+        if self.copies:
+            self.copies = [copy for copy in self.copies if copy[0] != row]
 
     def source_of(self, rows: set[int]) -> dict[int, int]:
         """Copies of this step that `rows` wait for, target -> source. Swap-outs are made before them."""
-        return {target: source for row, source, target in self._copies if row in rows}
+        return {target: source for row, source, target in self.copies if row in rows}
 
     def drain(self) -> tuple[BlockDelta, np.ndarray, np.ndarray, np.ndarray]:
         """(block delta, copies, swap-outs, swap-ins) of the step; the next one starts empty."""
@@ -58,9 +61,9 @@ class BlockMoves:
                 np.concatenate([entry[3] for entry in self._entries]),
             )
             self._entries = []
-        if self._copies:
-            copies = np.array(self._copies, np.int32)[:, 1:]
-            self._copies = []
+        if self.copies:
+            copies = np.array(self.copies, np.int32)[:, 1:]
+            self.copies = []
         if self._swap_out:
             swap_out, self._swap_out = np.concatenate(self._swap_out), []
         if self._swap_in:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pagoda.core.decision_log import Copied
 from pagoda.core.request import RequestStatus
 from pagoda.core.scheduler_output import NO_INTS, AdmitKind, Finish, RowFork, RowInit, SchedulerOutput
 from pagoda.core.scheduler_state import SchedulerState
@@ -29,6 +30,8 @@ def emit(state: SchedulerState, plan: StepPlan) -> SchedulerOutput:
         _note_progress(state, plan, rows, ends, sample_rows)
     if state.config.async_scheduling:
         _note_pending(state, plan, sample_rows)
+    if state.log.enabled:
+        _note_copies(state)
     delta, copies, swap_out, swap_in = state.kv.moves.drain()
     output = SchedulerOutput(
         step=plan.step,
@@ -142,6 +145,8 @@ def _join(state: SchedulerState, plan: StepPlan) -> None:
             kv.share(leader, row, shared)
             plan.entries[row] = Entry(row, AdmitKind.RESUMED, shared)
             state.prefilling[row] = None
+            if live.request.media and not state.encoder_decoder:  # shared cross-attention blocks are filled already
+                state.media_rows[row] = live
 
 
 def _row_inits(state: SchedulerState, plan: StepPlan) -> tuple[RowInit, ...]:
@@ -170,6 +175,13 @@ def _row_init(state: SchedulerState, entry: Entry) -> RowInit:
         media=request.media,
         encoder_len=request.encoder_len,
     )
+
+
+def _note_copies(state: SchedulerState) -> None:
+    for row, source, target in state.kv.moves.copies:
+        branch = state.table.branch_of[row]
+        assert branch is not None
+        state.log.note(Copied(branch.live.request_id, branch.index, source, target))
 
 
 def _take_released(state: SchedulerState) -> np.ndarray:

@@ -1,0 +1,124 @@
+"""BlockPool against a pool made of plain lists: same counts, same order, over random operations."""
+
+import random
+
+import numpy as np
+import pytest
+
+from pagoda.base.errors import InvariantBroken
+from pagoda.core.block_pool import BlockPool
+
+
+class PlainPool:
+    """The definition: a stack of empty blocks, a list of free blocks with content, oldest first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.stack = list(range(num_blocks, 0, -1))
+        self.cached: list[int] = []
+        self.references = dict.fromkeys(range(1, num_blocks + 1), 0)
+        self.content: set[int] = set()
+
+    def take(self, count: int) -> list[int]:
+        taken = [self.stack.pop() if self.stack else self.cached.pop(0) for _ in range(count)]
+        self.content -= set(taken)
+        self.references.update(dict.fromkeys(taken, 1))
+        return taken
+
+    def hold(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if self.references[block] == 0:
+                self.cached.remove(block)
+            self.references[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                (self.cached if block in self.content else self.stack).append(block)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pool_equals_plain_lists(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([3, 8, 33])
+    pool, plain = BlockPool(size), PlainPool(size)
+    held: list[int] = []
+    for _ in range(400):
+        action = rng.choice(["take", "release", "hold", "content"])
+        if action == "take":
+            count = rng.randint(0, min(4, pool.num_free))
+            had_content = set(plain.content)
+            expected = plain.take(count)
+            taken, evicted = pool.take(count)
+            assert sorted(taken.tolist()) == sorted(expected)
+            assert set(evicted.tolist()) == had_content & set(expected)
+            held += expected
+        elif action == "release" and held:
+            blocks = rng.sample(sorted(set(held)), rng.randint(1, min(4, len(set(held)))))
+            for block in blocks:
+                held.remove(block)
+            # The stack's order inside one call is not promised: give the plain pool what the real one does.
+            plain.release(blocks)
+            pool.release(np.array(blocks, np.int32))
+        elif action == "hold":
+            known = [block for block in plain.references if plain.references[block] or block in plain.cached]
+            blocks = rng.sample(known, min(len(known), rng.randint(1, 3)))
+            plain.hold(blocks)
+            pool.hold(np.array(blocks, np.int32))
+            held += blocks
+        elif action == "content" and held:
+            block = rng.choice(held)
+            plain.content.add(block)
+            pool.has_content[block] = True
+        pool.check()
+        assert pool.num_free == len(plain.stack) + len(plain.cached)
+        assert pool.ref_count[1:].tolist() == list(plain.references.values())
+
+
+def test_content_is_taken_last_and_oldest_first() -> None:
+    pool = BlockPool(6)
+    first, _ = pool.take(3)
+    second, _ = pool.take(2)
+    pool.has_content[first] = pool.has_content[second] = True
+    pool.release(first[::-1])
+    pool.release(second[::-1])
+    taken, evicted = pool.take(4)
+    assert taken.tolist()[1:] == first[::-1].tolist()
+    assert evicted.tolist() == first[::-1].tolist()
+    assert pool.num_free == 2
+
+
+def test_a_hit_makes_a_block_young_again() -> None:
+    pool = BlockPool(3)
+    blocks, _ = pool.take(3)
+    pool.has_content[blocks] = True
+    pool.release(blocks)
+    pool.hold(blocks[:1])
+    pool.release(blocks[:1])
+    assert pool.take(3)[0].tolist() == [*blocks[1:].tolist(), int(blocks[0])]
+
+
+def test_freeing_a_free_block_is_a_defect() -> None:
+    pool = BlockPool(2)
+    blocks, _ = pool.take(1)
+    pool.release(blocks)
+    with pytest.raises(InvariantBroken, match="freed again"):
+        pool.release(blocks)
+
+
+def test_taking_more_than_is_free_is_a_defect() -> None:
+    with pytest.raises(InvariantBroken, match="3 blocks asked of 2"):
+        BlockPool(2).take(3)
+
+
+def test_dropped_content_is_free_without_being_evicted() -> None:
+    pool = BlockPool(4)
+    blocks, _ = pool.take(4)
+    pool.has_content[blocks] = True
+    pool.release(blocks)
+    pool.drop_content(blocks[:2])
+    pool.check()
+    assert len(pool.take(2)[1]) == 0
+    pool.drop_all_content()
+    pool.check()
+    assert len(pool.take(2)[1]) == 0

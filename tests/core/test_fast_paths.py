@@ -1,0 +1,104 @@
+"""Every fast path of the scheduler beside its definition: the same traffic, planned both ways, step by step."""
+
+import random
+
+import numpy as np
+import pytest
+
+from pagoda.base.clock import VirtualClock
+from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.output_pass import OutputPass
+from pagoda.core.request import Request
+from pagoda.core.running_pass import RunningPass
+from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+FULL = KVGroupSpec()
+WINDOW = KVGroupSpec(KVGroupKind.WINDOW, window=9)
+
+
+def scheduler(seed: int) -> Scheduler:
+    rng = random.Random(seed)
+    asynchronous = rng.random() < 0.4
+    config = SchedulerConfig(
+        max_num_seqs=rng.choice([2, 5]),
+        max_num_batched_tokens=rng.choice([8, 21, 64]),
+        num_lookahead_slots=rng.choice([0, 0, 3]),
+        long_prefill_token_threshold=rng.choice([0, 5]),
+        pipeline_depth=2 if asynchronous else 1,
+        async_scheduling=asynchronous,
+    )
+    groups = rng.choice([(FULL,), (FULL, WINDOW), (WINDOW,)])
+    cache = CacheConfig(block_size=4, enable_prefix_caching=rng.random() < 0.7, prefix_hash_seed=1)
+    return Scheduler(config, cache, groups, num_blocks=rng.choice([24, 60]), max_model_len=64, clock=VirtualClock())
+
+
+def drive(one: Scheduler, seed: int) -> list[object]:
+    """Random arrivals and drafts; everything that was decided and told, in plain values."""
+    rng = random.Random(seed)
+    heard: list[object] = []
+    in_flight: list[SchedulerOutput] = []
+    for number in range(60):
+        if rng.random() < 0.3 and number < 40:
+            sampling = SamplingParams(
+                n=rng.choice([1, 1, 1, 3 if one.config.max_num_seqs > 2 else 1]), max_tokens=rng.randint(1, 12)
+            )
+            prompt = np.array([rng.choice([5, 6])] * rng.randint(1, 18), np.int32)
+            one.add_request(Request(str(number), prompt, sampling, handle=number, client_index=rng.randint(0, 1)))
+        output = one.schedule()
+        one.check()
+        arrays = (output.rows, output.start, output.num_new, output.sample_rows, output.copies, output.released)
+        heard.append([array.tolist() for array in arrays])
+        heard.append(
+            [(init.row, init.num_computed, [ids.tolist() for ids in init.block_ids]) for init in output.admitted]
+        )
+        heard.append((output.preempted_ids, one.num_free_blocks))
+        if not output.is_empty:
+            in_flight.append(output)
+        if in_flight and (output.is_empty or len(in_flight) == one.config.pipeline_depth):
+            home = in_flight.pop(0)
+            count, width = len(home.sample_rows), 1 + max((len(drafts) for drafts in home.drafts.values()), default=0)
+            sampled, num_sampled = np.full((count, width), -1, np.int32), np.ones(count, np.int32)
+            for i, row in enumerate(home.sample_rows.tolist()):
+                num_sampled[i] += rng.randint(0, len(home.drafts.get(row, ())))
+                sampled[i, : num_sampled[i]] = rng.choice([5, 6])
+            told = one.update_from_output(home, ModelRunnerOutput(home.step, sampled, num_sampled))
+            one.check()
+            for client, outputs in sorted(told.items()):
+                columns = (outputs.handles, outputs.branches, outputs.counts, outputs.token_ids)
+                heard.append((client, [column.tolist() for column in columns], outputs.finishes))
+            if rng.random() < 0.4:
+                one.update_draft_token_ids({name: [5] * rng.randint(1, 3) for name in one.running_ids()})
+    return heard
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_batches_equal_rows_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = drive(scheduler(seed), seed)
+    monkeypatch.setattr(RunningPass, "_run_steady", lambda self, plan: False)
+    assert decisions(drive(scheduler(seed), seed)) == decisions(fast)
+    monkeypatch.setattr(RunningPass, "_run_batch", lambda self, plan: False)
+    assert decisions(drive(scheduler(seed), seed)) == decisions(fast)
+
+
+def decisions(heard: list[object]) -> list[object]:
+    """Which block ids are taken is not promised: batches take them group by group, single rows row by row."""
+    return [
+        [entry[:2] for entry in item] if isinstance(item, list) and item and isinstance(item[0], tuple) else item
+        for item in (without_copies(item) for item in heard)
+    ]
+
+
+def without_copies(item: object) -> object:
+    if isinstance(item, list) and len(item) == 6 and isinstance(item[0], list):
+        return [*item[:4], len(item[4]), item[5]]
+    return item
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_plain_results_equal_the_row_by_row_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = drive(scheduler(seed), seed)
+    monkeypatch.setattr(OutputPass, "_is_plain", lambda self, output, result: False)
+    assert drive(scheduler(seed), seed) == fast

@@ -1,0 +1,12 @@
+"""The page "the scheduler" walks a preemption, a copy-on-write and a prefix hit: what it shows is what happens."""
+
+import doctest
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "scheduler.md"
+
+
+def test_the_page_shows_what_happens() -> None:
+    result = doctest.testfile(str(PAGE), module_relative=False, optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert result.attempted > 20
+    assert result.failed == 0
