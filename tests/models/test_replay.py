@@ -50,10 +50,19 @@ def both(
     return model, ReplayModel(model, ops, dtype)
 
 
-def run(model: Model, dtype: torch.dtype) -> list[torch.Tensor]:
+def in_int8(layer: KVLayer) -> KVLayer:
+    """An empty cache of the same shape in int8."""
+    pages = [torch.zeros_like(layer.k, dtype=torch.int8) for _ in range(2)]
+    return KVLayer(*pages, *(torch.zeros(layer.k.shape[:3]) for _ in range(2)))
+
+
+def run(model: Model, dtype: torch.dtype, int8_cache: bool = False) -> list[torch.Tensor]:
     """The logits of every step; each model has a cache of its own."""
     torch.manual_seed(0)
     runner = PagedRunner(model, num_rows=3, max_len=32, dtype=dtype, block_size=8)
+    if int8_cache:
+        shared = {id(layer): in_int8(layer) for layer in runner.kv}
+        runner.kv = [shared[id(layer)] for layer in runner.kv]
     steps = [[(row, start, torch.randint(3, VOCAB, (num,)).tolist()) for row, start, num in step] for step in STEPS]
     with torch.inference_mode():
         return [runner.logits(step) for step in steps]
@@ -90,6 +99,31 @@ def test_same_bits_in_half_precision_on_two_threads(library, folders, name: str,
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_same_bits_in_int8(library, folders, name: str) -> None:
     assert_same(folders(name), NativeOps(library, threads=2), torch.bfloat16, "int8")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_same_bits_on_an_int8_cache(library, folders, name: str) -> None:
+    plain, replayed = both(folders(name), NativeOps(library, threads=1), torch.bfloat16)
+    wanted = run(plain, torch.bfloat16, int8_cache=True)
+    for got, expected in zip(run(replayed, torch.bfloat16, int8_cache=True), wanted, strict=True):
+        assert torch.equal(got, expected)
+    assert replayed.program is not None
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_row_has_the_same_bits_in_any_company(library, folders, name: str, quantization: str | None) -> None:
+    """A prompt at once and alone, against the same in chunks beside other rows, on other numbers of threads."""
+    alone = both(folders(name), NativeOps(library, threads=1), torch.bfloat16, quantization)[1]
+    beside = both(folders(name), NativeOps(library, threads=2), torch.bfloat16, quantization)[1]
+    tokens = torch.randint(3, VOCAB, (27,), generator=torch.Generator().manual_seed(7)).tolist()
+    with torch.inference_mode():
+        first = PagedRunner(alone, 1, 32, torch.bfloat16, 8).logits([(0, 0, tokens)])[0]
+        runner = PagedRunner(beside, 3, 32, torch.bfloat16, 8)
+        runner.logits([(0, 0, tokens[:11]), (1, 0, tokens[3:5])])
+        runner.logits([(1, 2, tokens[7:9]), (0, 11, tokens[11:26]), (2, 0, tokens[1:20])])
+        last = runner.logits([(2, 19, [5]), (1, 4, [6, 7]), (0, 26, tokens[26:])])[2]
+    assert torch.equal(first, last)
 
 
 def test_one_step_an_op_with_gates_fused(library, folders) -> None:
