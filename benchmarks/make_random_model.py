@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Write a checkpoint of a known shape with random weights: speed at sizes that nobody needs to download.
+
+usage: make_random_model.py SHAPE FOLDER [--seed 0]
+
+The folder is one as Hugging Face writes them: config.json, model.safetensors (bf16) and a tokenizer whose tokens are
+bytes, so every engine loads it. Equal shapes and seeds give equal weights. What it says means nothing; its logits are
+finite and never equal, so greedy decoding is well defined.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+BOS, EOS = 256, 257  # after the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama's sizes, as config.json names them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    tie_word_embeddings: bool = True
+    rope_scaling: dict[str, object] | None = None
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-3.2-1b": Shape(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, 8192, 100000.0),
+    "tiny": Shape(64, 160, 2, 4, 2, 16, 320, 512, 10000.0),
+}
+
+
+def config_of(shape: Shape) -> dict[str, object]:
+    sizes = {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        **{name: value for name, value in sizes.items() if value is not None},
+    }
+
+
+def weights_of(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
+    """Normal weights scaled to keep the size of what passes through; the residual grows by one layer's share at a time.
+
+    The order in which the tensors are drawn is part of what a seed means.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)).bfloat16()
+
+    hidden, inner, depth = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
+    q_size = shape.num_attention_heads * shape.head_dim
+    kv_size = shape.num_key_value_heads * shape.head_dim
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    weights = {"model.embed_tokens.weight": drawn(shape.vocab_size, hidden)}
+    for layer in range(depth):
+        prefix = f"model.layers.{layer}."
+        weights |= {
+            f"{prefix}input_layernorm.weight": ones.clone(),
+            f"{prefix}post_attention_layernorm.weight": ones.clone(),
+            f"{prefix}self_attn.q_proj.weight": drawn(q_size, hidden),
+            f"{prefix}self_attn.k_proj.weight": drawn(kv_size, hidden),
+            f"{prefix}self_attn.v_proj.weight": drawn(kv_size, hidden),
+            f"{prefix}self_attn.o_proj.weight": drawn(hidden, q_size, depth**-0.5),
+            f"{prefix}mlp.gate_proj.weight": drawn(inner, hidden),
+            f"{prefix}mlp.up_proj.weight": drawn(inner, hidden),
+            f"{prefix}mlp.down_proj.weight": drawn(hidden, inner, depth**-0.5),
+        }
+    weights["model.norm.weight"] = ones.clone()
+    if not shape.tie_word_embeddings:
+        weights["lm_head.weight"] = drawn(shape.vocab_size, hidden)
+    return weights
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A token per byte, and two special ones; the rest of the vocabulary has no text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2))
+
+
+def make(shape: Shape, folder: Path, seed: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2))
+    ending = {"bos_token_id": BOS, "eos_token_id": EOS}
+    (folder / "generation_config.json").write_text(json.dumps(ending, indent=2))
+    write_tokenizer(folder)
+    save_file(weights_of(shape, seed), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    make(SHAPES[given.shape], given.folder, given.seed)
+
+
+if __name__ == "__main__":
+    main()
