@@ -85,7 +85,8 @@ class EngineServer:
 
 def main() -> None:
     """Read ProcessOptions from standard input, build the engine, serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
+    for name in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
+        signal.signal(name, signal.SIG_IGN)
     stdin = sys.stdin.buffer
     size = int.from_bytes(stdin.read(8), "little")
     options = msgspec.msgpack.decode(stdin.read(size), type=ProcessOptions)

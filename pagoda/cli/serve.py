@@ -1,6 +1,7 @@
 """`pagoda serve`: the HTTP server over an engine process."""
 
 import asyncio
+import signal
 
 from pagoda.base.config import EngineConfig, ServerConfig
 from pagoda.cli.options import engine_config, engine_options
@@ -19,7 +20,10 @@ def serve(options: dict[str, object]) -> None:
 async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
     from pagoda.engine.process_client import ProcessClient
+    from pagoda.server.listening import listen
 
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # while starting; then the server takes both
+    listener = listen(config.server)
     client = ProcessClient(config, step_timeout_s=config.server.step_timeout_s)
     starting = asyncio.create_task(client.start())
     await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
@@ -27,7 +31,9 @@ async def _serve(config: EngineConfig) -> None:
         from pagoda.server.app import serve as serve_http
         from pagoda.server.assemble import build_state
 
-        await serve_http(await build_state(config, client, starting), config.server)
+        await serve_http(await build_state(config, client, starting), config.server, listener)
     finally:
         starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await client.shutdown()
+        listener.close()

@@ -132,6 +132,11 @@ class ProcessClient:
     def stats(self) -> wire.EngineStats:
         return self._stats
 
+    async def wait_until_gone(self) -> None:
+        """Returns when the engine is gone for good (see `died`), or shut down."""
+        if self._life is not None:
+            await asyncio.wait({self._life})
+
     async def shutdown(self) -> None:
         """End the engine process; live requests are dropped. Idempotent."""
         if self._life is not None:

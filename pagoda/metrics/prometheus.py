@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pagoda.base.outputs import RequestOutput
+from pagoda.base.outputs import RequestMetrics, RequestOutput
+from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 
 _LABELS = ("model_name", "engine")
@@ -77,47 +78,86 @@ class ServerMetrics:
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
         self.registry.register(_EngineCollector(self._values, stats, cache_config))
 
-    def on_tokens(self, count: int, gap_s: float | None) -> None:
-        """`count` tokens came, `gap_s` after the last ones (None: the first of their request)."""
-        self.generation_tokens.inc(count)
-        if gap_s is not None and count:
-            self._itl.observe(gap_s / count)
-            self._tpot.observe(gap_s / count)
+    def on_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt has been computed, `num_cached` of its tokens from the prefix cache."""
+        self.prompt_tokens.inc(num_tokens)
+        self.prompt_tokens_cached.inc(num_cached)
 
     def on_first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
+    def on_gap(self, seconds: float) -> None:
+        """Between two tokens of one output."""
+        self._itl.observe(seconds)
+        self._tpot.observe(seconds)
+
     def on_refusal(self, reason: str) -> None:
         self.rejections.labels(*self._values, reason).inc()
 
-    def on_end(self, output: RequestOutput, n: int, max_tokens: int | None, num_output_tokens: int) -> None:
-        """A request ended; output carries its prompt and its times."""
-        num_prompt = len(output.prompt_token_ids or ())
-        self.prompt_tokens.inc(num_prompt)
-        self.prompt_tokens_cached.inc(output.num_cached_tokens or 0)
-        for completion in output.outputs:
-            self.request_success.labels(*self._values, completion.finish_reason or "abort").inc()
-        self._prompt_len.observe(num_prompt)
+    def on_finish(self, reason: str) -> None:
+        """One output of a request ended."""
+        self.request_success.labels(*self._values, reason).inc()
+
+    def on_end(self, request: Request, num_output_tokens: int, times: RequestMetrics | None, now_s: float) -> None:
+        """A request ended `now_s`, served or not.   times: what is known of its way."""
+        self._prompt_len.observe(request.num_prompt_tokens)
         self._output_len.observe(num_output_tokens)
-        self._params_n.observe(n)
-        if max_tokens is not None:
-            self._params_max_tokens.observe(max_tokens)
-        times = output.metrics
-        if times is None or times.finished_time is None:
+        if request.sampling is not None:
+            self._params_n.observe(request.sampling.n)
+            self._params_max_tokens.observe(request.sampling.max_tokens or 0)
+        self._e2e.observe(now_s - request.arrival_time_s)
+        if times is None or times.first_token_time is None:
             return
-        self._e2e.observe(times.finished_time - times.arrival_time)
-        if times.first_token_time is not None:
-            self._decode.observe(times.finished_time - times.first_token_time)
-            if times.first_scheduled_time is not None:
-                self._queue.observe(times.first_scheduled_time - times.arrival_time)
-                self._prefill.observe(times.first_token_time - times.first_scheduled_time)
-                self._inference.observe(times.finished_time - times.first_scheduled_time)
+        self._decode.observe(now_s - times.first_token_time)
+        if times.first_scheduled_time is not None:
+            self._queue.observe(times.first_scheduled_time - times.arrival_time)
+            self._prefill.observe(times.first_token_time - times.first_scheduled_time)
+            self._inference.observe(now_s - times.first_scheduled_time)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"vllm:{name}", text, _LABELS, registry=self.registry, buckets=buckets).labels(*self._values)
+
+
+class RequestObserver:
+    """Follows one request for the metrics: fed with its deltas, told of its end, however it came."""
+
+    def __init__(self, metrics: ServerMetrics, request: Request) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._last_s = 0.0
+        self._open = set(range(request.num_branches))
+        self.num_output_tokens = 0
+
+    def on_delta(self, delta: RequestOutput, now_s: float) -> int:
+        """How many tokens it brought."""
+        metrics = self._metrics
+        count = 0
+        for part in delta.outputs:
+            new = len(part.token_ids)
+            count += new
+            if new and self.num_output_tokens:
+                metrics.on_gap((now_s - self._last_s) / new)
+            if part.finish_reason is not None and part.index in self._open:
+                self._open.discard(part.index)
+                metrics.on_finish(part.finish_reason)
+        if count:
+            if not self.num_output_tokens:
+                metrics.on_first_token(now_s - self._request.arrival_time_s)
+                metrics.on_prompt(self._request.num_prompt_tokens, delta.num_cached_tokens or 0)
+            metrics.generation_tokens.inc(count)
+            self.num_output_tokens += count
+            self._last_s = now_s
+        return count
+
+    def on_end(self, last: RequestOutput | None, now_s: float) -> None:
+        """No more deltas; outputs that have not ended are aborted.   last: the last delta, if there was one."""
+        for _ in self._open:
+            self._metrics.on_finish("abort")
+        self._open.clear()
+        self._metrics.on_end(self._request, self.num_output_tokens, last.metrics if last is not None else None, now_s)
 
 
 class _EngineCollector:

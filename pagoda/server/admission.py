@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pagoda.base.errors import RequestError
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
@@ -47,6 +49,12 @@ class Admission:
         self._bucket_of_key: dict[str, tuple[float, float]] = defaultdict(
             lambda: (float(limits.requests_per_minute_per_key), time.monotonic())
         )
+
+    def check_size(self, num_requests: int) -> None:
+        """Before any work is spent on it: raises RequestError for what could not be admitted even alone."""
+        most = self._limits.max_requests
+        if most and num_requests > most:
+            raise RequestError(f"{num_requests} outputs at once are more than this server takes ({most})", "prompt")
 
     @contextmanager
     def admit(self, num_requests: int, num_tokens: int, key: str) -> Iterator[None]:

@@ -61,3 +61,24 @@ class ErrorDetail(BaseModel):
 
 class ErrorResponse(BaseModel):
     error: ErrorDetail
+
+
+_ERRORS = {
+    400: "The request is not valid; `param` names the field",
+    401: "The API key is missing or wrong",
+    404: "No such model",
+    413: "The body is too large",
+    429: "The server, or this key's share of it, is full; Retry-After says when to come again",
+    500: "The engine failed on this request",
+    501: "Not available yet",
+    503: "The engine is gone or the server is shutting down",
+}
+Responses = dict[int | str, dict[str, Any]]
+ERRORS: Responses = {code: {"model": ErrorResponse, "description": text} for code, text in _ERRORS.items()}
+
+
+def described(chunk: str) -> Responses:
+    """The responses of a route that may stream.   chunk: the `object` of a stream's events."""
+    text = f"With `stream`: server-sent events, each `data: ` and a JSON object `{chunk}`; the last is `data: [DONE]`"
+    stream = {"schema": {"type": "string", "description": text}}
+    return {200: {"content": {"text/event-stream": stream}, "description": "The answer, whole or streamed"}, **ERRORS}

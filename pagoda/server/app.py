@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import math
+import socket
 import sys
 from importlib.metadata import version
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -12,7 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from pagoda.base.config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, tokens
-from pagoda.server.middleware import Gate
+from pagoda.server.http_protocol import bounded
+from pagoda.server.middleware import OPEN_PATHS, Gate
 from pagoda.server.state import ServerState
 
 
@@ -25,6 +29,8 @@ def create_app(state: ServerState, config: ServerConfig) -> FastAPI:
     errors.install(app)
     for part in (chat, completions, tokens, operations):
         app.include_router(part.router)
+    if config.api_keys:
+        _describe_keys(app)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -35,52 +41,85 @@ def create_app(state: ServerState, config: ServerConfig) -> FastAPI:
     return app
 
 
+def _describe_keys(app: FastAPI) -> None:
+    """Say on the OpenAPI page what the gate asks for."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = plain()
+        schema["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"api_key": []}]
+        for path in OPEN_PATHS:
+            for operation in schema["paths"][path].values():
+                operation["security"] = []
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
 class _Server(uvicorn.Server):
     """SIGTERM and Ctrl-C: new work is refused, streams go on until the deadline; a second signal ends at once."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, url: str) -> None:
         super().__init__(config)
         self._state = state
+        self._url = url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(
+            f"pagoda {version('pagoda-llm')} ready at {self._url}  (docs at {self._url}/docs)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not the parent's: it would raise the signal once more after the drain, and the engine would not be ended.
+        self.drain()
+
+    def drain(self) -> None:
         self._state.generator.is_draining = True
         if self.should_exit:
             self.force_exit = True
-        super().handle_exit(sig, frame)
+        self.should_exit = True
 
 
-async def serve(state: ServerState, config: ServerConfig) -> None:
-    """Listen until told to end; returns when drained."""
+async def serve(state: ServerState, config: ServerConfig, listener: socket.socket) -> None:
+    """Answer on `listener` until told to end; returns when drained. Raises WorkerDied when no engine can be had."""
     if config.access_log:
         _log_plainly("pagoda.access", sys.stdout)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
     server = _Server(
         uvicorn.Config(
             create_app(state, config),
-            host=config.host,
-            port=config.port,
+            http=bounded(config.max_header_bytes),
+            ws="none",
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=round(config.drain_timeout_s),
-            h11_max_incomplete_event_size=config.max_header_bytes,
+            timeout_graceful_shutdown=math.ceil(config.drain_timeout_s),
             server_header=False,
             lifespan="off",
         ),
         state,
+        url,
     )
-    scheme = "https" if config.ssl_certfile else "http"
-    announce = asyncio.create_task(_announce(server, f"{scheme}://{config.host}:{config.port}"))
+    watch = asyncio.create_task(_end_with_engine(server, state))
     try:
-        await server.serve()
+        await server.serve(sockets=[listener])
     finally:
-        announce.cancel()
+        watch.cancel()
+    if state.engine is not None and state.engine.died is not None:
+        raise state.engine.died
 
 
-async def _announce(server: uvicorn.Server, url: str) -> None:
-    while not server.started:
-        await asyncio.sleep(0.01)
-    print(f"pagoda {version('pagoda-llm')} ready at {url}  (docs at {url}/docs)", file=sys.stderr, flush=True)
+async def _end_with_engine(server: _Server, state: ServerState) -> None:
+    """A server without an engine is of no use: whoever supervises it should see it end, and start it again."""
+    if state.engine is not None:
+        await state.engine.wait_until_gone()
+        server.drain()
 
 
 def _log_plainly(name: str, stream: "object") -> None:

@@ -1,15 +1,16 @@
 """POST /v1/chat/completions"""
 
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.base.outputs import CompletionOutput
-from pagoda.server.answers import ChatCompletionResponse, ErrorResponse
+from pagoda.server.answers import ChatCompletionResponse, described
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.logprobs import chat_logprobs, prompt_logprobs
@@ -23,7 +24,9 @@ from pagoda.server.usage import usage_of
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses={400: {"model": ErrorResponse}})
+@router.post(
+    "/v1/chat/completions", response_model=ChatCompletionResponse, responses=described("chat.completion.chunk")
+)
 async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> Response:
     """Answer a conversation."""
     state = state_of(http)
@@ -58,8 +61,9 @@ async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> 
     echoed = body.messages[-1].content if body.echo and isinstance(body.messages[-1].content, str) else ""
     answer = _Answer(state, body, generation, request_id, readers, echoed)
     if body.stream:
-        return EventStream(answer.events())
-    return JSONResponse(await unless_gone(http, answer.whole()))
+        return EventStream(answer.events(), generation.close)
+    with contextlib.closing(generation):
+        return JSONResponse(await unless_gone(http, answer.whole()))
 
 
 class _Reader:
@@ -111,7 +115,7 @@ class _Answer:
             "model": body.model or state.model_names[0],
         }
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         body, generation = self._body, self._generation
         options = body.stream_options
         continuous = options is not None and options.continuous_usage_stats
@@ -122,15 +126,16 @@ class _Answer:
                 "choices": [{"index": index, "delta": role, "logprobs": None, "finish_reason": None}],
             }
             yield event(first)
-        async for _, delta in generation.outputs():
-            for output in delta.outputs:
-                choice = self._delta(output)
-                if choice is None:
-                    continue
-                chunk = {**self._head, "choices": [choice]}
-                if continuous:
-                    chunk["usage"] = usage_of(generation)
-                yield event(chunk)
+        async with generation.outputs() as deltas:
+            async for _, delta in deltas:
+                for output in delta.outputs:
+                    choice = self._delta(output)
+                    if choice is None:
+                        continue
+                    chunk = {**self._head, "choices": [choice]}
+                    if continuous:
+                        chunk["usage"] = usage_of(generation)
+                    yield event(chunk)
         if options is not None and options.include_usage:
             tail = {**self._head, "choices": [], "usage": usage_of(generation)}
             if body.return_timings:
@@ -146,11 +151,9 @@ class _Answer:
             delta["reasoning_content"] = thought
         if content:
             delta["content"] = content
-        if calls:
-            delta["tool_calls"] = [
-                {"index": reader.num_calls + i, **_call_dict(call)} for i, call in enumerate(self._kept(reader, calls))
-            ]
-            reader.num_calls += len(delta["tool_calls"])
+        if kept := self._kept(reader, calls):
+            delta["tool_calls"] = [{"index": reader.num_calls + i, **_call_dict(call)} for i, call in enumerate(kept)]
+            reader.num_calls += len(kept)
         logprobs = self._logprobs(output)
         if not delta and not output.finished and not self._body.return_token_ids and logprobs is None:
             return None
@@ -172,18 +175,12 @@ class _Answer:
             {"text": "", "token_ids": [], "content": [], "end": None} for _ in self._readers
         ]
         about_prompt: dict[str, Any] = {}
-        async for _, delta in generation.outputs():
-            if delta.prompt_logprobs is not None:
-                about_prompt["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs)
-            for output in delta.outputs:
-                piece = pieces[output.index]
-                piece["text"] += output.text
-                piece["token_ids"] += output.token_ids
-                logprobs = self._logprobs(output)
-                if logprobs is not None:
-                    piece["content"] += logprobs["content"]
-                if output.finished:
-                    piece["end"] = output
+        async with generation.outputs() as deltas:
+            async for _, delta in deltas:
+                if delta.prompt_logprobs is not None:
+                    about_prompt["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs)
+                for output in delta.outputs:
+                    self._put(pieces[output.index], output)
         if body.return_token_ids:
             about_prompt["prompt_token_ids"] = generation.requests[0].prompt_token_ids.tolist()
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
@@ -191,6 +188,15 @@ class _Answer:
         if body.return_timings:
             answer["timings"] = generation.timings
         return answer
+
+    def _put(self, piece: dict[str, Any], output: CompletionOutput) -> None:
+        piece["text"] += output.text
+        piece["token_ids"] += output.token_ids
+        logprobs = self._logprobs(output)
+        if logprobs is not None:
+            piece["content"] += logprobs["content"]
+        if output.finished:
+            piece["end"] = output
 
     def _whole_choice(self, index: int, piece: dict[str, Any]) -> dict[str, Any]:
         reader = self._readers[index]

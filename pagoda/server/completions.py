@@ -1,14 +1,15 @@
 """POST /v1/completions"""
 
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
-from pagoda.server.answers import CompletionResponse, ErrorResponse
+from pagoda.server.answers import CompletionResponse, described
 from pagoda.server.generation import Generation
 from pagoda.server.logprobs import completion_logprobs, prompt_logprobs
 from pagoda.server.protocol import CompletionRequest
@@ -19,7 +20,7 @@ from pagoda.server.usage import usage_of
 router = APIRouter()
 
 
-@router.post("/v1/completions", response_model=CompletionResponse, responses={400: {"model": ErrorResponse}})
+@router.post("/v1/completions", response_model=CompletionResponse, responses=described("text_completion"))
 async def create_completion(body: CompletionRequest, http: Request) -> Response:
     """Continue a text, token ids, or a list of either."""
     state = state_of(http)
@@ -32,8 +33,9 @@ async def create_completion(body: CompletionRequest, http: Request) -> Response:
     generation = await state.generator.begin(http, body, body.prompts(), params, request_id)
     answer = _Answer(state, body, generation, request_id)
     if body.stream:
-        return EventStream(answer.events())
-    return JSONResponse(await unless_gone(http, answer.whole()))
+        return EventStream(answer.events(), generation.close)
+    with contextlib.closing(generation):
+        return JSONResponse(await unless_gone(http, answer.whole()))
 
 
 class _Answer:
@@ -52,20 +54,21 @@ class _Answer:
         }
         self._offsets = [0] * (len(generation.requests) * self._n)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         body, generation = self._body, self._generation
         options = body.stream_options
         continuous = options is not None and options.continuous_usage_stats
         begun = [False] * len(self._offsets)
-        async for index, delta in generation.outputs():
-            for output in delta.outputs:
-                choice_index = index * self._n + output.index
-                choice = self._choice(choice_index, index, delta, output, not begun[choice_index])
-                begun[choice_index] = True
-                chunk = {**self._head, "choices": [choice]}
-                if continuous:
-                    chunk["usage"] = usage_of(generation)
-                yield event(chunk)
+        async with generation.outputs() as deltas:
+            async for index, delta in deltas:
+                for output in delta.outputs:
+                    choice_index = index * self._n + output.index
+                    choice = self._choice(choice_index, index, delta, output, not begun[choice_index])
+                    begun[choice_index] = True
+                    chunk = {**self._head, "choices": [choice]}
+                    if continuous:
+                        chunk["usage"] = usage_of(generation)
+                    yield event(chunk)
         if options is not None and options.include_usage:
             tail = {**self._head, "choices": [], "usage": usage_of(generation)}
             if body.return_timings:
@@ -74,11 +77,12 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         choices: dict[int, dict[str, Any]] = {}
-        async for index, delta in self._generation.outputs():
-            for output in delta.outputs:
-                at = index * self._n + output.index
-                choice = self._choice(at, index, delta, output, at not in choices)
-                choices[at] = _joined(choices[at], choice) if at in choices else choice
+        async with self._generation.outputs() as deltas:
+            async for index, delta in deltas:
+                for output in delta.outputs:
+                    at = index * self._n + output.index
+                    choice = self._choice(at, index, delta, output, at not in choices)
+                    choices[at] = _joined(choices[at], choice) if at in choices else choice
         answer = {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_of(self._generation)}
         if self._body.return_timings:
             answer["timings"] = self._generation.timings
@@ -102,7 +106,9 @@ class _Answer:
                 entries, logged_ids = [*known, *entries], [*prompt_ids, *token_ids]
         logprobs = None
         if body.logprobs is not None:
-            logprobs, self._offsets[at] = completion_logprobs(logged_ids, entries, body.logprobs, self._offsets[at])
+            logprobs, self._offsets[at] = completion_logprobs(
+                logged_ids, entries, body.logprobs, self._offsets[at], lambda token_id: self._llm.decode([token_id])
+            )
         choice: dict[str, Any] = {
             "index": at,
             "text": text,

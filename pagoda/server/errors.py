@@ -1,5 +1,8 @@
 """Errors in OpenAI's shape."""
 
+import re
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -20,6 +23,10 @@ _TYPES = {
 }
 
 
+# Pydantic's places name the member of a union and the validator too: `str`, `list[int]`, `function-before[...]`.
+_NO_FIELD = re.compile(r"str|int|constrained-str|NamedTool|literal\[.*|list\[.*|function-.*")
+
+
 class ApiError(Exception):
     """An answer other than 200, decided by a route."""
 
@@ -29,6 +36,10 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it was answered. Nobody reads the answer; the access log says 499."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, object]:
@@ -48,6 +59,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ClientGone():
+            return ApiError(499, "the client closed its connection")
         case Refusal():
             return ApiError(429, str(error), retry_after_s=error.retry_after_s)
         case RequestError():
@@ -60,17 +73,23 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, f"internal error: {type(error).__name__}")
 
 
+def _path(places: Sequence[str | int], keep_last: bool) -> str:
+    """A field as its caller wrote it, with dots: `tools.0.function.name`.   keep_last: it is a field for sure."""
+    parts = [str(place) for place in places]
+    sure = parts[-1:] if keep_last else []
+    return ".".join([part for part in parts[: len(parts) - len(sure)] if not _NO_FIELD.fullmatch(part)] + sure)
+
+
 def install(app: FastAPI) -> None:
     """Every error of every route leaves in this shape."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = ".".join(
-            str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "str", "function-"))
-        )
+        is_unknown = first["type"] == "extra_forbidden"
+        where = _path(first["loc"][1:], keep_last=is_unknown)
         said = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        if is_unknown:
             said = f"this server does not support the field {where!r}"
         elif not where and ": " in said:
             where = said.split(":", 1)[0]
@@ -90,5 +109,5 @@ def install(app: FastAPI) -> None:
         return error_response(known.status, known.message, known.param, known.retry_after_s)
 
     # Exception: what nobody expected leaves as a 500 in the same shape; starlette logs it with its traceback.
-    for kind in (ApiError, Refusal, RequestError, CapacityError, WorkerDied, Exception):
+    for kind in (ApiError, ClientGone, Refusal, RequestError, CapacityError, WorkerDied, Exception):
         app.add_exception_handler(kind, on_known)

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -19,7 +19,7 @@ from pagoda.async_llm import AsyncLLM
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
-from pagoda.metrics.prometheus import ServerMetrics
+from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import SamplingBody
@@ -30,74 +30,74 @@ Prompt = str | list[int]
 class Generation:
     """One HTTP request's work: some prompts under the same parameters. Made by Generator.begin, iterated once.
 
-    Yields (index of the prompt, delta) as they come; prompts interleave. Leaving the iteration early aborts what is
-    live.
+    It holds a place from its making on: whoever got it closes it, iterated or not.
     """
 
-    def __init__(self, generator: "Generator", http: HttpRequest, requests: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        generator: "Generator",
+        http: HttpRequest,
+        request_id: str,
+        requests: Sequence[Request],
+        place: contextlib.ExitStack,
+    ) -> None:
+        """place: closed when the generation ends, however it ends."""
         self.requests = requests
+        self._request_id = request_id
         self.num_prompt_tokens = sum(r.num_prompt_tokens for r in requests)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.last: list[RequestOutput | None] = [None] * len(requests)
         self._generator = generator
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
-        self._place = contextlib.ExitStack()
+        self._place = place
 
-    def hold(self, place: contextlib.AbstractContextManager[None]) -> None:
-        """Enter `place` now; it is left when the generation ends, however it ends."""
-        self._place.enter_context(place)
-
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Deltas of all prompts. Raises ApiError when the engine ended a request with an error."""
-        with self._place:
-            try:
-                if len(self.requests) == 1:
-                    async for delta in self._follow(0):
-                        yield 0, delta
-                else:
-                    async for item in self._merged():
-                        yield item
-            finally:
-                self._note_timings()
-
-    def discard(self) -> None:
-        """Give the place back without having run (the answer could not be begun)."""
+    def close(self) -> None:
+        """Give the place back, and note what there is to note. Idempotent; `outputs` must not be running."""
         self._place.close()
+        self._timings.update(self.timings)
 
-    async def _follow(self, index: int) -> AsyncIterator[RequestOutput]:
-        request = self.requests[index]
-        metrics = self._generator.metrics
-        at_s: float | None = None
-        own_tokens = 0
-        async with contextlib.aclosing(self._generator.llm.stream(request)) as deltas:
+    def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
+        """(index of the prompt, delta) as they come; prompts interleave. Leaving the block early aborts what is live.
+
+        Iterating raises ApiError when the engine ended a request with an error.
+        """
+        return contextlib.aclosing(self._only() if len(self.requests) == 1 else self._merged())
+
+    async def _only(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        async with contextlib.aclosing(self._follow(0)) as deltas:
             async for delta in deltas:
-                count = sum(len(o.token_ids) for o in delta.outputs)
-                now_s = time.perf_counter()
-                if count:
-                    if at_s is None:
-                        metrics.on_first_token(now_s - request.arrival_time_s)
-                    metrics.on_tokens(count, None if at_s is None else now_s - at_s)
-                    at_s = now_s
-                    own_tokens += count
-                    self.num_output_tokens += count
-                if delta.finished:
-                    self.last[index] = delta
-                    self.num_cached_tokens += delta.num_cached_tokens or 0
-                    assert request.sampling is not None
-                    metrics.on_end(delta, request.sampling.n, request.sampling.max_tokens, own_tokens)
-                    if delta.error is not None:
-                        raise ApiError(500, delta.error)
-                yield delta
+                yield 0, delta
 
-    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _follow(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        request = self.requests[index]
+        observed = RequestObserver(self._generator.metrics, request)
+        try:
+            async with contextlib.aclosing(self._generator.llm.stream(request)) as deltas:
+                async for delta in deltas:
+                    now_s = time.perf_counter()
+                    is_first = not observed.num_output_tokens
+                    self.num_output_tokens += observed.on_delta(delta, now_s)
+                    if is_first and observed.num_output_tokens:
+                        self.num_cached_tokens += delta.num_cached_tokens or 0
+                    self.last[index] = delta
+                    if delta.finished and delta.error is not None:
+                        # An end of "error" is ours; any other with a message is a request that can never be served.
+                        is_ours = any(part.finish_reason == "error" for part in delta.outputs)
+                        raise ApiError(500 if is_ours else 400, delta.error)
+                    yield delta
+        finally:
+            observed.on_end(self.last[index], time.perf_counter())
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         # One slot a prompt: a reader that stops stops them all.
         queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(len(self.requests))
 
         async def pump(index: int) -> None:
             try:
-                async for delta in self._follow(index):
-                    await queue.put((index, delta))
+                async with contextlib.aclosing(self._follow(index)) as deltas:
+                    async for delta in deltas:
+                        await queue.put((index, delta))
                 await queue.put(None)
             except Exception as error:
                 await queue.put(error)
@@ -118,28 +118,27 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _note_timings(self) -> None:
-        """For the access log, and for callers who asked for them."""
-        self._timings.update(
-            prompt_tokens=self.num_prompt_tokens,
-            output_tokens=self.num_output_tokens,
-            cached_tokens=self.num_cached_tokens,
-        )
-        times = next((o.metrics for o in self.last if o is not None and o.metrics is not None), None)
-        if times is None:
-            return
-        scheduled, first, end = times.first_scheduled_time, times.first_token_time, times.finished_time
-        self._timings["preemptions"] = times.num_preemptions
-        if scheduled is not None:
-            self._timings["queue_ms"] = round((scheduled - times.arrival_time) * 1e3, 1)
-            if first is not None:
-                self._timings["prefill_ms"] = round((first - scheduled) * 1e3, 1)
-        if first is not None and end is not None:
-            self._timings["decode_ms"] = round((end - first) * 1e3, 1)
-
     @property
     def timings(self) -> dict[str, Any]:
-        return dict(self._timings)
+        """For the access log, and for callers who asked for them; milliseconds are those of the first prompt."""
+        noted: dict[str, Any] = {
+            "id": self._request_id,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            "cached_tokens": self.num_cached_tokens,
+        }
+        times = next((o.metrics for o in self.last if o is not None and o.metrics is not None), None)
+        if times is None:
+            return noted
+        scheduled, first, end = times.first_scheduled_time, times.first_token_time, times.finished_time
+        noted["preemptions"] = times.num_preemptions
+        if scheduled is not None:
+            noted["queue_ms"] = round((scheduled - times.arrival_time) * 1e3, 1)
+            if first is not None:
+                noted["prefill_ms"] = round((first - scheduled) * 1e3, 1)
+        if first is not None and end is not None:
+            noted["decode_ms"] = round((end - first) * 1e3, 1)
+        return noted
 
 
 class Generator:
@@ -150,40 +149,58 @@ class Generator:
         self.metrics = metrics
         self.admission = admission
         self._salt_secret = secrets.token_bytes(16)
+        self._live_ids: set[str] = set()
         self.is_draining = False
+
+    def is_live(self, request_id: str) -> bool:
+        """A generation begun under this id has not ended."""
+        return request_id in self._live_ids
 
     async def begin(
         self, http: HttpRequest, body: SamplingBody, prompts: Sequence[Prompt], params: SamplingParams, request_id: str
     ) -> Generation:
         """Tokenise, validate and find a place for all of `prompts`.
 
-        Raises RequestError, ApiError (501, 503) or Refusal (429).
+        Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied. The caller closes what it gets.
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=5)
+        if self.llm.died is not None:
+            raise self.llm.died
         if body.wants_structure:
             raise ApiError(
                 501, "structured output (response_format, structured_outputs) is not available yet", "response_format"
             )
+        self.admission.check_size(len(prompts) * params.n)
         key = http.scope["state"]["key"]
         salt = self._salt(key, body.cache_salt)
-        requests: list[Request] = []
-        for i, prompt in enumerate(prompts):
-            own_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            requests.append(
+        ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
+        with contextlib.ExitStack() as place:
+            place.enter_context(self._reserved({request_id, *ids}))
+            requests = [
                 await self.llm.prepare(prompt, params, request_id=own_id, priority=body.priority, cache_salt=salt)
+                for prompt, own_id in zip(prompts, ids, strict=True)
+            ]
+            asked = sum(
+                r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_branches for r in requests if r.sampling
             )
-        generation = Generation(self, http, requests)
-        num_branches = sum(r.num_branches for r in requests)
-        asked = generation.num_prompt_tokens + sum(
-            (r.sampling.max_tokens or 0) * r.num_branches for r in requests if r.sampling
-        )
+            try:
+                place.enter_context(self.admission.admit(len(prompts) * params.n, asked, key))
+            except Refusal as refusal:
+                self.metrics.on_refusal(refusal.reason)
+                raise
+            return Generation(self, http, request_id, requests, place.pop_all())
+
+    @contextlib.contextmanager
+    def _reserved(self, ids: set[str]) -> Iterator[None]:
+        """Nobody else may begin under these ids meanwhile."""
+        if taken := ids & self._live_ids:
+            raise ApiError(400, f"request id {min(taken)!r} is in use", "request_id")
+        self._live_ids |= ids
         try:
-            generation.hold(self.admission.admit(num_branches, asked, key))
-        except Refusal as refusal:
-            self.metrics.on_refusal(refusal.reason)
-            raise
-        return generation
+            yield
+        finally:
+            self._live_ids -= ids
 
     def _salt(self, key: str, asked: str | None) -> str | None:
         """Prefixes are shared among requests of one API key only, and under it by the salt asked for."""

@@ -1,6 +1,6 @@
 """Log-probabilities in the shapes of OpenAI's two APIs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagoda.base.outputs import Logprob
@@ -9,18 +9,18 @@ LogprobDicts = Sequence[dict[int, Logprob] | None]
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, offset: int
+    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, offset: int, text_of: Callable[[int], str]
 ) -> tuple[dict[str, Any], int]:
     """The `logprobs` object of a text completion, and the text offset behind it. offset: of the first token's text.
 
-    An entry may be None (a prompt's first token has no probability).
+    An entry may be None (a prompt's first token has no probability); text_of says what its token is.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []
     offsets: list[int] = []
     for token_id, entry in zip(token_ids, logprobs, strict=False):
-        text = _text(token_id, entry)
+        text = _text(token_id, entry) if entry is not None else text_of(token_id)
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
@@ -65,8 +65,8 @@ def _chat_entry(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
     return {"token": text, "logprob": _finite(entry[token_id].logprob), "bytes": list(text.encode())}
 
 
-def _text(token_id: int, entry: dict[int, Logprob] | None) -> str:
-    decoded = entry[token_id].decoded_token if entry is not None else None
+def _text(token_id: int, entry: dict[int, Logprob]) -> str:
+    decoded = entry[token_id].decoded_token
     return decoded if decoded is not None else f"token_id:{token_id}"
 
 

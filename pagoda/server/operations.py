@@ -8,13 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from pagoda.server.answers import ErrorResponse
 from pagoda.server.errors import error_response
 from pagoda.server.protocol import AbortRequest
 from pagoda.server.state import state_of
 
 router = APIRouter()
 
-# A step this long is no longer progress (the watchdog ends it later).
+# Work without a new step for so long is no longer progress (the watchdog ends it later).
 STUCK_AFTER_S = 30.0
 
 NOT_YET = {
@@ -31,10 +32,12 @@ NOT_YET = {
 async def health(http: Request) -> Response:
     """200 while steps can make progress; 503 while the engine is down, starting again, stuck, or the server drains."""
     state = state_of(http)
+    if state.engine is not None and state.engine.died is not None:
+        return error_response(503, f"the engine is gone for good: {state.engine.died}")
     if state.engine is not None and not state.engine.is_up:
         return error_response(503, "the engine process is starting", retry_after_s=2)
     if state.engine is not None and state.engine.stuck_for_s() > STUCK_AFTER_S:
-        return error_response(503, "the engine has been in one step for too long", retry_after_s=5)
+        return error_response(503, "the engine has made no progress for too long", retry_after_s=5)
     if state.generator.is_draining:
         return error_response(503, "the server is shutting down", retry_after_s=5)
     return Response()
@@ -119,5 +122,11 @@ def _not_yet(what: str) -> Callable[[], Awaitable[JSONResponse]]:
 
 for path, what in NOT_YET.items():
     router.add_api_route(
-        path, _not_yet(what), methods=["POST"], status_code=501, summary=f"{what}: not available yet", name=path
+        path,
+        _not_yet(what),
+        methods=["POST"],
+        status_code=501,
+        response_model=ErrorResponse,
+        summary=f"{what}: not available yet",
+        name=path,
     )

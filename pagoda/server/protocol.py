@@ -16,6 +16,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 ShortText = Annotated[str, Field(max_length=256)]
+RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 
 UNSUPPORTED = {
     "audio": "audio output",
@@ -87,7 +88,7 @@ class SamplingBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     priority: Int32 = 0
     cache_salt: ShortText | None = None
-    request_id: ShortText | None = None
+    request_id: RequestId | None = None
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -29,9 +29,14 @@ class ServerState:
             raise ApiError(404, f"no model {name!r} here; this server has {', '.join(self.model_names)}", "model")
 
     def request_id(self, http: Request, asked: str | None, prefix: str) -> str:
-        """The engine's id of this request: the body's, the header's, or a new one."""
-        given = asked or http.headers.get("x-request-id")
-        return f"{prefix}-{given or uuid.uuid4().hex}"
+        """The engine's id of this request: what the body asks for, else the id that the access log has.
+
+        The header only names a request for its reader: several may carry the same, so a used one is told apart.
+        """
+        if asked is not None:
+            return f"{prefix}-{asked}"
+        request_id = f"{prefix}-{http.scope['state']['request_id']}"
+        return f"{request_id}-{uuid.uuid4().hex[:8]}" if self.generator.is_live(request_id) else request_id
 
 
 def state_of(http: Request) -> ServerState:

@@ -1,9 +1,8 @@
 """Answers that end when their client goes away: server-sent events, and single answers that take long."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagoda.server.errors import as_api_error, error_body
+from pagoda.server.errors import ClientGone, as_api_error, error_body
 
 logger = logging.getLogger("pagoda.server")
 
@@ -20,29 +19,26 @@ _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
-    """The client closed its connection before it was answered."""
-
-
 def event(data: Any) -> bytes:
     """One server-sent event with a JSON body."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events from an async iterator of ready-made bytes, then [DONE].
+    """Server-sent events from an async generator of ready-made bytes, then [DONE].
 
-    A client that goes away closes the iterator (its `finally` runs), also while nothing is being sent. `send` waits
+    A client that goes away closes the generator (its `finally` runs), also while nothing is being sent. `send` waits
     for a slow reader, so a stream holds back only itself. An error before the end is sent as an event, since the
-    status is already out.
+    status is already out.   on_end: called once at the end, also when the generator was never begun.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.create_task(self._pump(send))
@@ -53,13 +49,14 @@ class EventStream(Response):
             for task in (pump, gone):
                 task.cancel()
             await asyncio.gather(pump, gone, return_exceptions=True)
+            await self._events.aclose()
+            self._on_end()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-                async for data in events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             known = as_api_error(error)
             if known.status >= 500:

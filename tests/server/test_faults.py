@@ -45,9 +45,9 @@ async def health(session: aiohttp.ClientSession) -> int:
 def test_a_killed_engine_is_a_pause_and_no_more(tmp_path: Path) -> None:
     async def load(server: LiveServer, kills: int) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:
-            tasks = [asyncio.create_task(stream(session, i, 600, 1 + i % 3)) for i in range(16)]
+            tasks = [asyncio.create_task(stream(session, i, 1000, 1 + i % 3)) for i in range(16)]
             for _ in range(kills):
-                await asyncio.sleep(0.4)
+                await asyncio.sleep(0.3)
                 assert not all(task.done() for task in tasks), "too fast: nobody was disturbed"
                 await asyncio.to_thread(server.kill_engine)
                 for truth in (503, 200):  # down, then up again
@@ -112,9 +112,9 @@ def test_overload_is_429_at_once_and_those_inside_are_served(tmp_path: Path) -> 
         results = asyncio.run(main(server))
         assert sorted(status for status, _ in results) == [200] * 4 + [429] * 8
         status, answer = server.post("/v1/completions", {"prompt": ["a"] * 5, "max_tokens": 1})
-        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        assert (status, answer["error"]["param"]) == (400, "prompt"), "to come again would not help"
         metrics = server.get("/metrics")[1]
-        assert 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="requests"} 9.0' in metrics
+        assert 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="requests"} 8.0' in metrics
 
 
 def test_keys_guard_and_separate(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         (status, texts), late = asyncio.run(main(server))
         assert (status, late) == (200, 503)
         assert texts[0]
-        assert server.process.wait(15) in (0, -signal.SIGTERM)
+        assert server.process.wait(15) == 0
 
 
 def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:

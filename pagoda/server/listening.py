@@ -1,0 +1,36 @@
+"""The server's socket and certificate, taken before anything slow begins: what is wrong with them is said at once."""
+
+import socket
+import ssl
+
+from pagoda.base.config import ServerConfig
+from pagoda.base.errors import ConfigError
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A bound socket that does not accept yet. Raises ConfigError for an address or a certificate of no use."""
+    _check_certificate(config)
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {why}; choose another with --host and --port"
+        ) from None
+    return listener
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        files = f"--ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile or config.ssl_certfile}"
+        raise ConfigError(f"{files}: no usable certificate and key ({error.strerror or error})") from None
