@@ -1,14 +1,20 @@
 """Settings in, engine out: what is derived, and what is refused."""
 
+import dataclasses
 import logging
+import typing
 from pathlib import Path
 
 import pytest
 
 from pagoda.assemble import build_engine_core, resolve_engine, size_cache
-from pagoda.base.config import EngineConfig
+from pagoda.base.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pagoda.base.config_rules import AT_LEAST, WORDS
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.kernels import select
+from pagoda.loading.fetch_hub import SOURCES
+from pagoda.worker.memory import DTYPE_BYTES
 from tests.engine.driver import drive, request, write_tiny_llama
 
 
@@ -49,6 +55,24 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
         ({"threads": 0}, "threads=0"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"distributed_executor_backend": "in_proces"}, "did you mean 'in_process'"),
+        ({"kernels": "nativ"}, "did you mean 'native'"),
+        ({"source": "huggingfaces"}, "did you mean 'huggingface'"),
+        ({"quantization": "int4"}, "did you mean 'int8'"),
+        ({"revision": "main"}, "revision='main' is for hub models"),
+        ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
+        ({"num_host_blocks": -1}, "num_host_blocks=-1"),
+        ({"kv_cache_memory": "1GiB"}, "kv_cache_memory='1GiB' must be an integer"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs=2.5 must be an integer"),
+        ({"max_num_seqs": True}, "max_num_seqs=True must be an integer"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
+        ({"watermark": float("nan")}, "watermark=nan"),
+        ({"scheduler_delay_factor": -1.0}, "scheduler_delay_factor"),
+        ({"max_logprobs": -1}, "max_logprobs=-1"),
+        ({"preemption_mode": "swop"}, "preemption_mode='swop' is not one of"),
+        ({"max_loras": 2}, "max_loras=2: LoRA adapters are not supported yet"),
+        ({"num_speculative_tokens": 3}, "there is no drafter yet"),
+        ({"encoder_budget": 3}, "there is no model with an encoder yet"),
+        ({"port": 70000}, "port=70000"),
     ],
     ids=str,
 )
@@ -56,6 +80,29 @@ def test_what_cannot_be_is_refused_by_name(model: Path, options: dict[str, objec
     with pytest.raises(ConfigError) as caught:
         resolve_engine(config(model, **options))
     assert message in str(caught.value)
+
+
+def test_every_number_of_the_settings_has_a_range_or_needs_none() -> None:
+    """A new numeric field is named in the rules, or here with the place that judges it."""
+    elsewhere = {"max_model_len", "seed", "prefix_hash_seed", "gpu_memory_utilization", "watermark"}
+    for part in dataclasses.fields(EngineConfig):
+        kind = type(getattr(EngineConfig(), part.name))
+        numbers = {
+            item.name for item in dataclasses.fields(kind) if {int, float} & {item.type, *typing.get_args(item.type)}
+        }
+        assert numbers - elsewhere == set(AT_LEAST.get(kind, {}))
+
+
+def test_the_words_are_those_of_the_parts_that_read_them() -> None:
+    assert set(WORDS[ParallelConfig]["kernels"]) == set(select.NAMES)
+    assert set(WORDS[ModelConfig]["source"]) == set(SOURCES)
+    assert set(WORDS[CacheConfig]["kv_cache_dtype"]) == {"auto", *DTYPE_BYTES}
+
+
+def test_options_are_taken_as_people_write_them(model: Path) -> None:
+    made = EngineConfig.from_options(model=model, served_model_name="tiny", api_keys=["a", "b"])
+    assert made.model.model == str(model)
+    assert (made.model.served_model_name, made.server.api_keys) == (("tiny",), ("a", "b"))
 
 
 def test_too_little_memory_says_what_would_fit(model: Path) -> None:

@@ -6,6 +6,7 @@ checks the parts against each other and logs the result once.
 
 import dataclasses
 import logging
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -173,9 +174,11 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
-        """Flat options (`max_num_seqs=8, block_size=16`) to a config; enum fields take their words.
+        """Flat options (`max_num_seqs=8, block_size=16`) to a config. Enum fields take their words, text fields a path,
+        fields that hold several texts a single one or a list.
 
-        Raises ConfigError for an unknown name (with the nearest known one) or an unknown word.
+        Raises ConfigError for an unknown name (with the nearest known one) or an unknown word. Values are checked when
+        the config is resolved.
         """
         parts = {part.name: part.default_factory for part in dataclasses.fields(cls)}
         owner: dict[str, str] = {}
@@ -186,7 +189,7 @@ class EngineConfig:
         for name, value in options.items():
             if name not in owner:
                 raise ConfigError(f"unknown option {name!r}{nearest(name, list(owner))}")
-            chosen[owner[name]][name] = _to_enum(name, value)
+            chosen[owner[name]][name] = _normal(name, value)
         return cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})  # type: ignore[misc,operator]
 
 
@@ -197,10 +200,20 @@ _ENUMS: dict[str, type[Enum]] = {
 }
 
 
-def _to_enum(name: str, value: Any) -> Any:
-    kind = _ENUMS.get(name)
-    if kind is None or isinstance(value, kind):
-        return value
+_SEVERAL = ("served_model_name", "api_keys", "cors_origins")
+
+
+def _normal(name: str, value: Any) -> Any:
+    """A value in the form that its field has."""
+    if name in _ENUMS and not isinstance(value, Enum):
+        return _to_enum(name, value)
+    if name in _SEVERAL:
+        return (value,) if isinstance(value, str) else tuple(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _to_enum(name: str, value: Any) -> Enum:
+    kind = _ENUMS[name]
     try:
         return kind(value)
     except ValueError:

@@ -24,6 +24,8 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     Raises ConfigError that names the model and the remedy, CapacityError when the disk is full.
     """
     model = config.model
+    if config.revision is not None and not _is_hub_id(model):
+        raise ConfigError(f"revision={config.revision!r} is for hub models, and {model!r} is none; leave it out")
     if model in CATALOG:
         return _from_wheel(CATALOG[model].requirement, config)
     if model.startswith(WHEEL_PREFIX):
@@ -33,7 +35,7 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
         return identify(path, model)
     if _means_a_path(model):
         raise ConfigError(f"model {model!r}: {path} does not exist")
-    if model.count("/") == 1:
+    if _is_hub_id(model):
         hub_cache = Path(config.cache_dir).expanduser() / "hub" if config.cache_dir else None
         hub_model = HubModel.parse(model, config.revision)
         folder = fetch_hub(hub_model, config.source, hub_cache)
@@ -58,6 +60,11 @@ def _from_wheel(requirement: str, config: ModelConfig) -> ModelFiles:
         listed = ", ".join(str(home) for home in homes)
         raise ConfigError(f"model {config.model!r} has weights in {len(homes)} folders, pass the one to load: {listed}")
     return identify(homes[0], config.model)
+
+
+def _is_hub_id(model: str) -> bool:
+    local = model in CATALOG or model.startswith(WHEEL_PREFIX) or _means_a_path(model)
+    return not local and model.count("/") == 1 and not Path(model).exists()
 
 
 def _means_a_path(model: str) -> bool:

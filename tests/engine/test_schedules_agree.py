@@ -162,7 +162,7 @@ def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path) -> None:
 def test_drafts_right_or_wrong_change_nothing(
     model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object]
 ) -> None:
-    core = engine(model, num_speculative_tokens=3, num_lookahead_slots=3, **options)
+    core = engine(model, num_lookahead_slots=3, **options)
     scheduler = core._scheduler  # no part of the engine drafts yet
     rng = np.random.default_rng(1)
 
