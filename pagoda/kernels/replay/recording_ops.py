@@ -197,6 +197,9 @@ class RecordingOps:
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotRecordable("best_tokens within a forward")
 
+    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
+        raise NotRecordable("top_logprobs within a forward")
+
     def sample(
         self,
         logits: torch.Tensor,
