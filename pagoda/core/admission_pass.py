@@ -56,17 +56,12 @@ class AdmissionPass:
         state = self._state
         if not self._checks.has_seats(live):
             return Reason.SEATS
-        if state.running and state.delay_gate.is_closed(self._oldest_arrival_s(live), plan.now_s):
+        if state.running and state.delay_gate.is_closed(state.waiting.oldest_arrival_s(), plan.now_s):
             return Reason.DELAY
         limit = state.config.max_num_partial_prefills
         if limit and self._num_partial_prefills(plan) >= limit:
             return Reason.PARTIAL_PREFILLS
         return None
-
-    def _oldest_arrival_s(self, head: LiveRequest) -> float:
-        if not self._state.delay_gate.factor:
-            return 0.0
-        return min((live.request.arrival_time_s for live in self._state.waiting), default=head.request.arrival_time_s)
 
     def _num_partial_prefills(self, plan: StepPlan) -> int:
         """Rows that will still be mid-prefill after this step."""

@@ -21,6 +21,7 @@ class WaitingLine:
         self._lanes: dict[LoraRef | None, list[_Entry]] = {}
         self._tickets: dict[str, int] = {}  # request id -> its valid entry
         self._next_ticket = 0
+        self._arrivals: list[tuple[float, int, LiveRequest]] = []
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -34,12 +35,19 @@ class WaitingLine:
         self._tickets[live.request_id] = self._next_ticket
         lane = self._lanes.setdefault(live.request.lora, [])
         heapq.heappush(lane, (live.line_key, self._next_ticket, live))
+        heapq.heappush(self._arrivals, (live.request.arrival_time_s, self._next_ticket, live))
 
     def remove(self, live: LiveRequest) -> None:
         """Take `live` out, wherever it stands."""
         del self._tickets[live.request_id]
         lane = self._lanes[live.request.lora]
         self._drop_tombstones(live.request.lora, lane)
+        while self._arrivals and not self._is_valid(self._arrivals[0]):
+            heapq.heappop(self._arrivals)
+
+    def oldest_arrival_s(self) -> float:
+        """When the one that came first arrived; the line is not empty."""
+        return self._arrivals[0][0]
 
     def head(self, closed: Collection[LoraRef] = ()) -> LiveRequest | None:
         """The first in line whose adapter is not `closed`, or None."""
@@ -49,7 +57,7 @@ class WaitingLine:
                 best = lane[0]
         return best[2] if best else None
 
-    def _is_valid(self, entry: _Entry) -> bool:
+    def _is_valid(self, entry: _Entry | tuple[float, int, LiveRequest]) -> bool:
         return self._tickets.get(entry[2].request_id) == entry[1]
 
     def _drop_tombstones(self, lora: LoraRef | None, lane: list[_Entry]) -> None:

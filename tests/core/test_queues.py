@@ -1,6 +1,7 @@
 """WaitingLine keeps the order of its keys, lets adapters be passed over, and never walks."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -63,3 +64,14 @@ def test_a_hundred_thousand_that_wait_for_an_adapter_cost_a_step_nothing() -> No
     for _ in range(1000):
         assert line.head({lora}) is last
     assert time.perf_counter() - begin < 0.5
+
+
+def test_the_oldest_arrival_is_known_whatever_the_order_of_the_line() -> None:
+    line = WaitingLine()
+    entries = [live("a", 3), live("b", 1), live("c", 2)]
+    for entry, arrival_s in zip(entries, (5.0, 9.0, 7.0), strict=True):
+        entry.request = replace(entry.request, arrival_time_s=arrival_s)
+        line.push(entry)
+    assert line.oldest_arrival_s() == 5.0
+    line.remove(entries[0])
+    assert line.oldest_arrival_s() == 7.0
