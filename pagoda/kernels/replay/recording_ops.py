@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.linear.packed import PANEL, PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight
