@@ -1,4 +1,4 @@
-"""`pagoda bench scheduler`: its lines have the keys of the peer's script, and the ratios are those of the same cases."""
+"""`pagoda bench scheduler`: its lines have the keys of the peer's script, and ratios compare the same cases."""
 
 import json
 from dataclasses import asdict

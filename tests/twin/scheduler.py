@@ -133,15 +133,17 @@ class TwinScheduler:
         self.entered: list[tuple[Live, Branch]] = []
         self.admitted: list[Record] = []
         self.has_prompt = False
-        alone = len(self.requests) == 1
-        self.cap = 0 if alone else self.config.long_prefill_token_threshold
+        phased = self.config.scheduling_mode is SchedulingMode.PHASED  # its prompts are never cut
+        self.cap = 0 if phased or len(self.requests) == 1 else self.config.long_prefill_token_threshold
         if self.config.scheduling_mode is SchedulingMode.MIXED:
             if not self._continue_running() and self._return_swapped():
                 self._admit_waiting()
         else:
+            thrown_out = len(self.thrown_out)
             if not self.swapped:
                 self._admit_waiting()
-            if not self.planned and not self._continue_running():
+            evicted = len(self.thrown_out) > thrown_out
+            if not self.planned and not self._continue_running() and not evicted:
                 self._return_swapped()
         return self._record()
 
@@ -359,7 +361,7 @@ class TwinScheduler:
         if phased and known > self.config.max_num_batched_tokens and not self._may_chunk(live):
             return "never"
         # Branches that return share the first one's prompt blocks; a hit would not hold those behind a window.
-        whole = len(live.branches) > 1 and live.forked and self.memory.has_windows
+        whole = len(live.alive) > 1 and live.forked and self.memory.has_windows
         cached, hits = (0, nothing) if whole else self.memory.hit(request, branch.tokens)
         want = known - cached
         if 0 < self.cap < want:
@@ -372,7 +374,7 @@ class TwinScheduler:
             return "later"
         upto = min(cached + want + self.config.num_lookahead_slots, self.max_model_len)
         need = self.memory.admission_need(request, upto, hits, capped=False)
-        if self.config.admit_whole_prompt or not self._may_chunk(live):
+        if self.config.admit_whole_prompt:
             need = max(need, self.memory.admission_need(request, known, hits, capped=True) + siblings)
         if need > len(self.pool.free) - (self.watermark if self.running else 0):
             self.desk.release(live)
@@ -402,10 +404,9 @@ class TwinScheduler:
         """Throw out the worst running one if the head of the line is more urgent (an option of the priority policy)."""
         if not self.config.evict_for_priority or self.config.scheduling_policy is not SchedulingPolicy.PRIORITY:
             return False
-        fresh = {entry["id"].split("/")[0] for entry in self.admitted}
-        candidates = [live for live in self.running if live.id not in fresh]
-        if not candidates:
-            return False
+        if self.admitted or not self.running:
+            return False  # who entered in this step may read blocks that the victim was to fill
+        candidates = self.running
         worst = self._victim(candidates)
         if worst.place <= head.place:
             return False
