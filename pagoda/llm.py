@@ -99,6 +99,8 @@ class LLM:
         A prompt of a list that cannot be served has its output's `error` set and finish_reason "error"; the others are
         served. A single prompt raises RequestError or CapacityError. Ctrl-C ends all of them; the LLM stays usable.
         """
+        if not isinstance(prompts, str | Mapping) and not hasattr(prompts, "__len__"):
+            raise RequestError(f"prompts is {type(prompts).__name__}, expected a prompt or a list of them", "prompt")
         is_single = _is_one_prompt(prompts)
         each: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item,arg-type]
         return self._generate(each, sampling_params, use_tqdm, priority, is_single)
@@ -149,6 +151,8 @@ class LLM:
         template_options: chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs (see
         InputProcessor.render_chat).
         """
+        if isinstance(messages, str | bytes):
+            raise RequestError("messages is text, expected a list of objects with a role and content", "messages")
         if _is_one_conversation(messages):
             return self.generate(self._render(messages, template_options), sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
         prompts: list[Prompt | RequestError] = []
@@ -272,6 +276,10 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise RequestError(
+            f"sampling_params is {type(params).__name__}, expected SamplingParams or a list of them", "sampling_params"
+        )
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
     return params

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
 
 import pagoda
-from pagoda import LLM, ConfigError, RequestError, RequestOutput, SamplingParams, WorkerDied
+from pagoda import LLM, ConfigError, PoolingParams, RequestError, RequestOutput, SamplingParams, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.executors.fake import FakeExecutor
@@ -73,6 +73,22 @@ def test_lists_must_match(llm: LLM) -> None:
         llm.generate(["a", "b"], [SHORT])
     with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
         llm.generate(["a", "b"], SHORT, priority=[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda llm: llm.generate(None), "prompts is NoneType"),
+        (lambda llm: llm.generate(5), "prompts is int"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "sampling_params is dict"),
+        (lambda llm: llm.generate("a", PoolingParams()), "sampling_params is PoolingParams"),
+        (lambda llm: llm.chat("hello"), "messages is text"),
+    ],
+    ids=["no prompt", "number", "dict", "pooling", "chat of text"],
+)
+def test_arguments_of_another_kind_are_refused_by_name(llm: LLM, call: Callable[[LLM], object], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        call(llm)
 
 
 def test_branches(llm: LLM) -> None:
