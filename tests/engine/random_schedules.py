@@ -1,0 +1,248 @@
+"""Random schedules, and what each request got under them, to the bits of its logits."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.base.config import EngineConfig
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.executor import Executor
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.engine_core import EngineCore
+from pagoda.executors.in_process import InProcessExecutor
+from pagoda.loading.model_files import ModelFiles
+from pagoda.models.replay_model import ReplayModel
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.sampler import Sampled, Sampler
+from pagoda.worker.worker import Worker
+from tests.engine.driver import MAX_STEPS, request
+
+FIRST_FILLER_SEED = 1_000_000
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A request whose every bit is compared. Branch b of it draws with seed + b, and by that seed it is known."""
+
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass
+class Trace:
+    """What requests got, by the seed of each branch.
+
+    logits: (seed, position of the token that was drawn) -> digest of the logits' bits.   tokens: seed -> emitted.
+    prompt_logprobs: seed -> the bytes of the prompt's columns: token ids, logprobs, ranks.
+    """
+
+    logits: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.logits.clear()
+        self.tokens.clear()
+        self.prompt_logprobs.clear()
+
+
+class TappedSampler:
+    """A Sampler that notes the bits of the logits before anything is done to them."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.trace = Trace()
+        self.top_logprobs = sampler.top_logprobs
+
+    def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+        assert logits.dtype == torch.float32
+        seeds = table.seeds[rows].tolist()
+        for values, seed, position in zip(logits.numpy(), seeds, positions.tolist(), strict=True):
+            if seed < FIRST_FILLER_SEED:
+                digest = hashlib.blake2b(values, digest_size=12).digest()
+                assert self.trace.logits.setdefault((seed, position), digest) == digest, "drawn twice, not the same"
+        return self._sampler.sample(logits, table, rows, positions)
+
+
+class StepCounter:
+    """An executor that counts what the schedules made of their requests."""
+
+    def __init__(self, inner: Executor, counts: Counter[str]) -> None:
+        self._inner, self._counts = inner, counts
+        self.start, self.shutdown = inner.start, inner.shutdown
+
+    def submit(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        counts = self._counts
+        counts["steps"] += 1
+        counts["most rows"] = max(counts["most rows"], len(output.rows))
+        counts["chunks"] += int((output.num_new > 1).sum())
+        counts["swapped in"] += len(output.swap_in)
+        counts["forks"] += len(output.forks)
+        return self._inner.submit(output)
+
+
+def make_engine(
+    model: Path | ModelFiles, counts: Counter[str], options: Mapping[str, object]
+) -> tuple[EngineCore, Trace]:
+    """An engine on native kernels, replayed, and the trace it writes as it runs."""
+    files = model if isinstance(model, ModelFiles) else None
+    path = str(files.path if files else model)
+    given = {"kernels": "native", "device": "cpu", **options}
+    setup = resolve_engine(EngineConfig.from_options(model=path, **given), files)
+    workers: list[Worker] = []
+
+    def wrap(executor: Executor, max_rows: int) -> Executor:
+        assert isinstance(executor, InProcessExecutor)
+        assert isinstance(executor.worker, Worker)
+        workers.append(executor.worker)
+        return StepCounter(executor, counts)
+
+    core = build_engine_core(setup, wrap_executor=wrap)
+    runner = workers[0]._runner
+    assert runner is not None
+    assert isinstance(runner._model, ReplayModel)
+    assert runner._model.program is not None, "the forward is not recorded"
+    tap = TappedSampler(runner._sampler)
+    runner._sampler = tap  # type: ignore[assignment]
+    return core, tap.trace
+
+
+@dataclass
+class Script:
+    """When each of the requests arrives (a step's number), and which fillers leave early (request number -> step)."""
+
+    requests: list[Watched]
+    arrivals: list[int]
+    leaves: dict[int, int]
+    resets: set[int]
+
+
+def play(core: EngineCore, trace: Trace, script: Script) -> None:
+    """Run the script to its end; the trace has what every request got."""
+    order = sorted(range(len(script.requests)), key=lambda i: script.arrivals[i])
+    leaves = {step: f"r{number}" for number, step in script.leaves.items()}
+    step = 0
+    while order or core.has_unfinished_requests():
+        while order and (script.arrivals[order[0]] <= step or not core.has_unfinished_requests()):
+            number = order.pop(0)
+            each = script.requests[number]
+            core.add_request(request(number, each.prompt, each.params, each.seed))
+        if step in leaves:
+            core.abort([leaves[step]])
+        if step in script.resets:
+            core.reset_prefix_cache(preempt_running=True)
+        _take(core, trace, script)
+        step += 1
+        assert step < MAX_STEPS, "the engine makes no progress"
+
+
+def _take(core: EngineCore, trace: Trace, script: Script) -> None:
+    for outputs in core.step().values():
+        at = 0
+        for handle, branch, count in zip(outputs.handles, outputs.branches, outputs.counts, strict=True):
+            seed = script.requests[handle].seed + int(branch)
+            trace.tokens.setdefault(seed, []).extend(outputs.token_ids[at : at + count].tolist())
+            at += count
+        for handle, told in outputs.prompt_logprobs.items():
+            seed = script.requests[handle].seed
+            before = trace.prompt_logprobs.get(seed, (b"", b"", b""))
+            columns = (told.token_ids.tobytes(), told.logprobs.tobytes(), told.ranks.tobytes())
+            trace.prompt_logprobs[seed] = tuple(old + new for old, new in zip(before, columns, strict=True))
+        for finish in outputs.finishes:
+            assert finish.message is None, finish.message
+
+
+def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping[str, object]) -> Trace:
+    """Every branch as a request of its own, prompts whole, one thread, one after the other, nothing cached."""
+    quiet = {"threads": 1, "max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 1024}
+    core, trace = make_engine(model, Counter(), {**options, **quiet})
+    for each in watched:
+        for branch in range(each.params.n):
+            params = _single(each.params)
+            play(core, trace, Script([Watched(each.prompt, params, each.seed + branch)], [0], {}, set()))
+    core.shutdown()
+    return trace
+
+
+def _single(params: SamplingParams) -> SamplingParams:
+    values = {name: getattr(params, name) for name in params.__dataclass_fields__}
+    return SamplingParams(**{**values, "n": 1})
+
+
+def differences(expected: Trace, got: Trace, requests: Sequence[Watched]) -> list[str]:
+    """What is not the same, of the requests that are watched: one line each."""
+    found: list[str] = []
+    for each in requests:
+        if each.seed >= FIRST_FILLER_SEED:
+            continue
+        for seed in range(each.seed, each.seed + each.params.n):
+            tokens = expected.tokens[seed]
+            first = len(each.prompt)
+            wrong = [
+                position
+                for position in range(first, first + len(tokens))
+                if got.logits.get((seed, position)) != expected.logits[seed, position]
+            ]
+            if wrong:
+                found.append(f"seed {seed}, prompt of {first}: logits differ for tokens at {wrong}")
+            if got.tokens.get(seed) != tokens:
+                found.append(f"seed {seed}: tokens {got.tokens.get(seed)} instead of {tokens}")
+        if got.prompt_logprobs.get(each.seed) != expected.prompt_logprobs.get(each.seed):
+            found.append(f"seed {each.seed}: prompt logprobs differ")
+    return found
+
+
+def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, object]:
+    """Settings of an engine, often with so few blocks that requests are preempted."""
+    block_size = int(rng.choice([8, 16, 32]))
+    least = -(-max_model_len // block_size) + 3
+    seats = int(rng.choice([2, 3, 16, 64, 64]))
+    depth = int(rng.choice([1, 1, 2, 3]))
+    mode = str(rng.choice(["mixed", "mixed", "phased"]))
+    budgets = [8, 19, 64, 200, 1024] if mode == "mixed" else [max_model_len, 1024]  # phased steps take whole prompts
+    return {
+        "block_size": block_size,
+        "num_blocks": int(least * rng.choice([1.0, 1.3, 2.0, 10.0, 10.0])),
+        "num_host_blocks": int(rng.choice([0, 12, 400])),
+        "preemption_mode": str(rng.choice(["auto", "recompute", "swap"])),
+        "enable_prefix_caching": bool(rng.random() < 0.7),
+        "max_num_seqs": seats,
+        "max_num_batched_tokens": max(seats, int(rng.choice(budgets))),
+        "long_prefill_token_threshold": int(rng.choice([0, 0, 5, 48])),
+        "scheduling_mode": mode,
+        "pipeline_depth": depth,
+        "async_scheduling": depth > 1 and bool(rng.random() < 0.7),
+        "threads": int(rng.choice([1, 2])),
+        "admit_whole_prompt": bool(rng.random() < 0.7),
+    }
+
+
+def random_script(
+    rng: np.random.Generator, watched: Sequence[Watched], vocab_size: int, most_watched: int, most_fillers: int
+) -> Script:
+    """Some of the watched requests among strangers, in any order, at any time. Some strangers leave early."""
+    picked = rng.choice(len(watched), int(rng.integers(1, most_watched + 1)), replace=False)
+    requests = [watched[i] for i in picked]
+    for number in range(int(rng.integers(0, most_fillers + 1))):
+        length = int(rng.choice([1, 9, 40, 100]))
+        prompt = rng.integers(3, vocab_size, length).tolist()
+        if rng.random() < 0.3:  # the beginning of a watched one, which is then found in the prefix cache
+            other = watched[int(rng.integers(len(watched)))].prompt
+            prompt = other[: int(rng.integers(1, len(other) + 1))] + prompt[:3]
+        params = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), max_tokens=int(rng.integers(1, 20)))
+        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number))
+    rng.shuffle(requests)  # type: ignore[arg-type]  # a list is what it takes
+    at_once = rng.random() < 0.6
+    arrivals = [0 if at_once else int(rng.integers(0, 40)) for _ in requests]
+    fillers = [i for i, each in enumerate(requests) if each.seed >= FIRST_FILLER_SEED]
+    leaves = {i: arrivals[i] + int(rng.integers(1, 25)) for i in fillers if rng.random() < 0.3}
+    resets = {int(rng.integers(1, 60))} if rng.random() < 0.2 else set()
+    return Script(requests, arrivals, leaves, resets)

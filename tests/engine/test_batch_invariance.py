@@ -1,0 +1,207 @@
+"""A request has the same logits, to the bit, and the same tokens in any company: native kernels, replayed.
+
+Alone, in batches of up to 64, in chunks of any size, after preemption and swap, with prefix hits, in any row and any
+blocks, on one and two threads, greedy and seeded (issue "the fastest engine on a CPU", item 5).
+"""
+
+import functools
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.make_random_model import SHAPES, make
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.loading.model_files import ModelFiles
+from tests.cached_models import cached_model
+from tests.engine.driver import write_tiny_llama
+from tests.engine.random_schedules import (
+    FIRST_FILLER_SEED,
+    Script,
+    Trace,
+    Watched,
+    alone,
+    differences,
+    make_engine,
+    play,
+    random_options,
+    random_script,
+)
+
+MAX_MODEL_LEN = 384
+VOCAB = 160  # ids below are in every tiny model
+MODES: dict[str, dict[str, object]] = {
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8 kv": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int8, int8 kv": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+KINDS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.9, max_tokens=12, n=2, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.2, frequency_penalty=0.5, ignore_eos=True),
+    SamplingParams(temperature=0.7, min_p=0.05, max_tokens=6, prompt_logprobs=2, logprobs=2, ignore_eos=True),
+]
+
+
+def watched_requests(vocab_size: int, lengths: list[int]) -> list[Watched]:
+    """Half of them share a beginning; contexts of more than 256 positions are attended to in several segments."""
+    rng = np.random.default_rng(3)
+    head = rng.integers(3, vocab_size, 70).tolist()
+    found = []
+    for i, length in enumerate(lengths):
+        own = rng.integers(3, vocab_size, length).tolist()
+        prompt = (head + own)[:length] if i % 2 else own
+        found.append(Watched(prompt, KINDS[i % len(KINDS)], 10 * i))
+    return found
+
+
+@functools.cache
+def tiny_watched() -> list[Watched]:
+    return watched_requests(VOCAB, [1, 2, 7, 90, 16, 33, 64, 75, 250, 12, 5, 280, 40, 128, 31, 100, 19, 71, 255, 8])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make(replace(SHAPES["tiny"], tie_word_embeddings=False), folder, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several KV groups, one of them with a sliding window."""
+    return write_tiny_llama(tmp_path_factory.mktemp("mixed"), 3, window=40, mixed=True)
+
+
+def check(
+    model: Path | ModelFiles,
+    watched: list[Watched],
+    expected: Trace,
+    options: dict[str, object],
+    seeds: range,
+    vocab_size: int,
+    *,
+    most_watched: int = 16,
+    most_fillers: int = 56,
+    num_groups: int = 1,
+) -> Counter[str]:
+    """Play a random schedule for each seed; returns what happened in them."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        drawn = random_options(rng, MAX_MODEL_LEN)
+        for name in ("num_blocks", "num_host_blocks"):
+            drawn[name] *= num_groups  # type: ignore[operator]
+        script = random_script(rng, watched, vocab_size, most_watched, most_fillers)
+        core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **options, **drawn})
+        play(core, trace, script)
+        stats = core.make_stats()
+        core.shutdown()
+        counts.update({"prefix hits": stats.prefix_hits, "preempted": stats.preemptions, "swapped": stats.swap_outs})
+        counts[f"threads {drawn['threads']}"] += 1
+        assert not differences(expected, trace, script.requests), f"schedule {seed}: {drawn}"
+    return counts
+
+
+def reference(model: Path | ModelFiles, watched: list[Watched], options: dict[str, object]) -> Trace:
+    trace = alone(model, watched, {"max_model_len": MAX_MODEL_LEN, "num_blocks": 100, **options})
+    assert len(set(trace.logits.values())) > 0.9 * len(trace.logits)  # they say different things
+    return trace
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_of_schedules(llama: Path, mode: str) -> None:
+    expected = reference(llama, tiny_watched(), MODES[mode])
+    counts = check(llama, tiny_watched(), expected, MODES[mode], range(10), VOCAB)
+    missing = {"chunks", "swapped", "preempted", "prefix hits", "forks", "threads 1", "threads 2"} - set(+counts)
+    assert not missing, counts
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
+    """Four requests, at random places of batches of 4 to 64."""
+    watched = [each for each in tiny_watched() if len(each.prompt) in (2, 16, 33, 90)]
+    expected = reference(llama, watched, MODES[mode])
+    rng = np.random.default_rng(threads)
+    counts: Counter[str] = Counter()
+    options = {"max_num_seqs": 64, "num_blocks": 400, "threads": threads, "max_model_len": MAX_MODEL_LEN}
+    core, trace = make_engine(llama, counts, {**MODES[mode], **options})
+    for size in (4, 5, 6, 7, 9, 12, 13, 16, 17, 24, 31, 33, 48, 63, 64):
+        trace.clear()
+        counts.clear()
+        prompts = rng.integers(3, VOCAB, (size - 4, 5)).tolist()
+        requests = [*watched, *(Watched(prompt, GREEDY, FIRST_FILLER_SEED + i) for i, prompt in enumerate(prompts))]
+        rng.shuffle(requests)  # type: ignore[arg-type]  # a list is what it takes
+        play(core, trace, Script(requests, [0] * size, {}, set()))
+        assert counts["most rows"] == size
+        assert not differences(expected, trace, requests), size
+    core.shutdown()
+
+
+def test_windows_and_several_groups(mixed: Path) -> None:
+    expected = reference(mixed, tiny_watched(), {"dtype": "bfloat16", "num_blocks": 300})
+    check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 106), VOCAB, num_groups=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_thousand_schedules(llama: Path, mixed: Path, mode: str) -> None:
+    """250 a mode, every fifth of them on the model with several groups."""
+    options = MODES[mode]
+    first = 1000 * (1 + list(MODES).index(mode))
+    expected = reference(llama, tiny_watched(), options)
+    counts = check(llama, tiny_watched(), expected, options, range(first, first + 200), VOCAB)
+    expected = reference(mixed, tiny_watched(), {**options, "num_blocks": 300})
+    counts += check(mixed, tiny_watched(), expected, options, range(first + 200, first + 250), VOCAB, num_groups=3)
+    print(mode, dict(counts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [*MODES, "gguf"])
+def test_schedules_of_a_real_model(mode: str) -> None:
+    files = cached_model("smollm2-135m")
+    options = MODES.get(mode, {"dtype": "bfloat16", "quantization": "gguf"})
+    watched = watched_requests(49152, [3, 40, 270, 75, 17, 90, 130, 33])
+    expected = reference(files, watched, options)
+    num = 20 if mode in ("bf16", "int8") else 4
+    counts = check(files, watched, expected, options, range(num), 49152, most_watched=8, most_fillers=24)
+    print(mode, dict(counts))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_decoded_is_as_prefilled(llama: Path, mode: str) -> None:
+    """The logits of a decode step are those of a prompt that ends there, in one piece or in several."""
+    decoded_is_prefilled(llama, [each for each in tiny_watched() if len(each.prompt) in (7, 75, 250)], MODES[mode])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["bf16", "int8", "int8 kv"])
+def test_decoded_is_as_prefilled_by_a_real_model(mode: str) -> None:
+    watched = watched_requests(49152, [7, 75, 250])
+    decoded_is_prefilled(cached_model("smollm2-135m"), watched, MODES[mode])
+
+
+def decoded_is_prefilled(model: Path | ModelFiles, watched: list[Watched], mode: dict[str, object]) -> None:
+    watched = [Watched(each.prompt, GREEDY, each.seed) for each in watched]
+    expected = reference(model, watched, mode)
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for budget, cached in ((1024, False), (13, False), (1024, True)):
+        options = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 200, "max_num_seqs": 8, "threads": 2}
+        options |= {"max_num_batched_tokens": budget, "enable_prefix_caching": cached}
+        core, trace = make_engine(model, Counter(), {**mode, **options})
+        whole = [
+            Watched(each.prompt + expected.tokens[each.seed][:k], one, each.seed)
+            for each in watched
+            for k in range(len(expected.tokens[each.seed]))
+        ]
+        play(core, trace, Script(whole, [0] * len(whole), {}, set()))
+        hits = core.make_stats().prefix_hits
+        core.shutdown()
+        assert trace.logits == expected.logits
+        assert (hits > 0) == cached
