@@ -12,7 +12,7 @@ from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits
 from pagoda.server.generation import Generator
 from pagoda.server.state import ServerState
-from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
+from pagoda.server.tool_parsers import TOOL_PARSERS
 
 
 async def build_state(
@@ -33,13 +33,17 @@ async def build_state(
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts))
     client.on_step = metrics.iteration_tokens.observe
     template = inputs.tokenizer.facts.chat_template
-    source = next(iter(template.sources.values())) if template is not None else None
+    sources = template.sources if template is not None else {}
+    source = sources.get("default") or next(iter(sources.values()), None)
+    if server.tool_call_parser not in ("auto", "none"):
+        TOOL_PARSERS[server.tool_call_parser]  # an unknown name is an error here, not at the first request
     return ServerState(
         generator=Generator(AsyncLLM(client, inputs), Admission(_limits(server)), metrics),
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
         chat_template=source,
-        tool_parser=_tool_parser(server.tool_call_parser, source),
+        tool_template=sources.get("tool_use", source),
+        tool_parser=server.tool_call_parser,
         engine=client,
     )
 
@@ -51,15 +55,6 @@ def _limits(server: ServerConfig) -> AdmissionLimits:
         max_requests_per_key=server.max_requests_per_key,
         requests_per_minute_per_key=server.requests_per_minute_per_key,
     )
-
-
-def _tool_parser(asked: str, template: str | None) -> str | None:
-    if asked == "none":
-        return None
-    if asked == "auto":
-        return parser_for_template(template)
-    TOOL_PARSERS[asked]  # an unknown name is an error here, not at the first request
-    return asked
 
 
 def _cache_labels(config: EngineConfig, facts: EngineFacts) -> dict[str, str]:

@@ -37,7 +37,9 @@ async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> 
             501, "tool_choice: forcing a tool needs structured output, which is not available yet", "tool_choice"
         )
     tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.tool_choice != "none" else []
-    template = body.chat_template or state.chat_template
+    template = body.chat_template or (state.tool_template if tools else state.chat_template)
+    if tools and "tools" not in (template or ""):
+        raise ApiError(400, "tools: the chat template of this model has no place for them", "tools")
     prompt = await state.generator.llm.render_chat(
         [message.model_dump(exclude_none=True) for message in body.messages],
         chat_template=body.chat_template,
@@ -49,7 +51,7 @@ async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> 
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(body.max_completion_tokens or body.max_tokens, top, body.prompt_logprobs)
     generation = await state.generator.begin(http, body, [prompt.token_ids], params, request_id)
-    parser = state.tool_parser if tools else None
+    parser = state.tool_parser_for(template) if tools else None
     reasons = template_reasons(template)
     readers = [
         _Reader(

@@ -9,17 +9,22 @@ from fastapi import Request
 from pagoda.engine.process_client import ProcessClient
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
+from pagoda.server.tool_parsers import parser_for_template
 
 
 @dataclass(slots=True)
 class ServerState:
-    """model_names: the first is the one we answer with.   tool_parser: name in TOOL_PARSERS, or None."""
+    """model_names: the first is the one we answer with.   chat_template: the model's own.
+
+    tool_template: the one it uses with tools.   tool_parser: a name in TOOL_PARSERS, "none", or "auto".
+    """
 
     generator: Generator
     model_names: tuple[str, ...]
     max_model_len: int
     chat_template: str | None
-    tool_parser: str | None
+    tool_template: str | None
+    tool_parser: str
     engine: ProcessClient | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -27,6 +32,12 @@ class ServerState:
         """404 for a model we do not serve."""
         if name is not None and name not in self.model_names:
             raise ApiError(404, f"no model {name!r} here; this server has {', '.join(self.model_names)}", "model")
+
+    def tool_parser_for(self, template: str | None) -> str | None:
+        """The parser of what a model says under this template; None: its text is all there is."""
+        if self.tool_parser == "auto":
+            return parser_for_template(template)
+        return None if self.tool_parser == "none" else self.tool_parser
 
     def request_id(self, http: Request, asked: str | None, prefix: str) -> str:
         """The engine's id of this request: what the body asks for, else the id that the access log has.

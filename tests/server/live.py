@@ -70,13 +70,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[LiveServer]:
-    """Start, wait until it answers, and end it by SIGTERM."""
+def serving(
+    folder: Path, *flags: str, env: dict[str, str] | None = None, engine: str | None = None
+) -> Iterator[LiveServer]:
+    """Start, wait until it answers, and end it by SIGTERM.   engine: module of the engine process, if not the usual."""
     port = free_port()
     log = folder / f"server-{port}.log"
+    command = ["pagoda"] if engine is None else ["tests.server.serve_with", engine]
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pagoda", "serve", "--port", str(port), *flags],
+            [sys.executable, "-m", *command, "serve", "--port", str(port), *flags],
             stdout=sink,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},

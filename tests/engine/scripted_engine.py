@@ -1,0 +1,54 @@
+"""An engine process whose model says what it is told: texts spelt in tokens, one for each seed.
+
+`python -m tests.engine.scripted_engine`; the environment's ENGINE_SCRIPTS names a JSON list of lists of token ids. A
+request with seed i gets the tokens of list i, whatever it asks.
+"""
+
+import dataclasses
+import json
+import os
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+import pagoda.engine_process
+from pagoda.core.executor import Executor
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine_process import main
+from pagoda.executors.recorded import RecordedExecutor
+
+
+class ScriptedExecutor:
+    """Runs `inner` and replaces what it sampled. For prompts that are not preempted, without drafts."""
+
+    def __init__(self, inner: Executor, scripts: list[list[int]]) -> None:
+        self._inner = inner
+        self._scripts = scripts
+        self._rest: dict[int, list[int]] = {}
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        for init in output.admitted:
+            self._rest[init.row] = list(self._scripts[init.seed % len(self._scripts)])
+        result = self._inner.submit(output).result()
+        says = [self._rest[row].pop(0) for row in output.sample_rows.tolist()]
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(dataclasses.replace(result, sampled=np.array(says, np.int32).reshape(-1, 1)))
+        return future
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class _Recorded(RecordedExecutor):
+    def __init__(self, inner: Executor, *rest: object) -> None:
+        scripts = json.loads(Path(os.environ["ENGINE_SCRIPTS"]).read_text())
+        super().__init__(ScriptedExecutor(inner, scripts), *rest)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    pagoda.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    main()

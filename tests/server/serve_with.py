@@ -1,0 +1,17 @@
+"""`pagoda serve` with another engine process: `python -m tests.server.serve_with MODULE serve FLAGS...`"""
+
+import sys
+from typing import Any
+
+from pagoda.cli.main import main
+from pagoda.engine.process_client import ProcessClient
+
+if __name__ == "__main__":
+    module = sys.argv.pop(1)
+    plain = ProcessClient.__init__
+
+    def with_module(client: ProcessClient, *args: Any, **options: Any) -> None:
+        plain(client, *args, **options, module=module)
+
+    ProcessClient.__init__ = with_module  # type: ignore[method-assign]
+    main()

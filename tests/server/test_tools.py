@@ -1,0 +1,160 @@
+"""Tool calls and reasoning through the whole server, from a model that spells them token by token."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from pagoda.assemble import resolve_engine
+from pagoda.base.config import EngineConfig
+from pagoda.engine.tokenizer import load_tokenizer
+from tests.server.live import LiveServer, serving
+
+HERMES = """{% if tools %}<|im_start|>system
+Call a tool with <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools: {{ tools | tojson }}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA = HERMES.replace("<tool_call>", "").replace("</tool_call>", "") + '{# {"name":, "parameters": {}} #}'
+THINKING = HERMES + "{# <think> </think> #}"
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}</tool_call>'
+SAID = [
+    f"Let me look.\n{CALL}\n{CALL.replace('Zürich', 'Bern')}",
+    '{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}',
+    f"<think>\nWhere? 2 < 3, so Zürich.\n</think>\n\n{CALL}",
+    "No <tool is needed: <tool_call>not JSON</tool_call>",
+]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Zürich?"}]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("tools")
+    setup = resolve_engine(EngineConfig.from_options(distributed_executor_backend="fake"))
+    tokenizer = load_tokenizer(setup.files, None, None)
+    end = tokenizer.facts.eos_token_ids[0]
+    scripts = folder / "scripts.json"
+    scripts.write_text(json.dumps([[*tokenizer.encode(text, False), end] for text in SAID]))
+    template = folder / "hermes.jinja"
+    template.write_text(HERMES)
+    flags = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048")
+    env = {"ENGINE_SCRIPTS": str(scripts), "PYTHONPATH": os.getcwd()}
+    with serving(
+        folder, *flags, "--chat-template", str(template), env=env, engine="tests.engine.scripted_engine"
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def client(scripted: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0)
+
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+def whole(client: openai.OpenAI, seed: int, **more: Any) -> tuple[str, Calls, str, str]:
+    """(content, calls, reasoning, finish reason)"""
+    choice = client.chat.completions.create(
+        model="smollm2-135m", messages=MESSAGES, seed=seed, tools=TOOLS, **more
+    ).choices[0]
+    calls = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls or []]
+    thought = getattr(choice.message, "reasoning_content", None) or ""
+    return choice.message.content or "", calls, thought, choice.finish_reason
+
+
+def streamed(client: openai.OpenAI, seed: int, **more: Any) -> tuple[str, Calls, str, str]:
+    """The same, put together from deltas as a client does."""
+    content = thought = reason = ""
+    parts: dict[int, list[str]] = {}
+    ids: set[str] = set()
+    for chunk in client.chat.completions.create(
+        model="smollm2-135m", messages=MESSAGES, seed=seed, tools=TOOLS, stream=True, **more
+    ):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        thought += getattr(choice.delta, "reasoning_content", None) or ""
+        reason = choice.finish_reason or reason
+        for call in choice.delta.tool_calls or []:
+            part = parts.setdefault(call.index, ["", ""])
+            if call.id:
+                ids.add(call.id)
+            part[0] += call.function.name or ""
+            part[1] += call.function.arguments or ""
+    assert len(ids) == len(parts)
+    return content, [(parts[i][0], json.loads(parts[i][1])) for i in sorted(parts)], thought, reason
+
+
+ZURICH = ("weather", {"city": "Zürich", "days": 2})
+BERN = ("weather", {"city": "Bern", "days": 2})
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_hermes_calls(client: openai.OpenAI, ask: Any) -> None:
+    assert ask(client, 0) == ("Let me look.", [ZURICH, BERN], "", "tool_calls")
+    assert ask(client, 0, parallel_tool_calls=False) == ("Let me look.", [ZURICH], "", "tool_calls")
+    content, calls, _, reason = ask(client, 0, tool_choice="none")
+    assert (content, calls, reason) == (SAID[0], [], "stop")
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_the_parser_is_that_of_the_requests_own_template(client: openai.OpenAI, ask: Any) -> None:
+    assert ask(client, 1) == (SAID[1], [], "", "stop")
+    assert ask(client, 1, extra_body={"chat_template": LLAMA}) == ("", [ZURICH], "", "tool_calls")
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_reasoning_comes_apart_from_calls(client: openai.OpenAI, ask: Any) -> None:
+    thinking = {"chat_template": THINKING}
+    assert ask(client, 2, extra_body=thinking) == ("", [ZURICH], "Where? 2 < 3, so Zürich.\n", "tool_calls")
+    silent = ask(client, 2, extra_body={**thinking, "include_reasoning": False})
+    assert silent == ("", [ZURICH], "", "tool_calls")
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_what_is_no_call_stays_text(client: openai.OpenAI, ask: Any) -> None:
+    content, calls, _, reason = ask(client, 3)
+    assert "No <tool is needed" in content
+    assert "not JSON" in content
+    assert (calls, reason) == ([], "stop")
+
+
+def test_calls_go_back_into_the_template(scripted: LiveServer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    answer = scripted.post("/tokenize", {"messages": turns, "tools": TOOLS, "return_token_strs": True})[1]
+    text = "".join(answer["token_strs"])
+    assert "<tool_call>" in text
+    assert "rain" in text
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_tool_is_refused_in_words(scripted: LiveServer, choice: Any) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    status, answer = scripted.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (501, "tool_choice")
+
+
+def test_tools_that_the_template_cannot_show_are_refused(scripted: LiveServer) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "chat_template": "{{ messages[0].content }}"}
+    status, answer = scripted.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "tools")
