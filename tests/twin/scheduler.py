@@ -275,11 +275,11 @@ class TwinScheduler:
                 for branch, want in zip(live.alive, wants, strict=True)
             ]
             need = self.memory.return_need(live.alive, uptos, self.host)
-            if need > len(self.pool):
+            if need > len(self.pool.free) - (self.watermark if self.running else 0):
+                if self.running or len(self.pool.free) < len(self.pool):
+                    return False
                 self._never(live)
                 continue
-            if need > len(self.pool.free) - (self.watermark if self.running else 0):
-                return False
             self.swapped.remove(live)
             self._enter(live)
             self.memory.swap_in(live.alive, self.host)
@@ -352,8 +352,7 @@ class TwinScheduler:
         known = len(branch.tokens)
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
         siblings = self._sibling_need(live)
-        slots = min(known + self.config.num_lookahead_slots, self.max_model_len)
-        if self.memory.admission_need(request, slots, nothing, capped=True) + siblings > len(self.pool):
+        if self.memory.admission_need(request, known, nothing, capped=True) + siblings > len(self.pool):
             return "never"
         if live.seats > self.config.max_num_seqs:
             return "never"
@@ -378,7 +377,8 @@ class TwinScheduler:
             need = max(need, self.memory.admission_need(request, known, hits, capped=True) + siblings)
         if need > len(self.pool.free) - (self.watermark if self.running else 0):
             self.desk.release(live)
-            return "later"
+            alone = not self.running and len(self.pool.free) == len(self.pool)
+            return "never" if alone else "later"  # there is nothing to wait for
         kind = "resumed" if live.status == "preempted" else "new"
         self.waiting.remove(live)
         self._enter(live)
@@ -518,7 +518,7 @@ class TwinScheduler:
                 branch.computed -= rejected
             taken, reason = self._append(live, branch, tokens)
             if self.config.async_scheduling and live.status == "running":
-                self.memory.record(live.request, branch, min(branch.computed, len(branch.tokens)))
+                self.memory.record(live.request, branch, branch.computed - branch.placeholders)
             emitted[name] = taken
             if reason is not None:
                 finished[name] = reason
