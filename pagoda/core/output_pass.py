@@ -162,6 +162,7 @@ class OutputPass:
         stands = np.zeros(len(rows), np.int32)  # tokens of each sample that stand
         clients = table.client[rows]
         first_words = self._first_words(rows[result.num_sampled > 0])
+        prompt_logprobs = self._by_handle_prompt_logprobs(output, result)  # before a first token ends its request
         for i, row in enumerate(rows.tolist()):
             branch = table.branch_of[row]
             if branch is None or branch.is_finished:
@@ -178,7 +179,6 @@ class OutputPass:
             branch = table.branch_of[row]
             if branch is not None and not branch.is_finished:
                 self._fail(branch, message, finishes)
-        prompt_logprobs = self._by_handle_prompt_logprobs(output, result)
         pooled: dict[int, dict[int, np.ndarray]] = {}
         for row, vector in result.pooled.items():
             branch = table.branch_of[row]
@@ -254,7 +254,7 @@ class OutputPass:
         told: dict[int, dict[int, LogprobColumns]] = {}
         for row, columns in result.prompt_logprobs.items():
             branch = self._state.table.branch_of[row]
-            if branch is None:
+            if branch is None or row in result.failed:
                 continue
             live = branch.live
             start = int(output.start[output.rows == row][0])

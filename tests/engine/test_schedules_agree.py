@@ -121,9 +121,10 @@ def test_pools_so_small_that_they_preempt(model: Path) -> None:
     assert core.make_stats().swap_outs > 0  # type: ignore[attr-defined]
 
 
-def test_logprobs_do_not_depend_on_the_schedule(model: Path) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_logprobs_do_not_depend_on_the_schedule(model: Path, max_tokens: int) -> None:
     prompt = traffic()[1][0]
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=3, prompt_logprobs=2)
 
     def columns(core: EngineCore) -> tuple[list[list[int]], list[float], list[float]]:
         core.add_request(request(0, prompt, params))
@@ -143,7 +144,7 @@ def test_logprobs_do_not_depend_on_the_schedule(model: Path) -> None:
     whole = columns(engine(model, max_num_batched_tokens=128))
     chunked = columns(engine(model, max_num_batched_tokens=16))
     assert len(whole[1]) == len(prompt) - 1
-    assert len(whole[2]) == 4 * 4
+    assert len(whole[2]) == max_tokens * 4
     assert whole == chunked
 
 
