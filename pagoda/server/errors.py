@@ -91,6 +91,8 @@ def install(app: FastAPI) -> None:
         said = str(first["msg"]).removeprefix("Value error, ")
         if is_unknown:
             said = f"this server does not support the field {where!r}"
+        elif not where and first["type"] == "model_attributes_type":
+            said = "the body is no JSON object; send one with Content-Type: application/json"
         elif not where and ": " in said:
             where = said.split(":", 1)[0]
         elif where:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.server.errors import error_response
@@ -24,8 +25,11 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class BodyTooLarge(Exception):
-    """The body grew past the limit while it was read."""
+class BodyTooLarge(HTTPException):
+    """The body grew past the limit while it was read. FastAPI, which reads it, lets only an HTTPException through."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        super().__init__(413, f"the body is larger than {max_body_bytes} bytes")
 
 
 class Gate:
@@ -70,11 +74,9 @@ class Gate:
             if refusal is not None:
                 return await refusal(scope, receive, send_with_id)
             await self._app(scope, self._limited(receive), send_with_id)
-        except BodyTooLarge:
+        except BodyTooLarge as error:
             if not started:
-                await error_response(413, f"the body is larger than {self._max_body_bytes} bytes")(
-                    scope, receive, send_with_id
-                )
+                await error_response(error.status_code, error.detail)(scope, receive, send_with_id)
         finally:
             _log(scope, state, status, time.perf_counter() - began_s)
 
@@ -114,7 +116,7 @@ class Gate:
             if message["type"] == "http.request":
                 left -= len(message.get("body", b""))
                 if left < 0:
-                    raise BodyTooLarge
+                    raise BodyTooLarge(self._max_body_bytes)
             return message
 
         return limited

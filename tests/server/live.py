@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ class LiveServer:
     url: str
     process: "subprocess.Popen[bytes]"
     log: Path
+    context: ssl.SSLContext | None = None
 
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
         return self._open(urllib.request.Request(self.url + path), timeout_s)
@@ -33,7 +35,7 @@ class LiveServer:
 
     def _open(self, request: urllib.request.Request, timeout_s: float) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with urllib.request.urlopen(request, timeout=timeout_s, context=self.context) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -55,7 +57,7 @@ class LiveServer:
         """The child of the API process that runs the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for pid in children:
-            if b"pagoda.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
         raise AssertionError("no engine process")
 
@@ -71,9 +73,16 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *flags: str, env: dict[str, str] | None = None, engine: str | None = None
+    folder: Path,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    engine: str | None = None,
+    context: ssl.SSLContext | None = None,
 ) -> Iterator[LiveServer]:
-    """Start, wait until it answers, and end it by SIGTERM.   engine: module of the engine process, if not the usual."""
+    """Start, wait until it answers, and end it by SIGTERM.
+
+    engine: module of the engine process, if not the usual.   context: talk TLS.
+    """
     port = free_port()
     log = folder / f"server-{port}.log"
     command = ["pagoda"] if engine is None else ["tests.server.serve_with", engine]
@@ -84,7 +93,7 @@ def serving(
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
         )
-    server = LiveServer(f"http://127.0.0.1:{port}", process, log)
+    server = LiveServer(f"{'https' if context else 'http'}://127.0.0.1:{port}", process, log, context)
     try:
         _wait_ready(server)
         yield server

@@ -1,0 +1,252 @@
+"""The server's edges: limits while bytes come in, certificates, keys, ids, and an engine that is gone for good."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.live import LiveServer, free_port, serving
+
+FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "1024", "--max-model-len", "2048")
+TEXT = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+LONG = {"prompt": [9] * 50, "max_tokens": 1990, "ignore_eos": True}
+
+
+def port_of(server: LiveServer) -> int:
+    return int(server.url.rsplit(":", 1)[1])
+
+
+def talk(server: LiveServer, data: bytes, timeout_s: float = 5.0) -> bytes:
+    """What the server answers to these bytes until it closes or falls silent."""
+    with socket.create_connection(("127.0.0.1", port_of(server)), timeout_s) as connection:
+        connection.settimeout(timeout_s)
+        answer = b""
+        try:
+            connection.sendall(data)
+            while piece := connection.recv(65536):
+                answer += piece
+        except (TimeoutError, ConnectionError):
+            pass
+        return answer
+
+
+def request_bytes(body: dict[str, Any], *headers: str, path: str = "/v1/completions") -> bytes:
+    data = json.dumps(body).encode()
+    given = ["Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", *given]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def metric(server: LiveServer, name: str, **labels: str) -> float:
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    for line in server.get("/metrics")[1].splitlines():
+        if line.startswith(f"vllm:{name}{{") and all(one in line for one in wanted):
+            return float(line.rsplit(" ", 1)[1])
+    return 0.0
+
+
+def test_headers_end_or_the_connection_does(fake_server: LiveServer) -> None:
+    assert b" 431 " in talk(fake_server, b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 600_000)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n"
+    assert b" 431 " in talk(fake_server, whole, 1)
+
+
+def test_a_body_larger_than_the_limit_is_413_said_or_not(fake_server: LiveServer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    assert b" 413 " in talk(fake_server, head + b"Content-Length: 99999999\r\n\r\n", 1)
+    chunks = (b"100000\r\n" + b"x" * 0x100000 + b"\r\n") * 17 + b"0\r\n\r\n"
+    assert b" 413 " in talk(fake_server, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, 3)
+
+
+def test_a_connection_serves_one_request_after_the_other(fake_server: LiveServer) -> None:
+    stream = request_bytes({**TEXT, "stream": True})
+    answer = talk(fake_server, stream + request_bytes(TEXT) + stream + request_bytes(TEXT, "Connection: close"))
+    assert answer.count(b"HTTP/1.1 200") == 4
+    assert answer.count(b"[DONE]") == 2
+
+
+def test_who_sends_no_more_is_a_leaver(fake_server: LiveServer) -> None:
+    """A half-closed connection counts as closed, as uvicorn and proxies have it."""
+    with socket.create_connection(("127.0.0.1", port_of(fake_server)), 5) as connection:
+        connection.sendall(request_bytes({**LONG, "stream": True}))
+        connection.recv(100)
+        connection.shutdown(socket.SHUT_WR)
+        fake_server.wait_idle(5)
+
+
+def test_a_second_request_under_a_live_id_is_refused_and_the_first_goes_on(fake_server: LiveServer) -> None:
+    body = {**LONG, "request_id": "twice"}
+    got: list[tuple[int, Any]] = []
+    thread = threading.Thread(target=lambda: got.append(fake_server.post("/v1/completions", body)))
+    thread.start()
+    while not fake_server.load()["server_load"]:
+        time.sleep(0.002)
+    for stream in (False, True):
+        status, answer = fake_server.post("/v1/completions", {**body, "stream": stream})
+        assert (status, answer["error"]["param"]) == (400, "request_id")
+    thread.join(30)
+    status, answer = got[0]
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 1990)
+
+
+def test_the_same_header_from_two_clients_is_no_collision(fake_server: LiveServer) -> None:
+    got: list[tuple[int, Any]] = []
+
+    def ask() -> None:
+        got.append(fake_server.post("/v1/completions", LONG, **{"X-Request-Id": "trace-1"}))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [status for status, _ in got] == [200] * 3
+    assert len({answer["id"] for _, answer in got}) == 3
+    assert all(answer["id"].startswith("cmpl-trace-1") for _, answer in got)
+
+
+def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
+    fake_server.wait_idle()
+
+    def counts() -> dict[str, float]:
+        ends = {f"{r}": metric(fake_server, "request_success_total", finished_reason=r) for r in ("length", "abort")}
+        names = ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count")
+        return {**ends, **{name: metric(fake_server, name) for name in names}}
+
+    before = counts()
+    assert fake_server.post("/v1/completions", {**TEXT, "prompt": [[7] * 5, [8] * 6], "n": 3})[0] == 200
+    with socket.create_connection(("127.0.0.1", port_of(fake_server)), 5) as connection:
+        connection.sendall(request_bytes({**LONG, "n": 2, "stream": True}))
+        while b"data: " not in connection.recv(65536):
+            pass
+    fake_server.wait_idle()
+    after = counts()
+    more = {name: after[name] - before[name] for name in after}
+    generated = more.pop("generation_tokens_total")
+    assert more == {"length": 6, "abort": 2, "prompt_tokens_total": 61, "e2e_request_latency_seconds_count": 3}
+    assert generated >= 6 * 8
+
+
+def test_a_request_larger_than_the_cache_is_its_callers_fault(tmp_path: Path) -> None:
+    flags = ("--distributed-executor-backend", "fake", "--num-blocks", "20", "--max-model-len", "300")
+    with serving(tmp_path, *flags, "--max-queued-requests", "3") as server:
+        status, answer = server.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 4, "n": 4})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
+def test_the_openapi_page_tells_of_streams_errors_and_keys(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS, "--api-key", "one", "--cors-origins", "https://a.example") as server:
+        request = urllib.request.Request(f"{server.url}/openapi.json", headers={"Authorization": "Bearer one"})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            schema = json.load(response)
+        assert schema["components"]["securitySchemes"]["api_key"]["scheme"] == "bearer"
+        assert schema["security"] == [{"api_key": []}]
+        assert schema["paths"]["/health"]["get"]["security"] == []
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            responses = schema["paths"][path]["post"]["responses"]
+            assert {"application/json", "text/event-stream"} <= set(responses["200"]["content"])
+            assert {"400", "401", "429", "503"} <= set(responses)
+        preflight = urllib.request.Request(
+            f"{server.url}/v1/models",
+            method="OPTIONS",
+            headers={"Origin": "https://a.example", "Access-Control-Request-Method": "GET"},
+        )
+        with urllib.request.urlopen(preflight, timeout=10) as response:
+            assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_without_being_asked_no_cors_header_is_sent(fake_server: LiveServer) -> None:
+    request = urllib.request.Request(f"{fake_server.url}/health", headers={"Origin": "https://a.example"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        assert "access-control-allow-origin" not in response.headers
+
+
+def test_certificates_are_served_or_refused_in_one_line(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    try:
+        make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost -days 1"
+        files = ["-keyout", str(key), "-out", str(certificate), "-addext", "subjectAltName=IP:127.0.0.1"]
+        subprocess.run([*make.split(), *files], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl command to make a certificate with")
+    context = ssl.create_default_context(cafile=str(certificate))
+    with serving(
+        tmp_path, *FLAGS, "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), context=context
+    ) as server:
+        assert server.post("/v1/completions", TEXT)[0] == 200
+    refused = pytest.raises(AssertionError, match=r"pagoda: --ssl-certfile .*no usable")
+    with refused, serving(tmp_path, *FLAGS, "--ssl-certfile", str(key)):
+        pass
+
+
+def test_a_port_in_use_is_one_line(fake_server: LiveServer) -> None:
+    command = ["pagoda", "serve", *FLAGS, "--port", str(port_of(fake_server))]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "in use" in done.stderr
+
+
+def test_a_server_without_an_engine_answers_and_ends(tmp_path: Path) -> None:
+    env = {"ENGINE_LIVES": "1", "ENGINE_LIVES_FILE": str(tmp_path / "lives"), "PYTHONPATH": os.getcwd()}
+    with serving(tmp_path, *FLAGS, env=env, engine="tests.engine.mortal_engine") as server:
+        got: list[tuple[int, Any]] = []
+        thread = threading.Thread(target=lambda: got.append(server.post("/v1/completions", LONG)))
+        thread.start()
+        while not server.load()["server_load"]:
+            time.sleep(0.002)
+        server.kill_engine()
+        thread.join(60)
+        assert got[0][0] == 503
+        assert server.process.wait(30) == 1
+        assert "pagoda: the engine process ended 3 times while starting" in server.log.read_text()
+
+
+def test_sigterm_ends_a_server_that_has_no_engine_just_then(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS) as server:
+        server.kill_engine()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+
+
+def test_a_stream_longer_than_the_deadline_is_cut(tmp_path: Path) -> None:
+    """A reader that does not read never ends by itself."""
+
+    async def main(server: LiveServer) -> float:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server), limit=1024)
+        writer.write(request_bytes({**LONG, "n": 64, "stream": True, "return_token_ids": True}))
+        await reader.read(100)
+        server.process.send_signal(signal.SIGTERM)
+        began_s = time.monotonic()
+        assert await asyncio.to_thread(server.process.wait, 20) == 0
+        writer.close()
+        return time.monotonic() - began_s
+
+    with serving(tmp_path, *FLAGS, "--drain-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000") as server:
+        assert 0.9 < asyncio.run(main(server)) < 15
+
+
+def test_sigterm_while_starting_ends_it(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagoda", "serve", *FLAGS, "--port", str(free_port())], stderr=subprocess.PIPE
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    end = time.monotonic() + 30
+    while not children.read_text().strip():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) in (0, 130)
+    assert process.stderr is not None
+    assert b"Traceback" not in process.stderr.read()
