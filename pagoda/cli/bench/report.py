@@ -101,7 +101,7 @@ def _distribution(seconds: Sequence[float]) -> Distribution | None:
 def plot(records: Sequence[RequestRecord], path: Path) -> None:
     """Two panels: TTFT and E2E over the time requests were due, and the distribution of ITL. Needs matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
     ok = [r for r in records if r.ok]
