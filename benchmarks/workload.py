@@ -59,6 +59,11 @@ def shared_prefix(draw: Draw) -> list[Row]:
     return [Row(prefix + draw.tokens(32), 64) for _ in range(64)]
 
 
+def batch(draw: Draw, count: int) -> list[Row]:
+    """That many requests of 64 tokens in and 64 out: decoding in a batch of one size."""
+    return [Row(draw.tokens(64), 64) for _ in range(count)]
+
+
 def long_among_short(draw: Draw) -> list[Row]:
     """32 short prompts decode 192 tokens each while four prompts of 4,096 tokens come in, a second apart."""
     short = [Row(draw.tokens(64), 192) for _ in range(32)]
@@ -84,6 +89,9 @@ WORKLOADS: dict[str, Callable[[Draw], list[Row]]] = {
     "prefix64": shared_prefix,
     "longmix": long_among_short,
     "chat": chat,
+    "batch1": lambda draw: batch(draw, 1),
+    "batch8": lambda draw: batch(draw, 8),
+    "batch32": lambda draw: batch(draw, 32),
     "decode64": lambda draw: [Row(draw.tokens(16), 256) for _ in range(64)],
     "prefill64": lambda draw: [Row(draw.tokens(512), 1) for _ in range(64)],
 }

@@ -1,0 +1,34 @@
+"""Eight bits cost less than a hundredth of the perplexity, in weights and in the KV cache; the text is in the repo."""
+
+import functools
+
+import pytest
+
+from benchmarks.perplexity import TEXT, perplexity
+from pagoda.llm import LLM
+from tests.cached_models import cached_model
+
+
+@functools.cache
+def measured(**options: object) -> float:
+    path = str(cached_model("smollm2-135m").path)
+    with LLM(path, device="cpu", max_model_len=513, num_blocks=200, enable_prefix_caching=False, **options) as llm:
+        value, count = perplexity(llm, TEXT.read_text(encoding="utf-8"))
+    assert count > 2000
+    return value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "gguf"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+        {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
+    ],
+    ids=["fp32", "int8", "gguf", "int8 KV", "int8 and int8 KV"],
+)
+def test_within_one_percent_of_bf16(options: dict[str, object]) -> None:
+    assert measured(**options) == pytest.approx(measured(dtype="bfloat16"), rel=0.01)
