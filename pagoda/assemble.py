@@ -69,6 +69,11 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     device = _device_name(config.parallel)
     dtype = _dtype(config.model.dtype, spec.torch_dtype, device)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    if kv_dtype not in (dtype, "int8") and device == "cpu" and config.parallel.kernels in ("auto", "native"):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} with dtype={dtype!r}: the native kernels hold the cache in the compute dtype "
+            "or int8; take 'auto' or 'int8', or kernels='torch'"
+        )
     _check(config, max_model_len)
     config = dataclasses.replace(
         config,

@@ -33,6 +33,7 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
     assert setup.max_model_len == 512 == setup.config.model.max_model_len
     assert (setup.dtype, setup.kv_dtype, setup.device) == ("float32", "float32", "cpu")
     assert resolve_engine(config(model, dtype="bfloat16", kv_cache_dtype="int8")).kv_dtype == "int8"
+    assert resolve_engine(config(model, kv_cache_dtype="bfloat16")).kv_dtype == "bfloat16"  # torch's kernels cast
     assert resolve_engine(config(model, max_model_len=100)).max_model_len == 100
     assert resolve_engine(setup.config) == setup  # resolving twice changes nothing
 
@@ -55,6 +56,8 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
         ({"threads": 0}, "threads=0"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"distributed_executor_backend": "in_proces"}, "did you mean 'in_process'"),
+        ({"kv_cache_dtype": "bfloat16", "kernels": "auto"}, "kv_cache_dtype='bfloat16' with dtype='float32'"),
+        ({"kv_cache_dtype": "float16", "kernels": "native"}, "take 'auto' or 'int8'"),
         ({"kernels": "nativ"}, "did you mean 'native'"),
         ({"source": "huggingfaces"}, "did you mean 'huggingface'"),
         ({"quantization": "int4"}, "did you mean 'int8'"),

@@ -21,7 +21,7 @@ HELP: dict[str, str] = {
     "num_blocks": "KV blocks, instead of a size in bytes.",
     "swap_space": "GiB of host memory for requests that are swapped out.",
     "num_host_blocks": "Blocks for swapped requests, instead of GiB.",
-    "kv_cache_dtype": "Type the KV cache is stored in: auto, or a dtype.",
+    "kv_cache_dtype": "Type of the KV cache: auto (the compute type), int8, or with --kernels torch any dtype.",
     "enable_prefix_caching": "Reuse the KV blocks of prompts that begin alike.",
     "prefix_hash_seed": "Seed of the prefix hashes (default: secret and random).",
     "watermark": "Share of the blocks kept free when a request is let in beside others.",
