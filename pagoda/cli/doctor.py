@@ -13,6 +13,13 @@ import typer
 # Instruction sets that the kernels have code for, as /proc/cpuinfo spells them, best last.
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "transformers")
+# Why the kernels were compiled for what they were.
+_ISA_REASONS = {
+    "avx512_bf16": "the best there is code for",
+    "avx512": "since the CPU or the compiler lacks AVX-512-BF16",
+    "avx2": "since the CPU or the compiler lacks AVX-512",
+    "portable": "since the CPU or the compiler has neither AVX-512 nor AVX2",
+}
 
 
 def doctor(
@@ -37,6 +44,7 @@ def doctor(
         ("packages", packages_line),
         ("gpu", gpu_line),
         ("kernels", kernels_line),
+        ("openmp", openmp_line),
         ("cache", lambda: cache_lines(cache_dir)),
     ]
     for name, describe in sections:
@@ -63,9 +71,9 @@ def cpu_line(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def threads_line() -> str:
-    from pagoda.kernels.native.threads import available_cpus
+    from pagoda.kernels.native.threads import available_cpus, describe_cpus
 
-    return f"{available_cpus()} used by default, {os.cpu_count()} in the machine"
+    return f"{available_cpus()} used by default ({describe_cpus()}), {os.cpu_count()} in the machine"
 
 
 def memory_line() -> str:
@@ -121,7 +129,17 @@ def kernels_line() -> str:
         library = load()
     except NativeUnavailable as error:
         return f"torch (slower), because the native ones cannot be had: {error}"
-    return f"native, compiled for {library.isa} by {library.compiler}: {library.path}"
+    return f"native, compiled for {library.isa}, {_ISA_REASONS[library.isa]}, by {library.compiler}: {library.path}"
+
+
+def openmp_line() -> str:
+    """With torch and the kernels loaded. The kernels have threads of their own, so torch's runtime is the only one."""
+    from pagoda.kernels.native.threads import openmp_runtimes
+
+    found = openmp_runtimes()
+    if len(found) > 1:
+        raise RuntimeError(f"{len(found)} runtimes in one process, which fight for the cores: {', '.join(found)}")
+    return f"one runtime, torch's: {found[0]}" if found else "none"
 
 
 def cache_lines(cache_dir: str | None) -> str:

@@ -4,6 +4,7 @@ import pytest
 
 from pagoda.cli import doctor
 from pagoda.cli.main import main
+from pagoda.kernels.native import threads
 
 
 def test_says_what_there_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -13,7 +14,7 @@ def test_says_what_there_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         main(["doctor", "--cache-dir", str(tmp_path)])
     assert not ended.value.code
     out = capsys.readouterr().out
-    for name in ("pagoda", "cpu", "threads", "memory", "compiler", "packages", "gpu", "kernels", "cache"):
+    for name in ("pagoda", "cpu", "threads", "memory", "compiler", "packages", "gpu", "kernels", "openmp", "cache"):
         assert f"\n{name} " in "\n" + out
     assert "some-model-1.0: 2.0 KiB" in out
 
@@ -41,3 +42,27 @@ def test_cpu_line_names_what_matters(tmp_path: Path) -> None:
 
 def test_an_empty_cache_is_said(tmp_path: Path) -> None:
     assert doctor.cache_lines(str(tmp_path)) == f"{tmp_path}\nnothing fetched yet"
+
+
+def test_two_openmp_runtimes_are_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
+    with pytest.raises(RuntimeError, match="2 runtimes in one process.*libiomp5"):
+        doctor.openmp_line()
+
+
+def test_runtimes_are_found_by_name(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    lines = [
+        "/x/libgomp-24e2ab19.so.1.0.0",
+        "/x/libgomp-24e2ab19.so.1.0.0",
+        "/y/libomp.so",
+        "/y/libcomputer.so",
+        "[heap]",
+    ]
+    (tmp_path / "proc/self/maps").write_text("\n".join(f"7f00-7f10 r-xp 0 00:00 1 {line}" for line in lines))
+    assert threads.openmp_runtimes(tmp_path) == ["/x/libgomp-24e2ab19.so.1.0.0", "/y/libomp.so"]
+
+
+def test_threads_line_says_what_limits() -> None:
+    assert "by affinity" in doctor.threads_line()
+    assert "quota" in doctor.threads_line()

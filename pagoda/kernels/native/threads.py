@@ -1,6 +1,7 @@
-"""How many threads this process may really use. Standard library only, so that every floor can ask."""
+"""How many threads this process may really use, and whose. Standard library only, so that every floor can ask."""
 
 import os
+import re
 from pathlib import Path
 
 
@@ -17,6 +18,24 @@ def available_cpus(root: Path = Path("/")) -> int:
     cores = {_core_of(cpu, root) for cpu in allowed}
     quota = _cgroup_cpus(root)
     return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
+
+
+def describe_cpus(root: Path = Path("/")) -> str:
+    """What `available_cpus` went by, for people."""
+    try:
+        allowed = sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return f"{os.cpu_count()} CPUs"
+    cores = len({_core_of(cpu, root) for cpu in allowed})
+    quota = _cgroup_cpus(root)
+    limit = "no cgroup quota" if quota is None else f"cgroup quota of {quota:g}"
+    return f"{cores} cores of {len(allowed)} CPUs by affinity, {limit}"
+
+
+def openmp_runtimes(root: Path = Path("/")) -> list[str]:
+    """The OpenMP runtimes mapped into this process, by path. More than one would fight for the cores."""
+    maps = _read(root / "proc/self/maps") or ""
+    return sorted(set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)[-.\w]*", maps)))
 
 
 def _core_of(cpu: int, root: Path) -> str:
