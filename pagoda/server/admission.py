@@ -44,7 +44,6 @@ class Admission:
         self._limits = limits
         self.num_requests = 0
         self.num_tokens = 0
-        self.rejections: Counter[str] = Counter()
         self._live_of_key: Counter[str] = Counter()
         self._bucket_of_key: dict[str, tuple[float, float]] = defaultdict(
             lambda: (float(limits.requests_per_minute_per_key), time.monotonic())
@@ -52,8 +51,10 @@ class Admission:
 
     def check_size(self, num_requests: int) -> None:
         """Before any work is spent on it: raises RequestError for what could not be admitted even alone."""
-        most = self._limits.max_requests
-        if most and num_requests > most:
+        limits = self._limits
+        bounds = (limits.max_requests, limits.max_requests_per_key, limits.requests_per_minute_per_key)
+        most = min((bound for bound in bounds if bound), default=num_requests)
+        if num_requests > most:
             raise RequestError(f"{num_requests} outputs at once are more than this server takes ({most})", "prompt")
 
     @contextmanager
@@ -75,11 +76,11 @@ class Admission:
     def _check(self, num_requests: int, num_tokens: int, key: str) -> None:
         limits = self._limits
         if limits.max_requests and self.num_requests + num_requests > limits.max_requests:
-            self._refuse("requests", f"the server is full: {self.num_requests} requests of {limits.max_requests}")
+            raise Refusal("requests", f"the server is full: {self.num_requests} requests of {limits.max_requests}")
         if limits.max_tokens and self.num_requests and self.num_tokens + num_tokens > limits.max_tokens:
-            self._refuse("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_tokens}")
+            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_tokens}")
         if limits.max_requests_per_key and self._live_of_key[key] + num_requests > limits.max_requests_per_key:
-            self._refuse(
+            raise Refusal(
                 "key_concurrency", f"this key has {self._live_of_key[key]} requests of {limits.max_requests_per_key}"
             )
         if limits.requests_per_minute_per_key:
@@ -93,9 +94,5 @@ class Admission:
         if level < num_requests:
             self._bucket_of_key[key] = (level, now_s)
             wait_s = math.ceil((num_requests - level) * 60 / per_minute)
-            self._refuse("key_rate", f"this key may start {per_minute} requests a minute", wait_s)
+            raise Refusal("key_rate", f"this key may start {per_minute} requests a minute", wait_s)
         self._bucket_of_key[key] = (level - num_requests, now_s)
-
-    def _refuse(self, reason: str, message: str, retry_after_s: int = 1) -> None:
-        self.rejections[reason] += 1
-        raise Refusal(reason, message, retry_after_s)

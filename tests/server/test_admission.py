@@ -2,6 +2,7 @@
 
 import pytest
 
+from pagoda.base.errors import RequestError
 from pagoda.server.admission import Admission, AdmissionLimits, Refusal
 
 
@@ -20,7 +21,6 @@ def test_requests_and_tokens_are_bounded_and_given_back() -> None:
             assert refuse(admission, 1, 0) == "requests"
         assert (admission.num_requests, admission.num_tokens) == (1, 60)
     assert (admission.num_requests, admission.num_tokens) == (0, 0)
-    assert admission.rejections == {"tokens": 1, "requests": 1}
 
 
 def test_a_place_is_given_back_after_an_error() -> None:
@@ -56,3 +56,11 @@ def test_the_rate_of_a_key_says_when_to_come_back() -> None:
     assert 1 <= caught.value.retry_after_s <= 30
     with admission.admit(1, 1, "b"):
         pass
+
+
+@pytest.mark.parametrize("limit", ["max_requests", "max_requests_per_key", "requests_per_minute_per_key"])
+def test_what_would_never_fit_is_no_refusal_but_an_error(limit: str) -> None:
+    admission = Admission(AdmissionLimits(**{limit: 3}))
+    admission.check_size(3)
+    with pytest.raises(RequestError, match="4 outputs"):
+        admission.check_size(4)

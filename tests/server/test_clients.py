@@ -121,3 +121,42 @@ def test_the_report_counts_by_hand() -> None:
     assert result["ttft_ms"]["mean"] == 300.0
     assert result["tpot_ms"] is not None
     assert result["tpot_ms"]["p50"] == 100.0
+
+
+def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pagoda", "bench", "serve", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_load_generator_draws_what_it_measured(fake_server: LiveServer, tmp_path: Path) -> None:
+    picture = tmp_path / "run.png"
+    flags = ("--base-url", fake_server.url, "--num-prompts", "6", "--request-rate", "100", "--output-len", "4")
+    done = bench(*flags, "--input-len", "8", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "6 of 6 ok" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "is the server up"),
+        (("--model", "x", "--num-prompts", "2", "--json"), ""),
+        (("--request-rate", "0"), "above 0"),
+        (("--plot", "/nowhere/run.png"), "no folder"),
+        (("--goodput", "speed:3"), "the measure is one of"),
+    ],
+)
+def test_the_load_generator_says_in_one_line_why_there_is_no_measurement(flags: tuple[str, ...], said: str) -> None:
+    done = bench("--base-url", "http://127.0.0.1:9", *flags)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+
+
+def test_poisson_arrivals_have_the_rate_asked_for_and_repeat() -> None:
+    requests = load.random_requests(4000, 2, 2, 100, 0)
+    at = [r.arrival_s for r in load.poisson(requests, 20.0, 1)]
+    assert at == sorted(at) == [r.arrival_s for r in load.poisson(requests, 20.0, 1)]
+    assert 190 < at[-1] < 210
+    assert {r.arrival_s for r in load.poisson(requests, float("inf"), 1)} == {0.0}

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from pagoda.base.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
@@ -70,7 +72,9 @@ class RequestRecord:
 
 
 def poisson(requests: Sequence[LoadRequest], rate_per_s: float, seed: int) -> list[LoadRequest]:
-    """The same requests with Poisson arrivals; an infinite rate sends all at once."""
+    """The same requests with Poisson arrivals; an infinite rate sends all at once. Raises ConfigError for no rate."""
+    if not rate_per_s > 0:
+        raise ConfigError(f"--request-rate {rate_per_s}: it must be above 0 (inf sends all at once)")
     if rate_per_s == float("inf"):
         return [LoadRequest(r.prompt_token_ids, r.max_tokens) for r in requests]
     rng = random.Random(seed)
@@ -119,7 +123,7 @@ async def _send(
                     record.error = (await response.text())[:300]
                 else:
                     await _read_stream(response, record, start_s)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: what came was no event
             record.error = f"{type(error).__name__}: {error}"
     return record
 

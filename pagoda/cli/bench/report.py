@@ -1,5 +1,6 @@
 """What a load run comes to: throughput, percentiles, goodput; as JSON, a table and a plot."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -98,13 +99,26 @@ def _distribution(seconds: Sequence[float]) -> Distribution | None:
     return Distribution(mean=round(float(ms.mean()), 2), p50=p50, p90=p90, p99=p99)
 
 
+def check_plot(path: Path) -> None:
+    """Raises ConfigError when no picture could be written there: better before a long run than after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {path}: the name ends with .png, .svg or .pdf")
+
+
 def plot(records: Sequence[RequestRecord], path: Path) -> None:
-    """Two panels: TTFT and E2E over the time requests were due, and the distribution of ITL. Needs matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    """Two panels: TTFT and E2E over the time requests were due, and the distribution of ITL.
+
+    Call check_plot before the run. Draws nothing where no request was answered.
+    """
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
     ok = [r for r in records if r.ok]
+    if not ok:
+        return
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     due = [r.due_s for r in ok]
@@ -114,5 +128,7 @@ def plot(records: Sequence[RequestRecord], path: Path) -> None:
     left.legend()
     gaps = np.sort(np.asarray([gap for r in ok for gap in r.gaps_s]) * 1e3)
     right.plot(gaps, np.linspace(0, 100, len(gaps)))
-    right.set(xlabel="inter-token latency (ms)", ylabel="share of gaps (%)", xscale="log")
+    right.set(xlabel="inter-token latency (ms)", ylabel="share of gaps (%)")
+    if len(gaps):
+        right.set_xscale("log")
     figure.savefig(path)

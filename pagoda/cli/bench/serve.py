@@ -43,6 +43,8 @@ def bench_serve(
     from pagoda.cli.bench import load, report
 
     targets = report.parse_goodput(goodput or [])
+    if plot is not None:
+        report.check_plot(plot)
     if workload is not None:
         try:
             items = json.loads(workload.read_text())
@@ -65,6 +67,8 @@ def bench_serve(
         print(json.dumps(result))
     else:
         _print_table(result, [r.error for r in records if r.error])
+    if requests and not result["ok"]:
+        raise typer.Exit(1)  # scripts must not take a run without a single answer for a measurement
 
 
 def _first_model(base_url: str, api_key: str | None) -> str:
