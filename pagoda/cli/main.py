@@ -57,7 +57,8 @@ def _run(arguments: list[str]) -> int:
             bench.mount_scheduler()
         return int(app(arguments, prog_name="pagoda", standalone_mode=False) or 0)
     except typer.TyperException as error:  # a flag or command that does not exist, a value of the wrong type
-        return _fail(error.format_message(), error.exit_code)
+        message = error.format_message()  # empty where the help was the answer
+        return _fail(message, error.exit_code) if message else error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:

@@ -31,6 +31,14 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
     assert "Usage: pagoda" in out
 
 
+@pytest.mark.parametrize("command", [[], ["models"], ["bench"]], ids=str)
+def test_no_command_shows_the_help_and_nothing_else(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    code, out, err = run(capsys, *command)
+    assert code == 2
+    assert "Usage: pagoda" in out
+    assert err == ""
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--version")
     assert (code, out.split()[0]) == (0, "pagoda")
