@@ -76,6 +76,8 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
         ({"num_speculative_tokens": 3}, "there is no drafter yet"),
         ({"encoder_budget": 3}, "there is no model with an encoder yet"),
         ({"port": 70000}, "port=70000"),
+        ({"served_model_name": 5}, "served_model_name=5 must be texts"),
+        ({"tokenizer": 5}, "tokenizer=5 must be a text"),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
@@ -205,10 +205,12 @@ _SEVERAL = ("served_model_name", "api_keys", "cors_origins")
 
 def _normal(name: str, value: Any) -> Any:
     """A value in the form that its field has."""
-    if name in _ENUMS and not isinstance(value, Enum):
-        return _to_enum(name, value)
-    if name in _SEVERAL:
-        return (value,) if isinstance(value, str) else tuple(value)
+    if name in _ENUMS:
+        return value if isinstance(value, Enum) else _to_enum(name, value)
+    if name in _SEVERAL and isinstance(value, str):
+        return (value,)
+    if name in _SEVERAL and isinstance(value, list):
+        return tuple(cast("list[object]", value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

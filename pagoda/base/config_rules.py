@@ -1,6 +1,7 @@
 """What each setting may be on its own. How settings go together, and with a model, is judged where they meet."""
 
 import dataclasses
+import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
@@ -101,10 +102,10 @@ _NOUNS: dict[type, tuple[type, str]] = {
 
 def _check_type(name: str, value: object, hint: object) -> None:
     """ConfigError unless `value` is what the field's annotation says. A bool is no number."""
-    options = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
-    if value is None and len(options) > 1:
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and types.NoneType in members:
         return
-    wanted: type = typing.get_origin(options[0]) or options[0]
+    wanted = typing.cast("type", typing.get_origin(members[0]) or members[0])
     if issubclass(wanted, Enum):
         kind, noun = wanted, f"one of {', '.join(repr(member.value) for member in wanted)}"
     else:
