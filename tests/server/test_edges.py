@@ -128,8 +128,8 @@ def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
     assert fake_server.post("/v1/completions", {**TEXT, "prompt": [[7] * 5, [8] * 6], "n": 3})[0] == 200
     with socket.create_connection(("127.0.0.1", port_of(fake_server)), 5) as connection:
         connection.sendall(request_bytes({**LONG, "n": 2, "stream": True}))
-        while b"data: " not in connection.recv(65536):
-            pass
+        while b"data: " not in (piece := connection.recv(65536)):
+            assert piece, "closed before the first token"
     fake_server.wait_idle()
     after = counts()
     more = {name: after[name] - before[name] for name in after}
