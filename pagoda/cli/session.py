@@ -1,5 +1,6 @@
 """A model loaded in this process, as the terminal commands use it."""
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ from pagoda.base.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagoda.llm import LLM
+
+logger = logging.getLogger("pagoda")
 
 Message = Mapping[str, str]
 
@@ -45,6 +48,8 @@ class Session:
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
         """The answer as it comes; leaving the iteration ends it. RequestError, CapacityError come before it begins."""
         for output in self._llm.stream(token_ids, params):
+            if output.error is not None:  # what was said so far stays
+                logger.warning("the answer ends early: %s", output.error)
             for answer in output.outputs:
                 yield Piece(answer.text, len(answer.token_ids), answer.finish_reason)
 

@@ -1,11 +1,15 @@
 import io
 import sys
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
+from pagoda import LLM, CompletionOutput, RequestOutput, SamplingParams
 from pagoda.base.errors import RequestError
 from pagoda.cli.console import for_stream, human_bytes
 from pagoda.cli.generate import Figures, read_prompt
+from pagoda.cli.session import Session
 
 
 class Terminal(io.StringIO):
@@ -51,3 +55,14 @@ def test_a_terminal_gets_no_escape_sequences() -> None:
 )
 def test_human_bytes(num_bytes: int, text: str) -> None:
     assert human_bytes(num_bytes) == text
+
+
+def test_an_answer_that_ends_early_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+            ending = CompletionOutput(index=0, text="so far", finish_reason="length")
+            yield RequestOutput("0", None, outputs=[ending], finished=True, error="the KV cache has 2 blocks")
+
+    pieces = list(Session(cast("LLM", Failing())).stream([1], SamplingParams()))
+    assert [piece.text for piece in pieces] == ["so far"]
+    assert "the KV cache has 2 blocks" in caplog.text
