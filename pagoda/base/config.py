@@ -140,6 +140,7 @@ class ServerConfig:
     max_queued_requests, max_queued_tokens: live requests, and their prompt + asked output tokens, beyond which callers
     hear 429.
     max_requests_per_key, requests_per_minute_per_key: the same for each API key.
+    trust_request_chat_template: callers may send chat templates of their own (sandboxed, but free to loop).
     drain_timeout_s: how long streams may go on after SIGTERM.   step_timeout_s: a step that takes longer counts as an
     engine's death.
     """
@@ -151,6 +152,7 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     cors_origins: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
+    trust_request_chat_template: bool = False
     max_queued_requests: int = 1024
     max_queued_tokens: int = 2_000_000
     max_requests_per_key: int = 0

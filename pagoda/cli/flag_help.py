@@ -61,6 +61,7 @@ HELP: dict[str, str] = {
     "ssl_certfile": "TLS certificate, PEM.",
     "ssl_keyfile": "TLS key, PEM.",
     "cors_origins": "Origin that browsers may call from; may be repeated.",
+    "trust_request_chat_template": "Render chat templates that callers send (sandboxed, but free to loop).",
     "tool_call_parser": "How tool calls are read: auto (from the chat template), hermes, llama_json, none.",
     "max_queued_requests": "Live requests beyond which callers hear 429 (0: no limit).",
     "max_queued_tokens": "Live prompt and asked output tokens beyond which callers hear 429 (0: no limit).",

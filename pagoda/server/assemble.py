@@ -44,6 +44,7 @@ async def build_state(
         chat_template=source,
         tool_template=sources.get("tool_use", source),
         tool_parser=server.tool_call_parser,
+        trusts_templates=server.trust_request_chat_template,
         engine=client,
     )
 

@@ -31,6 +31,7 @@ async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> 
     """Answer a conversation."""
     state = state_of(http)
     state.check_model(body.model)
+    state.check_template(body.chat_template)
     request_id = state.request_id(http, body.request_id, "chatcmpl")
     if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
         raise ApiError(

@@ -17,6 +17,7 @@ class ServerState:
     """model_names: the first is the one we answer with.   chat_template: the model's own.
 
     tool_template: the one it uses with tools.   tool_parser: a name in TOOL_PARSERS, "none", or "auto".
+    trusts_templates: callers may send chat templates of their own.
     """
 
     generator: Generator
@@ -25,6 +26,7 @@ class ServerState:
     chat_template: str | None
     tool_template: str | None
     tool_parser: str
+    trusts_templates: bool = False
     engine: ProcessClient | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -32,6 +34,12 @@ class ServerState:
         """404 for a model we do not serve."""
         if name is not None and name not in self.model_names:
             raise ApiError(404, f"no model {name!r} here; this server has {', '.join(self.model_names)}", "model")
+
+    def check_template(self, template: str | None) -> None:
+        """400 for a template of the caller's where those are not trusted: the sandbox cannot keep one from looping."""
+        if template is not None and not self.trusts_templates:
+            hint = "start the server with --trust-request-chat-template to render those of callers"
+            raise ApiError(400, f"chat_template: only the model's own is rendered here; {hint}", "chat_template")
 
     def tool_parser_for(self, template: str | None) -> str | None:
         """The parser of what a model says under this template; None: its text is all there is."""

@@ -16,6 +16,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
     """Token ids of a text, or of a conversation through the chat template."""
     state = state_of(http)
     state.check_model(body.model)
+    state.check_template(body.chat_template)
     llm = state.generator.llm
     if body.messages is not None:
         prompt = await llm.render_chat(

@@ -12,6 +12,14 @@ from tests.server.live import LiveServer, serving
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """`pagoda serve` whose tokens come from the fake executor: real processes and sockets, no model."""
     folder: Path = tmp_path_factory.mktemp("server")
-    flags = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048")
+    flags = (
+        "--distributed-executor-backend",
+        "fake",
+        "--num-blocks",
+        "512",
+        "--max-model-len",
+        "2048",
+        "--trust-request-chat-template",
+    )
     with serving(folder, *flags) as server:
         yield server

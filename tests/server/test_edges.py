@@ -145,6 +145,15 @@ def test_a_request_larger_than_the_cache_is_its_callers_fault(tmp_path: Path) ->
         assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
+def test_templates_of_callers_are_refused_unless_trusted(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}"}
+    with serving(tmp_path, *FLAGS) as server:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            status, answer = server.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, "chat_template")
+            assert "--trust-request-chat-template" in answer["error"]["message"]
+
+
 def test_the_openapi_page_tells_of_streams_errors_and_keys(tmp_path: Path) -> None:
     with serving(tmp_path, *FLAGS, "--api-key", "one", "--cors-origins", "https://a.example") as server:
         request = urllib.request.Request(f"{server.url}/openapi.json", headers={"Authorization": "Bearer one"})

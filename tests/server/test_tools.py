@@ -52,7 +52,15 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     scripts.write_text(json.dumps([[*tokenizer.encode(text, False), end] for text in SAID]))
     template = folder / "hermes.jinja"
     template.write_text(HERMES)
-    flags = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048")
+    flags = (
+        "--distributed-executor-backend",
+        "fake",
+        "--num-blocks",
+        "512",
+        "--max-model-len",
+        "2048",
+        "--trust-request-chat-template",
+    )
     env = {"ENGINE_SCRIPTS": str(scripts), "PYTHONPATH": os.getcwd()}
     with serving(
         folder, *flags, "--chat-template", str(template), env=env, engine="tests.engine.scripted_engine"
