@@ -11,6 +11,7 @@ import numpy as np
 
 from pagoda.base.clock import Clock
 from pagoda.base.errors import InvariantBroken, RequestError, WorkerDied
+from pagoda.core.decision_log import DecisionLog
 from pagoda.core.executor import Executor
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
@@ -116,6 +117,11 @@ class EngineCore:
     def make_stats(self) -> SchedulerStats:
         """The scheduler's gauges and totals (see Scheduler.make_stats)."""
         return self._scheduler.make_stats()
+
+    @property
+    def explain(self) -> DecisionLog:
+        """Why the last steps were planned as they were; empty unless `decision_log_steps` asked for it."""
+        return self._scheduler.explain
 
     def shutdown(self) -> None:
         """End the executor; steps in flight are given up. Idempotent."""

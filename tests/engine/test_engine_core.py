@@ -224,3 +224,13 @@ def test_stats_and_cache_reset() -> None:
     core.add_request(request(1, list(range(20)), SamplingParams(max_tokens=9)))
     core.step()
     assert not core.reset_prefix_cache()
+
+
+def test_decisions_can_be_read_when_they_were_asked_for() -> None:
+    core = make_core(fake, decision_log_steps=4)
+    drive(core, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
+    assert any(decision.request_id == "r0" for step in core.explain for decision in step.decisions)
+    assert core.explain.of_request("r0")
+    quiet = make_core(fake)
+    drive(quiet, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
+    assert list(quiet.explain) == []
