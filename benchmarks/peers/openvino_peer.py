@@ -8,12 +8,11 @@ import openvino_genai as genai
 from common import measure, read_work
 
 
-def greedy(num_tokens: int) -> "genai.GenerationConfig":
-    config = genai.GenerationConfig()
+def greedy(pipeline: "genai.ContinuousBatchingPipeline", num_tokens: int) -> "genai.GenerationConfig":
+    config = pipeline.get_config()  # the model's own end-of-text token must be in it, though it is ignored
     config.max_new_tokens = num_tokens
     config.ignore_eos = True
     config.do_sample = False
-    config.eos_token_id = 2
     return config
 
 
@@ -26,9 +25,9 @@ def main() -> None:
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = True
     pipeline = genai.ContinuousBatchingPipeline(sys.argv[1], scheduler, "CPU", {})
-    pipeline.generate([ov.Tensor(np.arange(10, 40, dtype=np.int64)[None])], [greedy(8)])
+    pipeline.generate([ov.Tensor(np.arange(10, 40, dtype=np.int64)[None])], [greedy(pipeline, 8)])
     prompts = [ov.Tensor(np.array([request["prompt_token_ids"]], np.int64)) for request in work]
-    configs = [greedy(request["max_tokens"]) for request in work]
+    configs = [greedy(pipeline, request["max_tokens"]) for request in work]
     measure("openvino", work, lambda: sum(len(o.m_generation_ids[0]) for o in pipeline.generate(prompts, configs)))
 
 
