@@ -45,9 +45,9 @@ async def health(session: aiohttp.ClientSession) -> int:
 def test_a_killed_engine_is_a_pause_and_no_more(tmp_path: Path) -> None:
     async def load(server: LiveServer, kills: int) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:
-            tasks = [asyncio.create_task(stream(session, i, 1000, 1 + i % 3)) for i in range(16)]
+            tasks = [asyncio.create_task(stream(session, i, 1800, 1 + i % 3)) for i in range(16)]
             for _ in range(kills):
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.1)
                 assert not all(task.done() for task in tasks), "too fast: nobody was disturbed"
                 await asyncio.to_thread(server.kill_engine)
                 for truth in (503, 200):  # down, then up again
