@@ -12,16 +12,20 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from pagoda.base.config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, tokens
 from pagoda.server.http_protocol import bounded
-from pagoda.server.middleware import OPEN_PATHS, Gate
+from pagoda.server.middleware import OPEN_PATHS, AccessLog, Gate
 from pagoda.server.state import ServerState
 
 
-def create_app(state: ServerState, config: ServerConfig) -> FastAPI:
-    """An ASGI app over a started engine. The caller owns engine and sockets."""
+def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
+    """An ASGI app over a started engine. The caller owns engine and sockets.
+
+    The layers lie around FastAPI's app, not in it, so that also what nobody expected (a 500) leaves through them.
+    """
     app = FastAPI(
         title="pagoda", version=version("pagoda-llm"), description="OpenAI-compatible API of the pagoda engine"
     )
@@ -31,14 +35,18 @@ def create_app(state: ServerState, config: ServerConfig) -> FastAPI:
         app.include_router(part.router)
     if config.api_keys:
         _describe_keys(app)
+    layers: ASGIApp = Gate(app, config.api_keys, config.max_body_bytes, config.max_header_bytes)
     if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        # Around the gate: a browser shows a page only answers that carry these headers, refusals included, and asks
+        # for them (OPTIONS) without the key.
+        layers = CORSMiddleware(
+            layers,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(
-        Gate, api_keys=config.api_keys, max_body_bytes=config.max_body_bytes, max_header_bytes=config.max_header_bytes
-    )
-    return app
+    return AccessLog(layers)
 
 
 def _describe_keys(app: FastAPI) -> None:

@@ -80,6 +80,14 @@ def _path(places: Sequence[str | int], keep_last: bool) -> str:
     return ".".join([part for part in parts[: len(parts) - len(sure)] if not _NO_FIELD.fullmatch(part)] + sure)
 
 
+async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    """The answer to what the web framework, or a layer that reads a body for it, found wrong."""
+    response = error_response(error.status_code, str(error.detail))
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
 def install(app: FastAPI) -> None:
     """Every error of every route leaves in this shape."""
 
@@ -99,12 +107,7 @@ def install(app: FastAPI) -> None:
             said = f"{where}: {said}"
         return error_response(400, said, where or None)
 
-    @app.exception_handler(HTTPException)
-    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        response = error_response(error.status_code, str(error.detail))
-        for name, value in (error.headers or {}).items():
-            response.headers[name] = value
-        return response
+    app.add_exception_handler(HTTPException, on_http_error)  # type: ignore[arg-type]
 
     async def on_known(request: Request, error: Exception) -> JSONResponse:
         known = as_api_error(error)

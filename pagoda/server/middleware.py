@@ -32,13 +32,47 @@ class BodyTooLarge(HTTPException):
         super().__init__(413, f"the body is larger than {max_body_bytes} bytes")
 
 
+class AccessLog:
+    """Outermost layer of the app: gives every request an id, and one line in the log when it has ended.
+
+    It leaves in scope["state"]: request_id, key (see Gate) and timings (a dict that routes may fill).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began_s = time.perf_counter()
+        given = next((v.decode("latin-1") for k, v in scope["headers"] if k == REQUEST_ID_HEADER), "")
+        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state.update(request_id=request_id, key="", timings={})
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())],
+                }
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            _log(scope, state, status, time.perf_counter() - began_s)
+
+
 class Gate:
-    """Outermost layer of the app.
+    """What a request must pass before a route sees it, and its body while one reads it.
 
     api_keys: empty lets everybody in. Keys are compared in constant time.
     max_body_bytes, max_header_bytes: larger requests get 413 and 431.
-    It leaves in scope["state"]: request_id, key ("" or the key's digest, safe to log) and timings (a dict that routes
-    may fill).
+    It leaves in scope["state"]: key, "" or the key's digest, safe to log.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, max_header_bytes: int) -> None:
@@ -50,35 +84,10 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        began_s = time.perf_counter()
-        headers = scope["headers"]
-        given = next((v.decode("latin-1") for k, v in headers if k == REQUEST_ID_HEADER), "")
-        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
-        state: dict[str, Any] = scope.setdefault("state", {})
-        state.update(request_id=request_id, key="", timings={})
-        status = 0
-        started = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status, started
-            if message["type"] == "http.response.start":
-                started, status = True, message["status"]
-                message = {
-                    **message,
-                    "headers": [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())],
-                }
-            await send(message)
-
-        try:
-            refusal = self._refusal(scope, state)
-            if refusal is not None:
-                return await refusal(scope, receive, send_with_id)
-            await self._app(scope, self._limited(receive), send_with_id)
-        except BodyTooLarge as error:
-            if not started:
-                await error_response(error.status_code, error.detail)(scope, receive, send_with_id)
-        finally:
-            _log(scope, state, status, time.perf_counter() - began_s)
+        refusal = self._refusal(scope, scope["state"])
+        if refusal is not None:
+            return await refusal(scope, receive, send)
+        return await self._app(scope, self._limited(receive), send)
 
     def _refusal(self, scope: Scope, state: dict[str, Any]) -> ASGIApp | None:
         headers = scope["headers"]

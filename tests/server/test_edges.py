@@ -1,6 +1,7 @@
 """The server's edges: limits while bytes come in, certificates, keys, ids, and an engine that is gone for good."""
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,34 @@ def test_the_openapi_page_tells_of_streams_errors_and_keys(tmp_path: Path) -> No
         )
         with urllib.request.urlopen(preflight, timeout=10) as response:
             assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_a_browser_can_read_refusals(tmp_path: Path) -> None:
+    limits = ("--max-header-bytes", "2000", "--max-body-bytes", "2000", "--requests-per-minute-per-key", "1")
+    key = {"Authorization": "Bearer one"}
+    with serving(tmp_path, *FLAGS, "--api-key", "one", "--cors-origins", "https://a.example", *limits) as server:
+
+        def ask(origin: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Message]:
+            sent = {"Content-Type": "application/json", "Origin": origin, **headers}
+            connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=10)
+            connection.request("POST", "/v1/completions", json.dumps(body), sent)
+            response = connection.getresponse()
+            assert response.status == 200 or b'"error"' in response.read()
+            connection.close()
+            return response.status, response.headers
+
+        for status, body, headers in (
+            (401, TEXT, {}),
+            (413, {"prompt": "x" * 3000}, key),
+            (431, TEXT, {**key, "X-Long": "x" * 3000}),
+            (200, TEXT, key),
+            (429, TEXT, key),
+        ):
+            got, answer = ask("https://a.example", body, headers)
+            assert (got, answer["access-control-allow-origin"]) == (status, "https://a.example")
+            assert {"X-Request-Id", "Retry-After"} == set(answer["access-control-expose-headers"].split(", "))
+            assert answer["x-request-id"]
+        assert "access-control-allow-origin" not in ask("https://b.example", TEXT, {})[1]
 
 
 def test_without_being_asked_no_cors_header_is_sent(fake_server: LiveServer) -> None:

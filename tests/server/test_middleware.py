@@ -1,16 +1,22 @@
-"""The gate: ids, limits and keys, in front of any app."""
+"""The layers around any app: ids and the log, keys and limits."""
 
 import asyncio
 import json
 import logging
+from typing import Any
 
 import httpx
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.server.middleware import Gate
+from pagoda.base.config import ServerConfig
+from pagoda.server.app import create_app
+from pagoda.server.errors import on_http_error
+from pagoda.server.middleware import AccessLog, Gate
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -20,16 +26,18 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"size": len(body), "id": state["request_id"], "key": state["key"]})(scope, receive, send)
 
 
-def call(gate: Gate, method: str = "POST", path: str = "/x", **kw: object) -> httpx.Response:
+def call(app: ASGIApp, method: str = "POST", path: str = "/x", **kw: object) -> httpx.Response:
     async def run() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://test") as client:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **kw)  # type: ignore[arg-type]
 
     return asyncio.run(run())
 
 
-def gate(*keys: str) -> Gate:
-    return Gate(echo, keys, max_body_bytes=100, max_header_bytes=2000)
+def gate(*keys: str) -> AccessLog:
+    app = ExceptionMiddleware(echo, {HTTPException: on_http_error})
+    return AccessLog(Gate(app, keys, max_body_bytes=100, max_header_bytes=2000))
 
 
 def test_ids_are_taken_from_the_header_or_made_and_returned() -> None:
@@ -72,3 +80,14 @@ def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = [json.loads(r.message) for r in caplog.records if r.name == "pagoda.access"]
     assert (line["request_id"], line["status"], line["tokens"], line["path"]) == ("abc", 200, 3, "/x")
     assert "k" != line["key"] != ""
+
+
+def test_what_nobody_expected_leaves_through_all_layers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pagoda.access")
+    broken: Any = None  # a state that no route can use
+    app = create_app(broken, ServerConfig(cors_origins=("*",)))
+    answer = call(app, "GET", "/v1/models", headers={"Origin": "https://a.example", "X-Request-Id": "abc"})
+    assert answer.json()["error"]["type"] == "internal_server_error"
+    assert (answer.headers["x-request-id"], answer.headers["access-control-allow-origin"]) == ("abc", "*")
+    (line,) = [json.loads(r.message) for r in caplog.records if r.name == "pagoda.access"]
+    assert line["status"] == 500
