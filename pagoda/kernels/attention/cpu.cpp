@@ -13,12 +13,13 @@
 #include "../kv_cache/pages.h"
 #include "parallel.h"
 #include "tiles.h"
+#include "widen.h"
 
 namespace {
 
 constexpr int SEGMENT = 256;
 constexpr int TILE_QUERY_VECTORS = 48;  // query vectors (queries x heads of a KV head) that share a pass
-constexpr int PREFETCH_ROWS = 12;  // tiles of more query vectors compute longer than their pages take to come
+constexpr int FEW_VECTORS = 12;  // tiles of more query vectors compute longer than their pages take to come
 constexpr float NOTHING_SEEN = -1e30f;  // running maximum before any position: finite, so that differences are numbers
 constexpr float HIDDEN = -1e37f;        // score of a position out of sight: its weight comes out as exactly 0
 
@@ -98,13 +99,9 @@ struct Forms {
         if constexpr (IN_PLACE) {
             memcpy(static_cast<void*>(to), from, sizeof(Lane) * N);
         } else if constexpr (SCALED) {
-            u16x16 raw = {};
-            memcpy(&raw, from, 2 * N);
-            u32x16 pair = __builtin_convertvector(raw, u32x16);
-            f32x16 low = __builtin_convertvector((i32x16)(pair << 24) >> 24, f32x16);
-            f32x16 high = __builtin_convertvector((i32x16)(pair << 16) >> 24, f32x16);
-            // Integers up to 127 are exact in bf16: the upper half of the float.
-            u32x16 lanes = ((u32x16)low >> 16) | ((u32x16)high & 0xffff0000u);
+            int8_t codes[32] = {};
+            memcpy(codes, from, 2 * N);
+            u32x16 lanes = widen_32(codes);
             memcpy(to, &lanes, 4 * N);
         } else {
             store_lanes(reinterpret_cast<float*>(to), load_lanes(from, N), N);
@@ -123,16 +120,27 @@ struct Forms {
     }
 };
 
+// KV heads [first, first + count).
+struct Heads {
+    int first, count;
+};
+// What a thread claims: heads of a tile, which it walks through together.
+struct Unit {
+    const Tile* tile;
+    Heads heads;
+};
+
 // What one thread works in. Sizes in floats or lanes; all are 32 bit.
 template <class Lane>
 struct Workspace {
-    Lane *queries, *weights, *keys, *values;
-    float *scores, *keep, *new_top, *sums, *key_scale, *value_scale, *segment;
+    Lane *queries, *weights, *keys, *values;  // queries: a tile's for each head
+    float *scores, *keep, *new_top, *sums, *key_scale, *value_scale, *partials;
+    int rows, head_dim, heads;
 
-    static Workspace take(const Problem& p, int rows) {
-        size_t d = p.head_dim, r = rows;
-        size_t partials = Partial::floats(rows, p.head_dim) * 2;
-        size_t sizes[] = {r * d, r * CHUNK, d * CHUNK, d * CHUNK, r * CHUNK, r, r, r * 16, CHUNK, CHUNK, partials};
+    static Workspace take(const Problem& p, int rows, int heads) {
+        size_t d = p.head_dim, r = rows, h = heads;
+        size_t partials = Partial::floats(rows, p.head_dim) * 2 * h;
+        size_t sizes[] = {h * r * d, r * CHUNK, d * CHUNK, d * CHUNK, r * CHUNK, r, r, h * r * 16, CHUNK, CHUNK, partials};
         size_t total = 0;
         for (size_t& size : sizes) total += size = (size + 15) / 16 * 16;
         char* at = static_cast<char*>(thread_scratch(total * 4, 0));
@@ -140,9 +148,16 @@ struct Workspace {
         for (int i = 0; i < 11; i++) places[i] = at, at += sizes[i] * 4;
         auto lanes = [&](int i) { return reinterpret_cast<Lane*>(places[i]); };
         auto floats = [&](int i) { return reinterpret_cast<float*>(places[i]); };
-        return {lanes(0),  lanes(1),  lanes(2),  lanes(3),  floats(4), floats(5),
-                floats(6), floats(7), floats(8), floats(9), floats(10)};
+        return {lanes(0),  lanes(1),  lanes(2),  lanes(3),  floats(4),  floats(5), floats(6),
+                floats(7), floats(8), floats(9), floats(10), rows,      p.head_dim, heads};
     }
+    Lane* queries_of(int head) const { return queries + size_t(head) * rows * head_dim; }
+    float* sums_of(int head) const { return sums + size_t(head) * rows * 16; }
+    Partial folded(int head) const { return partial(head); }
+    Partial next(int head) const { return partial(heads + head); }
+
+  private:
+    Partial partial(int index) const { return Partial::at(partials + Partial::floats(rows, head_dim) * index, rows); }
 };
 
 template <class Stored>
@@ -158,20 +173,51 @@ struct Attention {
     void bring(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Lane>& w,
                KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
         int bs = p.block_size, low = std::max(chunk_at, visible), high = std::min(chunk_at + CHUNK, end);
+        values.begin = (low - chunk_at) / WIDTH;
+        values.end = (high - chunk_at + WIDTH - 1) / WIDTH;
+        values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;
+        if constexpr (F::SCALED) {
+            bring_scales(table, kv_head, chunk_at, low, high, w);
+            if (bs % 16 == 0 && bs <= CHUNK) return bring_whole(table, kv_head, chunk_at, low, high, w, keys, values);
+        }
         if (bs % 16 == 0)
             bring_keys<16>(table, kv_head, chunk_at, low, high, w, keys);
         else
             bring_keys<8>(table, kv_head, chunk_at, low, high, w, keys);
-        bring_values(table, kv_head, chunk_at, low, high, w, values);
-        if constexpr (F::SCALED) {
-            for (int i = 0; i < CHUNK; i++) {
-                int at = chunk_at + i;
-                bool seen = at >= low && at < high;
-                int64_t place = seen ? (table[at / bs] * int64_t(p.num_kv_heads) + kv_head) * bs + at % bs : 0;
-                w.key_scale[i] = seen ? p.k_scale[place] : 0.0f;
-                w.value_scale[i] = seen ? p.v_scale[place] : 0.0f;
-            }
+        bring_values(table, kv_head, chunk_at, w, values);
+    }
+
+    void bring_scales(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high,
+                      const Workspace<Lane>& w) const {
+        memset(w.key_scale, 0, sizeof(float) * CHUNK);
+        memset(w.value_scale, 0, sizeof(float) * CHUNK);
+        int bs = p.block_size;
+        for (int index = low / bs, at = low; at < high; at = ++index * bs) {
+            int count = std::min((index + 1) * bs, high) - at;
+            int64_t place = (table[index] * int64_t(p.num_kv_heads) + kv_head) * bs + at % bs;
+            memcpy(w.key_scale + at - chunk_at, p.k_scale + place, sizeof(float) * count);
+            memcpy(w.value_scale + at - chunk_at, p.v_scale + place, sizeof(float) * count);
         }
+    }
+
+    // int8 blocks of 16, 32 or 64 slots: all of a block is widened in one run, and lies then as it does in its page.
+    void bring_whole(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+                     KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
+        int bs = p.block_size, hd = p.head_dim;
+        for (int i = 0; i < CHUNK; i += bs) {
+            bool seen = chunk_at + i + bs > low && chunk_at + i < high;
+            int64_t block = table[(seen ? chunk_at + i : low) / bs];
+            Lane *k = w.keys + i * (hd / WIDTH), *v = w.values + i * (hd / WIDTH);
+            if (seen) {
+                widen_int8(F::page(p.k_pages, p, block, kv_head), bs * hd, k);
+                widen_int8(F::page(p.v_pages, p, block, kv_head), bs * hd, v);
+            } else {
+                memset(k, 0, sizeof(Lane) * bs * (hd / WIDTH));
+            }
+            for (int g = 0; g < bs / 16; g++) keys.keys[i / 16 + g] = k + 16 * g;
+            for (int j = 0; j < bs / WIDTH; j++) values.rows[i / WIDTH + j] = v + j * hd;
+        }
+        keys.stride = bs;
     }
 
     // STEP slots side by side lie in one block.
@@ -198,12 +244,9 @@ struct Attention {
         }
     }
 
-    void bring_values(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+    void bring_values(const int32_t* table, int64_t kv_head, int chunk_at, const Workspace<Lane>& w,
                       ValueChunk<Kind>& values) const {
         int bs = p.block_size, hd = p.head_dim;
-        values.begin = (low - chunk_at) / WIDTH;
-        values.end = (high - chunk_at + WIDTH - 1) / WIDTH;
-        values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;
         int first = chunk_at + values.begin * WIDTH, index = first / bs, slot = first % bs;
         for (int j = values.begin; j < values.end; index++, slot = 0) {
             const Stored* v = F::page(p.v_pages, p, table[index], kv_head) + int64_t(slot) * hd;
@@ -257,7 +300,7 @@ struct Attention {
     }
 
     // Online softmax of a chunk for all rows of a tile: scores to weights, with `keep` for what was summed before.
-    void soften(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part) const {
+    void soften(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part, float* sums) const {
         int n = rows(t), group = p.group();
         for (int r = 0; r < n; r++) {
             float top = finish_scores(w.scores + r * CHUNK, chunk_at, t.first_at + r / group, w);
@@ -269,60 +312,83 @@ struct Attention {
             store_lanes(part.top + r, top, lanes);
         });
         for (int r = 0; r < n; r++)
-            weigh(w.scores + r * CHUNK, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], w.sums + r * 16, w);
+            weigh(w.scores + r * CHUNK, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], sums + r * 16, w);
     }
 
-    // Pages are scattered, and the hardware's own prefetcher starts anew in each: ask for the next chunk's early.
-    void prefetch(const int32_t* table, int64_t kv_head, int from, int end) const {
-        int bs = p.block_size, to = std::min(from + CHUNK, end);
-        int64_t page_bytes = int64_t(bs) * p.head_dim * sizeof(Stored);
-        for (int index = from / bs, at = from; at < to; index++, at = index * bs) {
-            // The part of a page that the chunk reads; of K, whose slots lie side by side, all of a small page.
-            int64_t begin = int64_t(at % bs) * p.head_dim * sizeof(Stored);
-            int64_t count = std::min(page_bytes - begin, int64_t(to - at) * p.head_dim * int64_t(sizeof(Stored)));
-            const char* v = reinterpret_cast<const char*>(F::page(p.v_pages, p, table[index], kv_head)) + begin;
-            const char* k = reinterpret_cast<const char*>(F::page(p.k_pages, p, table[index], kv_head)) + begin;
-            for (int64_t i = 0; i < count; i += 64) {
-                __builtin_prefetch(k + i);
-                __builtin_prefetch(v + i);
+    // The blocks of one chunk; of a block that holds several chunks, all with the first one that is met.
+    void look_ahead(const Unit& unit, int chunk_at, bool first_met, Ahead& ahead) const {
+        const Tile& t = *unit.tile;
+        Heads heads = unit.heads;
+        const int32_t* table = p.block_table + t.row * p.table_stride;
+        int bs = p.block_size, low = std::max(chunk_at, t.first_visible(p)), high = std::min(chunk_at + CHUNK, t.end());
+        for (int index = first_met ? low / bs : (low + bs - 1) / bs; index * bs < high; index++) {
+            int64_t place = (table[index] * int64_t(p.num_kv_heads) + heads.first) * bs, slots = int64_t(heads.count) * bs;
+            int64_t slot_bytes = int64_t(p.head_dim) * sizeof(Stored);
+            ahead.add(p.k_pages + place * slot_bytes, slots * slot_bytes);
+            ahead.add(p.v_pages + place * slot_bytes, slots * slot_bytes);
+            if constexpr (F::SCALED) {
+                ahead.add(p.k_scale + place, slots * sizeof(float));
+                ahead.add(p.v_scale + place, slots * sizeof(float));
             }
         }
     }
 
     int rows(const Tile& t) const { return t.num_queries * p.group(); }
 
-    void load_queries(const Tile& t, int64_t kv_head, const Workspace<Lane>& w) const {
-        by_dtype(p.dtype, [&](auto element) { load_queries_of<decltype(element)>(t, kv_head, w); });
+    void load_queries(const Tile& t, Heads heads, const Workspace<Lane>& w) const {
+        by_dtype(p.dtype, [&](auto element) {
+            for (int h = 0; h < heads.count; h++)
+                load_queries_of<decltype(element)>(t, heads.first + h, w.queries_of(h));
+        });
     }
     template <class T>
-    void load_queries_of(const Tile& t, int64_t kv_head, const Workspace<Lane>& w) const {
+    void load_queries_of(const Tile& t, int64_t kv_head, Lane* to) const {
         int group = p.group();
         for (int r = 0; r < rows(t); r++) {
             int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
             const T* from = static_cast<const T*>(p.q) + token * p.q_stride + head * p.head_dim;
-            F::query(from, w.queries + int64_t(r) * (p.head_dim / WIDTH), p.head_dim);
+            F::query(from, to + int64_t(r) * (p.head_dim / WIDTH), p.head_dim);
         }
     }
 
-    void run_segment(const Tile& t, int64_t kv_head, int segment, const Workspace<Lane>& w, Partial part) const {
+    // A segment's sums; part(h) is where those of the unit's h-th head go. What this thread reads next is asked for on the
+    // way: the unit's positions below `walked_until`, and then the beginning of `then`.
+    template <class PartOf>
+    void run_segment(const Unit& unit, int segment, const Workspace<Lane>& w, PartOf&& part, int walked_until,
+                     const Unit* then) const {
+        const Tile& t = *unit.tile;
+        Heads heads = unit.heads;
+        Ahead ahead;
         int n = rows(t), hd = p.head_dim;
         const int32_t* table = p.block_table + t.row * p.table_stride;
-        for (int r = 0; r < n; r++) part.top[r] = NOTHING_SEEN;
-        memset(part.acc, 0, sizeof(float) * n * hd);
-        memset(w.sums, 0, sizeof(float) * n * 16);
+        for (int h = 0; h < heads.count; h++) {
+            for (int r = 0; r < n; r++) part(h).top[r] = NOTHING_SEEN;
+            memset(part(h).acc, 0, sizeof(float) * n * hd);
+            memset(w.sums_of(h), 0, sizeof(float) * n * 16);
+        }
         int visible = t.first_visible(p), end = t.end();
         int first = std::max(segment * SEGMENT, visible / CHUNK * CHUNK);
         int last = std::min((segment + 1) * SEGMENT, end);
         KeyChunk<Kind> keys;
         ValueChunk<Kind> values;
         for (int chunk_at = first; chunk_at < last; chunk_at += CHUNK) {
-            if (n <= PREFETCH_ROWS) prefetch(table, kv_head, chunk_at + CHUNK, end);
-            bring(table, kv_head, chunk_at, visible, end, w, keys, values);
-            scores_of<Kind>(w.queries, n, keys, hd / WIDTH, w.scores);
-            soften(t, chunk_at, w, part);
-            outputs_of<Kind>(w.weights, n, values, hd, w.keep, part.acc);
+            ahead.clear();
+            if (n <= FEW_VECTORS) {
+                if (chunk_at + CHUNK < walked_until)
+                    look_ahead(unit, chunk_at + CHUNK, false, ahead);
+                else if (then != nullptr)
+                    look_ahead(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
+            }
+            for (int h = 0; h < heads.count; h++) {
+                bring(table, heads.first + h, chunk_at, visible, end, w, keys, values);
+                scores_of<Kind>(w.queries_of(h), n, keys, hd / WIDTH, w.scores, ahead);
+                soften(t, chunk_at, w, part(h), w.sums_of(h));
+                outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
+            }
+            ahead.ask_rest();
         }
-        for (int r = 0; r < n; r++) part.total[r] = lane_sum(load(w.sums + r * 16));
+        for (int h = 0; h < heads.count; h++)
+            for (int r = 0; r < n; r++) part(h).total[r] = lane_sum(load(w.sums_of(h) + r * 16));
     }
 
     void write_out(const Tile& t, int64_t kv_head, Partial part) const {
@@ -339,28 +405,32 @@ struct Attention {
         }
     }
 
-    // All segments of a tile by one thread.
-    void run_tile(const Tile& t, int64_t kv_head) const {
+    // All segments of a unit. The same thread will run `then` next.
+    void run_unit(const Unit& unit, const Unit* then) const {
+        const Tile& t = *unit.tile;
+        Heads heads = unit.heads;
         int n = rows(t), first = t.first_segment(p);
-        Workspace<Lane> w = Workspace<Lane>::take(p, n);
-        Partial folded = Partial::at(w.segment, n);
-        Partial next = Partial::at(w.segment + Partial::floats(n, p.head_dim), n);
-        load_queries(t, kv_head, w);
-        run_segment(t, kv_head, first, w, folded);
-        for (int s = 1; s < t.num_segments(p); s++) {
-            run_segment(t, kv_head, first + s, w, next);
-            fold(folded, next, n, p.head_dim);
+        auto w = Workspace<Lane>::take(p, n, heads.count);
+        load_queries(t, heads, w);
+        for (int s = 0; s < t.num_segments(p); s++) {
+            auto part = [&](int h) { return s == 0 ? w.folded(h) : w.next(h); };
+            run_segment(unit, first + s, w, part, t.end(), then);
+            if (s == 0) continue;
+            for (int h = 0; h < heads.count; h++) fold(w.folded(h), w.next(h), n, p.head_dim);
         }
-        write_out(t, kv_head, folded);
+        for (int h = 0; h < heads.count; h++) write_out(t, heads.first + h, w.folded(h));
     }
 
     // One segment of a tile whose segments are shared out; the thread that ends the last one folds them all.
-    void run_part(const Tile& t, int64_t kv_head, int segment, float* parts, std::atomic<int>& unfinished) const {
+    void run_part(const Tile& t, int kv_head, int segment, float* parts, std::atomic<int>& unfinished) const {
         int n = rows(t);
         size_t size = Partial::floats(n, p.head_dim);
-        Workspace<Lane> w = Workspace<Lane>::take(p, n);
-        load_queries(t, kv_head, w);
-        run_segment(t, kv_head, t.first_segment(p) + segment, w, Partial::at(parts + size * segment, n));
+        auto w = Workspace<Lane>::take(p, n, 1);
+        Heads heads{kv_head, 1};
+        load_queries(t, heads, w);
+        auto part = [&](int) { return Partial::at(parts + size * segment, n); };
+        int index = t.first_segment(p) + segment;
+        run_segment({&t, heads}, index, w, part, std::min((index + 1) * SEGMENT, t.end()), nullptr);
         if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
         for (int s = 1; s < t.num_segments(p); s++)
             fold(Partial::at(parts, n), Partial::at(parts + size * s, n), n, p.head_dim);
@@ -420,9 +490,21 @@ void attend(const Problem& p, int num_tokens, int threads) {
         });
         return;
     }
+    // A tile of few query vectors waits for memory, and takes the heads of its blocks together, as they lie there.
+    bool together = count >= 4 * threads;
+    Unit* units = static_cast<Unit*>(thread_scratch(sizeof(Unit) * count * p.num_kv_heads, 2));
+    int num_units = 0;
+    for (int i = 0; i < count; i++) {
+        int heads = together && work.rows(tiles[i]) <= FEW_VECTORS ? p.num_kv_heads : 1;
+        for (int head = 0; head < p.num_kv_heads; head += heads) units[num_units++] = {&tiles[i], {head, heads}};
+    }
     parallel(threads, [&](int, int) {
-        for (int unit; (unit = next.fetch_add(1)) < count * p.num_kv_heads;)
-            work.run_tile(tiles[unit / p.num_kv_heads], unit % p.num_kv_heads);
+        int upcoming = next.fetch_add(1);  // claimed one ahead: its memory is asked for while the one before computes
+        while (upcoming < num_units) {
+            const Unit& unit = units[upcoming];
+            upcoming = next.fetch_add(1);
+            work.run_unit(unit, upcoming < num_units ? &units[upcoming] : nullptr);
+        }
     });
 }
 

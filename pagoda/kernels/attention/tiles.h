@@ -4,6 +4,7 @@
 // positions for an output), each named explicitly: how many query vectors share a tile changes no bit of any of them.
 #pragma once
 
+#include "ahead.h"
 #include "simd.h"
 
 constexpr int CHUNK = 64;         // positions scored at once, aligned to their absolute position
@@ -54,9 +55,10 @@ struct ValueChunk {
 // scores[r][0..63] = q[r] . K for M query vectors of `depth` lanes each.
 template <class Kind, int M, int N>
 inline void score_tile(const typename Kind::Lane* q, const KeyChunk<Kind>& chunk, int first_group, int64_t depth,
-                       float* scores) {
+                       float* scores, Ahead& ahead) {
     f32x16 sums[M][N] = {};
     for (int64_t i = 0; i < depth; i++) {
+        ahead.ask();
         typename Kind::Lanes k[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) k[n] = Kind::load_lanes(chunk.keys[first_group + n] + i * chunk.stride);
@@ -76,7 +78,7 @@ inline void score_tile(const typename Kind::Lane* q, const KeyChunk<Kind>& chunk
 // acc[r][column ..] = acc * keep[r] + weights[r] . V for M query vectors and N vectors of columns.
 template <class Kind, int M, int N>
 inline void output_tile(const typename Kind::Lane* weights, const ValueChunk<Kind>& chunk, int64_t column,
-                        int64_t head_dim, const float* keep, float* acc) {
+                        int64_t head_dim, const float* keep, float* acc, Ahead& ahead) {
     constexpr int DEPTH = CHUNK / Kind::WIDTH;
     f32x16 sums[M][N];
 #pragma GCC unroll 6
@@ -84,6 +86,7 @@ inline void output_tile(const typename Kind::Lane* weights, const ValueChunk<Kin
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) sums[r][n] = load(acc + r * head_dim + column + 16 * n) * keep[r];
     auto step = [&](int j, bool half) __attribute__((always_inline)) {
+        ahead.ask();
         typename Kind::Lanes v[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
@@ -128,22 +131,23 @@ inline void for_tiles(int count, Body&& body) {
 }
 
 template <class Kind>
-void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chunk, int64_t depth, float* scores) {
+void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chunk, int64_t depth, float* scores,
+               Ahead& ahead) {
     for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
         for (int group = 0; group < LANE_GROUPS; group += TILE_VECTORS)
             score_tile<Kind, decltype(m)::value, TILE_VECTORS>(q + first * depth, chunk, group, depth,
-                                                               scores + first * CHUNK);
+                                                               scores + first * CHUNK, ahead);
     });
 }
 
 template <class Kind>
 void outputs_of(const typename Kind::Lane* weights, int rows, const ValueChunk<Kind>& chunk, int64_t head_dim,
-                const float* keep, float* acc) {
+                const float* keep, float* acc, Ahead& ahead) {
     for_tiles<TILE_VECTORS>(static_cast<int>(head_dim / 16), [&](int first_vector, auto n) {
         for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
             output_tile<Kind, decltype(m)::value, decltype(n)::value>(weights + first * (CHUNK / Kind::WIDTH), chunk,
                                                                       first_vector * 16, head_dim, keep + first,
-                                                                      acc + first * head_dim);
+                                                                      acc + first * head_dim, ahead);
         });
     });
 }
