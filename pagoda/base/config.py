@@ -141,6 +141,8 @@ class ServerConfig:
     hear 429.
     max_requests_per_key, requests_per_minute_per_key: the same for each API key.
     trust_request_chat_template: callers may send chat templates of their own (sandboxed, but free to loop).
+    max_connections: open at once; one more hears 503.   header_timeout_s, body_timeout_s: until a request's head, and
+    then its body, are complete.
     drain_timeout_s: how long streams may go on after SIGTERM.   step_timeout_s: a step that takes longer counts as an
     engine's death.
     """
@@ -159,6 +161,9 @@ class ServerConfig:
     requests_per_minute_per_key: int = 0
     max_body_bytes: int = 16 * 2**20
     max_header_bytes: int = 64 * 2**10
+    max_connections: int = 4096
+    header_timeout_s: float = 20.0
+    body_timeout_s: float = 120.0
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 120.0
     access_log: bool = True

@@ -1,6 +1,7 @@
 """The HTTP application, and the process that serves it."""
 
 import asyncio
+import functools
 import logging
 import math
 import socket
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp
 
 from pagoda.base.config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, tokens
-from pagoda.server.http_protocol import bounded
+from pagoda.server.http_protocol import BoundedHttpProtocol
 from pagoda.server.middleware import OPEN_PATHS, AccessLog, Gate
 from pagoda.server.state import ServerState
 
@@ -35,7 +36,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
         app.include_router(part.router)
     if config.api_keys:
         _describe_keys(app)
-    layers: ASGIApp = Gate(app, config.api_keys, config.max_body_bytes, config.max_header_bytes)
+    layers: ASGIApp = Gate(app, config)
     if config.cors_origins:
         # Around the gate: a browser shows a page only answers that carry these headers, refusals included, and asks
         # for them (OPTIONS) without the key.
@@ -98,10 +99,11 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         _log_plainly("pagoda.access", sys.stdout)
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
+    on_refusal = functools.partial(state.generator.metrics.on_refusal, "connections")
     server = _Server(
         uvicorn.Config(
             create_app(state, config),
-            http=bounded(config.max_header_bytes),
+            http=functools.partial(BoundedHttpProtocol, config, on_refusal),  # type: ignore[arg-type]
             ws="none",
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,

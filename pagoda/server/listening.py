@@ -1,15 +1,22 @@
 """The server's socket and certificate, taken before anything slow begins: what is wrong with them is said at once."""
 
+import logging
+import resource
 import socket
 import ssl
 
 from pagoda.base.config import ServerConfig
 from pagoda.base.errors import ConfigError
 
+logger = logging.getLogger("pagoda.server")
+
+OWN_FILES = 256  # what this process opens besides connections, with much to spare
+
 
 def listen(config: ServerConfig) -> socket.socket:
     """A bound socket that does not accept yet. Raises ConfigError for an address or a certificate of no use."""
     _check_certificate(config)
+    _allow_files(config.max_connections + OWN_FILES)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,3 +41,18 @@ def _check_certificate(config: ServerConfig) -> None:
     except (OSError, ssl.SSLError) as error:
         files = f"--ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile or config.ssl_certfile}"
         raise ConfigError(f"{files}: no usable certificate and key ({error.strerror or error})") from None
+
+
+def _allow_files(count: int) -> None:
+    """Raise this process' own limit of open files, as far as the system lets it: a connection that cannot be accepted
+    cannot be refused either, and an engine that dies then could not be started again.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < count:
+        logger.warning(
+            "only %d files may be open (ulimit -n): --max-connections above %d means little", hard, hard - OWN_FILES
+        )

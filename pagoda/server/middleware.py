@@ -3,6 +3,7 @@
 Plain ASGI, so streams pay nothing.
 """
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -10,12 +11,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda.base.config import ServerConfig
 from pagoda.server.errors import error_response
 
 access_log = logging.getLogger("pagoda.access")
@@ -23,13 +24,6 @@ access_log = logging.getLogger("pagoda.access")
 REQUEST_ID_HEADER = b"x-request-id"
 OPEN_PATHS = frozenset({"/health", "/ping"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class BodyTooLarge(HTTPException):
-    """The body grew past the limit while it was read. FastAPI, which reads it, lets only an HTTPException through."""
-
-    def __init__(self, max_body_bytes: int) -> None:
-        super().__init__(413, f"the body is larger than {max_body_bytes} bytes")
 
 
 class AccessLog:
@@ -70,16 +64,18 @@ class AccessLog:
 class Gate:
     """What a request must pass before a route sees it, and its body while one reads it.
 
-    api_keys: empty lets everybody in. Keys are compared in constant time.
-    max_body_bytes, max_header_bytes: larger requests get 413 and 431.
+    config.api_keys: empty lets everybody in. Keys are compared in constant time.
+    config.max_body_bytes, max_header_bytes: larger requests get 413 and 431.
+    config.body_timeout_s: a body that is not complete by then gets 408, and its connection is closed.
     It leaves in scope["state"]: key, "" or the key's digest, safe to log.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, max_header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-        self._max_body_bytes = max_body_bytes
-        self._max_header_bytes = max_header_bytes
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._max_body_bytes = config.max_body_bytes
+        self._max_header_bytes = config.max_header_bytes
+        self._body_timeout_s = config.body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,16 +112,30 @@ class Gate:
         return digest if scheme.lower() == b"bearer" and any(known) else None
 
     def _limited(self, receive: Receive) -> Receive:
-        """Counts a body that came without a length."""
+        """Bounds the body in size, also one that came without its length, and in time.
+
+        What it raises is an HTTPException: FastAPI, which reads bodies, lets nothing else through.
+        """
         left = self._max_body_bytes
+        is_complete = False
+        deadline_s = asyncio.get_running_loop().time() + self._body_timeout_s if self._body_timeout_s else None
 
         async def limited() -> Message:
-            nonlocal left
-            message = await receive()
-            if message["type"] == "http.request":
-                left -= len(message.get("body", b""))
-                if left < 0:
-                    raise BodyTooLarge(self._max_body_bytes)
+            nonlocal left, is_complete
+            if is_complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                slow = f"the body was not complete after {self._body_timeout_s:g} s"
+                raise HTTPException(408, slow, {"Connection": "close"}) from None
+            if message["type"] == "http.disconnect":
+                raise HTTPException(499, "the client closed its connection")
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
+            is_complete = not message.get("more_body", False)
             return message
 
         return limited

@@ -1,6 +1,7 @@
 """The server's edges: limits while bytes come in, certificates, keys, ids, and an engine that is gone for good."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -69,6 +70,27 @@ def test_a_body_larger_than_the_limit_is_413_said_or_not(fake_server: LiveServer
     assert b" 413 " in talk(fake_server, head + b"Content-Length: 99999999\r\n\r\n", 1)
     chunks = (b"100000\r\n" + b"x" * 0x100000 + b"\r\n") * 17 + b"0\r\n\r\n"
     assert b" 413 " in talk(fake_server, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, 3)
+
+
+def test_slow_clients_and_crowds_hold_nobody_up(tmp_path: Path) -> None:
+    limits = ("--header-timeout-s", "1", "--body-timeout-s", "1", "--max-connections", "8")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with serving(tmp_path, *FLAGS, *limits) as server, contextlib.ExitStack() as crowd:
+        for _ in range(9):
+            slow = crowd.enter_context(socket.create_connection(("127.0.0.1", port_of(server)), 5))
+            slow.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        assert server.get("/health")[0] == 503, "one too many"
+        end = time.monotonic() + 5
+        while server.get("/health")[0] != 200:
+            assert time.monotonic() < end, "slow heads keep their connections"
+            time.sleep(0.1)
+        assert metric(server, "admission_rejections_total", reason="connections") >= 2
+        answer = talk(server, head + b"Content-Length: 500\r\n\r\n{", 5)
+        assert b" 408 " in answer
+        assert b'"error"' in answer
+        while '"status": 408' not in server.log.read_text():
+            assert time.monotonic() < end, "not in the access log"
+            time.sleep(0.1)
 
 
 def test_a_connection_serves_one_request_after_the_other(fake_server: LiveServer) -> None:

@@ -37,7 +37,8 @@ def call(app: ASGIApp, method: str = "POST", path: str = "/x", **kw: object) -> 
 
 def gate(*keys: str) -> AccessLog:
     app = ExceptionMiddleware(echo, {HTTPException: on_http_error})
-    return AccessLog(Gate(app, keys, max_body_bytes=100, max_header_bytes=2000))
+    config = ServerConfig(api_keys=keys, max_body_bytes=100, max_header_bytes=2000, body_timeout_s=0.2)
+    return AccessLog(Gate(app, config))
 
 
 def test_ids_are_taken_from_the_header_or_made_and_returned() -> None:

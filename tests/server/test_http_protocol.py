@@ -1,0 +1,221 @@
+"""Clients that take their time or come in crowds: protocol and gate over real sockets, a tiny app behind them."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from pagoda.base.config import ServerConfig
+from pagoda.server.errors import on_http_error
+from pagoda.server.http_protocol import BoundedHttpProtocol
+from pagoda.server.middleware import AccessLog, Gate
+
+HEAD = b"POST /size HTTP/1.1\r\nHost: x\r\n"
+KEEP_ALIVE_S = 0.2
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """/size reads the body, /early answers without, /stream goes on for a second."""
+    if scope["path"] == "/size":
+        response: Any = JSONResponse({"size": len(await Request(scope, receive).body())})
+    elif scope["path"] == "/early":
+        response = JSONResponse({"early": True})
+    else:
+        response = StreamingResponse(_slow_events())
+    await response(scope, receive, send)
+
+
+async def _slow_events() -> AsyncIterator[bytes]:
+    for number in range(10):
+        await asyncio.sleep(0.1)
+        yield b"event %d\n" % number
+
+
+class Listening:
+    """A server on a free port. `refused` counts what on_refusal heard."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.port = 0
+        self.refused = 0
+        self.state = state
+
+    def count(self) -> None:
+        self.refused += 1
+
+    async def open(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        return reader, writer
+
+
+@contextlib.asynccontextmanager
+async def listening(**limits: Any) -> AsyncIterator[Listening]:
+    config = ServerConfig(**{"header_timeout_s": 0.3, "body_timeout_s": 0.3, **limits})
+    layers = AccessLog(Gate(ExceptionMiddleware(app, {HTTPException: on_http_error}), config))  # type: ignore[dict-item]
+    settings = uvicorn.Config(layers, ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)  # type: ignore[arg-type]
+    here = Listening(ServerState())
+
+    def protocol() -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(config, here.count, config=settings, server_state=here.state, app_state={})
+
+    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+    here.port = server.sockets[0].getsockname()[1]
+    try:
+        yield here
+    finally:
+        server.close()
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """One byte at a time, for longer than any limit here."""
+    with contextlib.suppress(ConnectionError):
+        for byte in data:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+
+async def answer_to_drip(here: Listening, begin: bytes, slow: bytes) -> tuple[bytes, float]:
+    """What the server says to `begin` at once and `slow` byte by byte until it closes; and after how many seconds."""
+    reader, writer = await here.open(begin)
+    began_s = time.perf_counter()
+    dripping = asyncio.create_task(drip(writer, slow))
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+    took_s = time.perf_counter() - began_s
+    dripping.cancel()
+    writer.close()
+    return answer, took_s
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    return json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "slow"),
+    [
+        (b"", HEAD + b"X-Slow: " + b"a" * 200),
+        (HEAD + b"Content-Length: 200\r\n\r\n", b"b" * 200),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nb\r\n" * 40),
+    ],
+    ids=["head", "body", "chunks"],
+)
+def test_who_sends_slowly_hears_408_in_time(begin: bytes, slow: bytes) -> None:
+    async def main() -> tuple[bytes, float]:
+        async with listening() as here:
+            return await answer_to_drip(here, begin, slow)
+
+    answer, took_s = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert error_of(answer)["code"] == 408
+    assert 0.25 < took_s < 2
+
+
+def test_who_says_nothing_or_no_more_is_closed() -> None:
+    async def main() -> None:
+        async with listening() as here:
+            silent, later = here.open(), here.open(HEAD + b"Content-Length: 2\r\n\r\nab")
+            (nothing, one), (reader, two) = await silent, await later
+            async with asyncio.timeout(5):
+                assert await nothing.read() == b""
+                assert (await reader.read()).endswith(b'{"size":2}')
+            one.close()
+            two.close()
+            await asyncio.sleep(0.05)
+            assert not here.state.connections
+
+    asyncio.run(main())
+
+
+def test_a_body_that_outlives_its_answer_ends_with_it() -> None:
+    async def main() -> tuple[bytes, float]:
+        async with listening() as here:
+            head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 200\r\n\r\n"
+            return await answer_to_drip(here, head, b"b" * 200)
+
+    answer, took_s = asyncio.run(main())
+    assert answer.endswith(b'{"early":true}')
+    assert 0.3 < took_s < 2
+
+
+def test_no_clock_cuts_an_answer() -> None:
+    """Neither its length, nor a stray line end, nor a slow head behind it."""
+
+    async def main() -> list[bytes]:
+        async with listening() as here:
+            begin = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
+            pending = [answer_to_drip(here, begin, slow) for slow in (b"", b"\r\n", HEAD + b"X-Slow: " + b"a" * 99)]
+            return [answer for answer, _ in await asyncio.gather(*pending)]
+
+    for answer in asyncio.run(main()):
+        assert b"event 9\n" in answer
+
+
+def test_limits_of_time_can_be_switched_off() -> None:
+    async def main() -> None:
+        async with listening(header_timeout_s=0, body_timeout_s=0) as here:
+            reader, writer = await here.open()
+            await asyncio.sleep(0.5)
+            writer.write(HEAD + b"Content-Length: 2\r\n\r\n")
+            await asyncio.sleep(0.5)
+            writer.write(b"ab")
+            assert (await reader.read()).endswith(b'{"size":2}')
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_one_connection_too_many_hears_503_and_those_inside_are_served() -> None:
+    async def main() -> None:
+        whole = HEAD + b"Content-Length: 2\r\n\r\nab"
+        async with listening(max_connections=3, header_timeout_s=10) as here:
+            inside = [await here.open() for _ in range(3)]
+            await asyncio.sleep(0.05)
+            reader, writer = await here.open(whole)
+            refused = await reader.read()
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1" in refused
+            assert "3 connections" in error_of(refused)["message"]
+            writer.close()
+            silent, writer = await here.open()
+            async with asyncio.timeout(5):
+                assert await silent.read() == b"", "it may not wait for ever either"
+            writer.close()
+            assert here.refused == 2
+            assert len(here.state.connections) <= 3
+            inside[0][1].close()
+            await asyncio.sleep(0.05)
+            inside[1][1].write(whole)
+            for reader, writer in (inside[1], await here.open(whole)):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+                writer.close()
+            inside[2][1].close()
+
+    asyncio.run(main())
+
+
+def test_what_is_no_http_is_refused_in_the_same_shape() -> None:
+    async def main() -> bytes:
+        async with listening() as here:
+            reader, writer = await here.open(b"\x16\x03\x01 what\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    assert error_of(asyncio.run(main()))["code"] == 400
