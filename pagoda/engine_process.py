@@ -9,19 +9,19 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import zmq
 
 from pagoda.assemble import build_engine_core
+from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, PagodaError
 from pagoda.core.executor import Executor
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder
-from pagoda.engine.incarnation import RECORDER_ROWS, ProcessOptions
+from pagoda.engine.incarnation import RECORDER_ROWS, MeetingPlace
 from pagoda.executors.recorded import RecordedExecutor
 
 STATS_INTERVAL_S = 0.1
@@ -84,19 +84,22 @@ class EngineServer:
 
 
 def main() -> None:
-    """Read ProcessOptions from standard input, build the engine, serve."""
+    """Read the EngineConfig from standard input, build the engine, serve who waits in the folder that argv names."""
     for name in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(name, signal.SIG_IGN)
+    place = MeetingPlace(sys.argv[1])
     stdin = sys.stdin.buffer
     size = int.from_bytes(stdin.read(8), "little")
-    options = msgspec.msgpack.decode(stdin.read(size), type=ProcessOptions)
-    threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
+    data = stdin.read(size)
+    if not data or len(data) < size:  # killed while it spoke
+        _end_with_parent(stdin, place)
+    threading.Thread(target=_end_with_parent, args=(stdin, place), daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
-    socket.connect(options.socket)
+    socket.connect(place.address)
     codec = wire.Codec(wire.ToEngine)
     began_s = time.monotonic()
     try:
-        core, executor = _build(options)
+        core, executor = _build(msgspec.msgpack.decode(data, type=EngineConfig), place)
     except (PagodaError, OSError, MemoryError) as error:
         socket.send(codec.encode(wire.StartFailed(str(error), isinstance(error, ConfigError | CapacityError))))
         socket.close(linger=1000)
@@ -106,20 +109,21 @@ def main() -> None:
     EngineServer(core, executor, socket).run()
 
 
-def _build(options: ProcessOptions) -> tuple[EngineCore, RecordedExecutor]:
-    recorder = FlightRecorder(Path(options.recorder), RECORDER_ROWS)
+def _build(config: EngineConfig, place: MeetingPlace) -> tuple[EngineCore, RecordedExecutor]:
+    recorder = FlightRecorder(place.recorder, RECORDER_ROWS)
     recorded: list[RecordedExecutor] = []
 
     def record(executor: Executor, max_rows: int) -> Executor:
         recorded.append(RecordedExecutor(executor, recorder, max_rows))
         return recorded[0]
 
-    return build_engine_core(options.config, wrap_executor=record), recorded[0]
+    return build_engine_core(config, wrap_executor=record), recorded[0]
 
 
-def _end_with_parent(stdin: BinaryIO) -> None:
-    """Our standard input ends when the parent closes it or dies."""
+def _end_with_parent(stdin: BinaryIO, place: MeetingPlace) -> None:
+    """Our standard input ends when the parent closes it or dies; what it had no time to remove is removed here."""
     stdin.read()
+    place.remove()
     os._exit(0)
 
 

@@ -1,8 +1,11 @@
 """Incarnation: one life of the engine process, with its socket and its flight recorder."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -16,31 +19,35 @@ from pagoda.engine.flight_recorder import FlightRecorder
 RECORDER_ROWS = 65536
 
 
-class ProcessOptions(msgspec.Struct, frozen=True):
-    """What an engine process is told on its standard input, as msgpack."""
+class MeetingPlace:
+    """The folder in which both processes find what they share, until both have it open. Only their user may enter."""
 
-    config: EngineConfig
-    socket: str
-    recorder: str
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.address = f"ipc://{folder}/engine"
+        self.recorder = Path(folder, "flight")
+
+    def remove(self) -> None:
+        """Take it from the disk; what is open stays so. Idempotent, from either side."""
+        with contextlib.suppress(OSError):
+            for path in (self.recorder, Path(self.folder, "engine")):
+                path.unlink(missing_ok=True)
+            os.rmdir(self.folder)
 
 
 class Incarnation:
     """One life of the engine process: the process, its socket and its flight recorder."""
 
-    def __init__(
-        self, config: EngineConfig, module: str, folder: Path, number: int, context: zmq.asyncio.Context
-    ) -> None:
-        self.recorder_path = folder / f"flight-{number}"
-        self.recorder = FlightRecorder(self.recorder_path, RECORDER_ROWS, create=True)
-        address = f"ipc://{folder}/engine-{number}"
+    def __init__(self, config: EngineConfig, module: str, context: zmq.asyncio.Context) -> None:
+        self.place = MeetingPlace(tempfile.mkdtemp(prefix="pagoda-"))
+        self.recorder = FlightRecorder(self.place.recorder, RECORDER_ROWS, create=True)
         self.socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
-        self.socket.bind(address)
-        options = ProcessOptions(config, address, str(self.recorder_path))
-        self.process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
+        self.socket.bind(self.place.address)
+        self.process = subprocess.Popen([sys.executable, "-m", module, self.place.folder], stdin=subprocess.PIPE)
         assert self.process.stdin is not None
-        data = msgspec.msgpack.encode(options, enc_hook=str)
+        data = msgspec.msgpack.encode(config, enc_hook=str)
         self.process.stdin.write(len(data).to_bytes(8, "little") + data)
         self.process.stdin.flush()  # left open: its end tells the engine that we are gone
 
@@ -55,5 +62,5 @@ class Incarnation:
             self.process.wait()
         self.socket.close()
         self.recorder.close()
-        self.recorder_path.unlink(missing_ok=True)
+        self.place.remove()
         return self.process.returncode

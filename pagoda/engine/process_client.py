@@ -9,12 +9,10 @@ known for sure; it alone is refused. When no engine can be started any more, it 
 import asyncio
 import logging
 import signal
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import zmq.asyncio
@@ -86,7 +84,6 @@ class ProcessClient:
         WorkerDied: it would not start.
         """
         self._context = zmq.asyncio.Context()
-        self._folder = tempfile.TemporaryDirectory(prefix="pagoda-")
         self._facts = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live())
         return await asyncio.shield(self._facts)
@@ -147,7 +144,6 @@ class ProcessClient:
                 await asyncio.to_thread(self._engine.close, 5.0)
                 self._engine = None
             self._context.term()
-            self._folder.cleanup()
 
     # ---- what operators ask
 
@@ -181,7 +177,7 @@ class ProcessClient:
         failed_starts = 0
         while True:
             self._number += 1
-            engine = Incarnation(self._config, self._module, Path(self._folder.name), self._number, self._context)
+            engine = Incarnation(self._config, self._module, self._context)
             try:
                 end = await self._run_until_death(engine)
             except asyncio.CancelledError:
@@ -251,6 +247,7 @@ class ProcessClient:
     def _begin(self, engine: Incarnation, facts: wire.EngineFacts) -> None:
         """A new engine is ready: everything live goes in, suspects one by one."""
         self._engine = engine
+        engine.place.remove()  # both have it open: nothing is left behind now, whoever is killed
         assert self._facts is not None
         if not self._facts.done():
             self._facts.set_result(facts)

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer, free_port, serving
 
 FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "1024", "--max-model-len", "2048")
 
@@ -158,15 +162,48 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert server.process.wait(15) == 0
 
 
-def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS) as server:
-        pid = server.engine_pid()
-        server.process.kill()
-        server.process.wait()
-        end = time.monotonic() + 10
-        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-            assert time.monotonic() < end, "the engine process outlives its server"
-            time.sleep(0.05)
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < end, "the engine process outlives its server"
+        time.sleep(0.05)
+
+
+def test_the_engine_ends_with_a_killed_server_and_leaves_no_file(tmp_path: Path) -> None:
+    async def break_off(server: LiveServer) -> None:
+        async with aiohttp.ClientSession(server.url) as session:
+            running = asyncio.create_task(stream(session, 1, 1900, 8))
+            while not server.load()["running"]:
+                await asyncio.sleep(0.01)
+            server.process.kill()
+            with pytest.raises(aiohttp.ClientError):
+                await running
+
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path has to be short
+        with serving(tmp_path, *FLAGS, env={"TMPDIR": folder}) as server:
+            assert not list(Path(folder).glob("pagoda-*"))
+            pid = server.engine_pid()
+            asyncio.run(break_off(server))
+            server.process.wait()
+            wait_until_gone(pid)
+        assert not list(Path(folder).glob("pagoda-*"))
+
+
+def test_a_server_killed_while_its_engine_starts_leaves_nothing(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pagoda", "serve", *FLAGS, "--port", str(free_port())]
+        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": folder})
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        end = time.monotonic() + 30
+        while not children.read_text().strip():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        pid = int(children.read_text().split()[0])
+        assert list(Path(folder).glob("pagoda-*"))
+        process.kill()
+        process.wait()
+        wait_until_gone(pid)
+        assert not list(Path(folder).glob("pagoda-*"))
 
 
 def test_bad_settings_are_one_line(tmp_path: Path) -> None:
