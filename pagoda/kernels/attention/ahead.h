@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-class Ahead {
+class PagesAhead {
   public:
     void clear() {
         at_ = end_ = nullptr;

@@ -316,7 +316,7 @@ struct Attention {
     }
 
     // The blocks of one chunk; of a block that holds several chunks, all with the first one that is met.
-    void look_ahead(const Unit& unit, int chunk_at, bool first_met, Ahead& ahead) const {
+    void look_ahead(const Unit& unit, int chunk_at, bool first_met, PagesAhead& ahead) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
         const int32_t* table = p.block_table + t.row * p.table_stride;
@@ -358,7 +358,7 @@ struct Attention {
                      const Unit* then) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
-        Ahead ahead;
+        PagesAhead ahead;
         int n = rows(t), hd = p.head_dim;
         const int32_t* table = p.block_table + t.row * p.table_stride;
         for (int h = 0; h < heads.count; h++) {

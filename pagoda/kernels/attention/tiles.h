@@ -55,7 +55,7 @@ struct ValueChunk {
 // scores[r][0..63] = q[r] . K for M query vectors of `depth` lanes each.
 template <class Kind, int M, int N>
 inline void score_tile(const typename Kind::Lane* q, const KeyChunk<Kind>& chunk, int first_group, int64_t depth,
-                       float* scores, Ahead& ahead) {
+                       float* scores, PagesAhead& ahead) {
     f32x16 sums[M][N] = {};
     for (int64_t i = 0; i < depth; i++) {
         ahead.ask();
@@ -78,7 +78,7 @@ inline void score_tile(const typename Kind::Lane* q, const KeyChunk<Kind>& chunk
 // acc[r][column ..] = acc * keep[r] + weights[r] . V for M query vectors and N vectors of columns.
 template <class Kind, int M, int N>
 inline void output_tile(const typename Kind::Lane* weights, const ValueChunk<Kind>& chunk, int64_t column,
-                        int64_t head_dim, const float* keep, float* acc, Ahead& ahead) {
+                        int64_t head_dim, const float* keep, float* acc, PagesAhead& ahead) {
     constexpr int DEPTH = CHUNK / Kind::WIDTH;
     f32x16 sums[M][N];
 #pragma GCC unroll 6
@@ -132,7 +132,7 @@ inline void for_tiles(int count, Body&& body) {
 
 template <class Kind>
 void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chunk, int64_t depth, float* scores,
-               Ahead& ahead) {
+               PagesAhead& ahead) {
     for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
         for (int group = 0; group < LANE_GROUPS; group += TILE_VECTORS)
             score_tile<Kind, decltype(m)::value, TILE_VECTORS>(q + first * depth, chunk, group, depth,
@@ -142,7 +142,7 @@ void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chu
 
 template <class Kind>
 void outputs_of(const typename Kind::Lane* weights, int rows, const ValueChunk<Kind>& chunk, int64_t head_dim,
-                const float* keep, float* acc, Ahead& ahead) {
+                const float* keep, float* acc, PagesAhead& ahead) {
     for_tiles<TILE_VECTORS>(static_cast<int>(head_dim / 16), [&](int first_vector, auto n) {
         for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
             output_tile<Kind, decltype(m)::value, decltype(n)::value>(weights + first * (CHUNK / Kind::WIDTH), chunk,
