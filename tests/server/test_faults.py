@@ -1,13 +1,18 @@
 """Kills, leavers, overload and the end, over HTTP: nothing is lost, nothing leaks."""
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import aiohttp
@@ -66,23 +71,52 @@ def test_a_killed_engine_is_a_pause_and_no_more(tmp_path: Path) -> None:
         assert server.wait_idle()["engine_restarts"] == 2
 
 
-def test_leavers_free_everything(fake_server: LiveServer) -> None:
-    async def leave(session: aiohttp.ClientSession, i: int) -> None:
-        body = {"prompt": [9] * 100, "max_tokens": 1500, "stream": i % 2 == 0, "ignore_eos": True, "n": 1 + i % 2}
-        try:
-            async with asyncio.timeout(0.02 * (i % 8)):
-                async with session.post("/v1/completions", json=body) as response:
-                    async for _ in response.content:
-                        pass
-        except TimeoutError:
-            pass
+def gauges(server: LiveServer, *names: str) -> list[float]:
+    lines = server.get("/metrics")[1].splitlines()
+    return [float(line.split()[-1]) for name in names for line in lines if line.startswith(f"vllm:{name}{{")]
 
-    async def storm() -> None:
-        async with aiohttp.ClientSession(fake_server.url, connector=aiohttp.TCPConnector(limit=0)) as session:
-            await asyncio.gather(*(leave(session, i) for i in range(200)))
 
-    asyncio.run(storm())
-    fake_server.wait_idle(10)
+def test_a_storm_of_leavers_leaves_nothing_behind(tmp_path: Path) -> None:
+    """200 clients on a cache far too small for them go at random times, half of them without a word (a reset)."""
+    rng = random.Random(7)
+
+    async def leave(port: int, number: int, after_s: float) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = {"prompt": [9 + number] * 100, "max_tokens": 1500, "stream": number % 2 == 0, "n": 1 + number % 3}
+        data = json.dumps({**body, "ignore_eos": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        whole = head + b"Content-Length: %d\r\n\r\n" % len(data) + data
+        writer.write(whole if number % 8 else whole[: rng.randrange(len(whole))])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(after_s):
+                while await reader.read(65536):
+                    pass
+        if number % 4 < 2:
+            no_linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        writer.close()
+
+    async def storm(server: LiveServer) -> Counter[str]:
+        port = int(server.url.rsplit(":", 1)[1])
+        leavers = [asyncio.create_task(leave(port, i, rng.uniform(0, 1))) for i in range(200)]
+        seen: Counter[str] = Counter()
+        while not all(leaver.done() for leaver in leavers):
+            load = await asyncio.to_thread(server.load)
+            seen.update(name for name in ("running", "waiting", "swapped") if load[name])
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*leavers)
+        return seen
+
+    flags = (*FLAGS, "--num-blocks", "512", "--preemption-mode", "swap", "--num-host-blocks", "512")
+    with serving(tmp_path, *flags) as server:
+        seen = asyncio.run(storm(server))
+        assert seen.keys() == {"running", "waiting", "swapped"}
+        load = server.wait_idle(10)
+        assert (load["live_tokens"], load["swapped"], load["free_blocks"]) == (0, 0, 512)
+        names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
+        assert gauges(server, *names) == [0.0] * 4
+        assert gauges(server, "num_preemptions_total")[0] > 0
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 5})[0] == 200
 
 
 def test_a_slow_reader_holds_back_only_itself(fake_server: LiveServer) -> None:
