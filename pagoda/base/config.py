@@ -87,8 +87,9 @@ class SchedulerConfig:
 
     max_num_seqs: seats (branches).   max_num_batched_tokens: tokens a step.
     max_num_partial_prefills: prompts mid-prefill at once (0: no limit).   long_prefill_token_threshold: tokens a step
-    for a prompt longer than that (0: off).   scheduler_delay_factor: see SPEC "delay" (0: off).   max_loras: distinct
-    adapters in a step (0: no limit).
+    for a prompt longer than that (0: off).   prefill_beside_decodes: tokens of prompts in a step in which anything
+    decodes (0: no limit): what a long prompt may cost everybody else's speed.   scheduler_delay_factor: see SPEC
+    "delay" (0: off).   max_loras: distinct adapters in a step (0: no limit).
     pipeline_depth: steps planned before the first result is home.   async_scheduling: tokens in flight count as known.
     admit_whole_prompt: a prompt enters only if blocks for all its known tokens are free.
     evict_for_priority: a waiting request may push out a less urgent running one (priority policy).
@@ -106,6 +107,7 @@ class SchedulerConfig:
     admit_whole_prompt: bool = True
     max_num_partial_prefills: int = 0
     long_prefill_token_threshold: int = 0
+    prefill_beside_decodes: int = 0
     scheduler_delay_factor: float = 0.0
     num_lookahead_slots: int = 0
     num_speculative_tokens: int = 0

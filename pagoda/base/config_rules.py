@@ -25,6 +25,7 @@ AT_LEAST: Mapping[type, Mapping[str, float]] = {
         "max_num_batched_tokens": 1,
         "max_num_partial_prefills": 0,
         "long_prefill_token_threshold": 0,
+        "prefill_beside_decodes": 0,
         "scheduler_delay_factor": 0,
         "num_lookahead_slots": 0,
         "num_speculative_tokens": 0,

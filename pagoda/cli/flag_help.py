@@ -35,6 +35,7 @@ HELP: dict[str, str] = {
     "admit_whole_prompt": "A prompt enters only when blocks for all of it are free.",
     "max_num_partial_prefills": "Prompts in the middle of prefill at once (0: no limit).",
     "long_prefill_token_threshold": "Tokens a step for a prompt longer than that (0: off).",
+    "prefill_beside_decodes": "Tokens of prompts in a step in which anything decodes (0: no limit).",
     "scheduler_delay_factor": "Waits to fill a larger prompt batch (0: off).",
     "num_lookahead_slots": "KV slots reserved ahead of each sequence.",
     "num_speculative_tokens": "Tokens drafted ahead of each step (0: off).",

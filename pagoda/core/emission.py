@@ -40,7 +40,7 @@ def emit(state: SchedulerState, plan: StepPlan) -> SchedulerOutput:
         num_new=num_new,
         sample_rows=sample_rows,
         sample_index=sample_index,
-        total_num_scheduled_tokens=state.config.max_num_batched_tokens - plan.budget,
+        total_num_scheduled_tokens=plan.num_scheduled,
         admitted=_row_inits(state, plan) if plan.entries else (),
         forks=forks,
         released=_take_released(state),

@@ -164,9 +164,18 @@ class Scheduler:
         state.step += 1
         state.log.open_step(state.step)
         # A request that is alone starves nobody, and phased prompts are never cut: neither is capped.
-        capped = len(state.live) > 1 and config.scheduling_mode is SchedulingMode.MIXED
-        cap = config.long_prefill_token_threshold if capped else 0
-        return StepPlan(state.step, config.max_num_batched_tokens, config.encoder_budget, cap, state.clock.now())
+        mixed = config.scheduling_mode is SchedulingMode.MIXED
+        cap = config.long_prefill_token_threshold if mixed and len(state.live) > 1 else 0
+        budget = config.max_num_batched_tokens
+        num_decodes = len(state.lineup.rows) - len(state.prefilling)
+        if mixed and config.prefill_beside_decodes and num_decodes:
+            # Decodes take what they want of this budget wherever they stand in line: the cap keeps prompts before them
+            # from it.
+            share = config.prefill_beside_decodes
+            num_drafts = sum(len(drafts) for drafts in state.drafts.values())
+            budget = min(budget, num_decodes + num_drafts + share)
+            cap = min(cap or share, max(share, 1 + config.num_speculative_tokens))
+        return StepPlan(state.step, budget, config.encoder_budget, cap, state.clock.now())
 
     def _plan_mixed(self, plan: StepPlan) -> None:
         self._running.run(plan)
@@ -308,6 +317,11 @@ def _check_config(
         raise ConfigError(
             f"without chunked prefill max_num_batched_tokens={config.max_num_batched_tokens} must be at least "
             f"max_model_len={max_model_len}"
+        )
+    if config.prefill_beside_decodes and (not config.enable_chunked_prefill or config.no_partial_media):
+        raise ConfigError(
+            f"prefill_beside_decodes={config.prefill_beside_decodes} cuts prompts anywhere: leave "
+            "enable_chunked_prefill on and no_partial_media off, or what must not be cut waits until nothing decodes"
         )
     if num_blocks < 1:
         raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")

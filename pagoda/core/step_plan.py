@@ -88,6 +88,15 @@ class StepPlan:
     num_swapped: int = 0
     num_prompts: int = 0  # rows placed that compute more than their last token
     steady: bool = False
+    _granted: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._granted = self.budget
+
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens of all rows placed so far."""
+        return self._granted - self.budget
 
     @property
     def is_empty(self) -> bool:

@@ -231,6 +231,36 @@ def test_rule_023_the_cap_is_lifted_while_alone() -> None:
     assert rig.step().scheduled == {"a": 6, "b": 4}
 
 
+def test_prompts_get_no_more_than_their_share_beside_decodes() -> None:
+    rig = Rig(prefill_beside_decodes=3, max_num_batched_tokens=16)
+    rig.add("a", 4)
+    assert rig.step().scheduled == {"a": 4}, "nothing decodes yet: no limit"
+    rig.add("b", 9)
+    rig.add("c", 9)
+    assert rig.step().scheduled == {"a": 1, "b": 3}
+    assert rig.step().scheduled == {"a": 1, "b": 3}
+    assert rig.step().scheduled == {"a": 1, "b": 3}
+    assert rig.step().scheduled == {"a": 1, "b": 1, "c": 3}, "b decodes beside a: neither pays for c"
+    rig.scheduler.finish_requests(["a", "b"])
+    assert rig.step().scheduled == {"c": 6}, "and nobody to be held up any more"
+
+
+def test_a_prompt_ahead_in_line_keeps_no_decode_from_its_token() -> None:
+    rig = Rig(prefill_beside_decodes=3, max_num_batched_tokens=16, long_prefill_token_threshold=6)
+    rig.add("long", 30)
+    rig.add("b", 2)
+    rig.add("c", 2)
+    assert rig.step().scheduled == {"long": 6, "b": 2, "c": 2}
+    rig.add("late", 4)
+    assert rig.step().scheduled == {"long": 3, "b": 1, "c": 1}
+    assert rig.step().scheduled == {"long": 3, "b": 1, "c": 1}
+
+
+def test_a_share_beside_decodes_needs_chunks() -> None:
+    with pytest.raises(ConfigError, match="prefill_beside_decodes"):
+        Rig(prefill_beside_decodes=3, enable_chunked_prefill=False, max_num_batched_tokens=512)
+
+
 def test_rule_024_one_partial_prefill_bars_a_second_one() -> None:
     rig = Rig(max_num_partial_prefills=1, max_num_batched_tokens=16, long_prefill_token_threshold=6)
     rig.add("a", 14)

@@ -27,6 +27,7 @@ def scheduler(seed: int) -> Scheduler:
         max_num_batched_tokens=rng.choice([8, 21, 64]),
         num_lookahead_slots=rng.choice([0, 0, 3]),
         long_prefill_token_threshold=rng.choice([0, 5]),
+        prefill_beside_decodes=rng.choice([0, 0, 4]),
         pipeline_depth=2 if asynchronous else 1,
         async_scheduling=asynchronous,
     )

@@ -48,6 +48,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
     depth = draw(st.sampled_from([1, 1, 2, 3]))
     media = draw(st.integers(0, 3)) == 0
     encoder_decoder = not media and draw(st.integers(0, 7)) == 0
+    no_partial_media = draw(st.booleans())
     scheduler = SchedulerConfig(
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
@@ -57,6 +58,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         admit_whole_prompt=draw(st.booleans()),
         max_num_partial_prefills=draw(st.sampled_from([0, 0, 1])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 5])),
+        prefill_beside_decodes=0 if no_partial_media else draw(st.sampled_from([0, 0, 3])),
         num_lookahead_slots=draw(st.sampled_from([0, 0, 2])),
         num_speculative_tokens=draw(st.sampled_from([0, 3])),
         max_loras=draw(st.sampled_from([0, 1, 2])),
@@ -65,7 +67,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         evict_for_priority=draw(st.booleans()),
         encoder_budget=6 if media or encoder_decoder else 0,
         encoder_cache_tokens=9 if media else 64 * encoder_decoder,
-        no_partial_media=draw(st.booleans()),
+        no_partial_media=no_partial_media,
         check_invariants=draw(st.booleans()),
         decision_log_steps=draw(st.sampled_from([0, 4])),
     )

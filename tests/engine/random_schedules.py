@@ -217,6 +217,7 @@ def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, ob
         "max_num_seqs": seats,
         "max_num_batched_tokens": max(seats, int(rng.choice(budgets))),
         "long_prefill_token_threshold": int(rng.choice([0, 0, 5, 48])),
+        "prefill_beside_decodes": int(rng.choice([0, 0, 7])),
         "scheduling_mode": mode,
         "pipeline_depth": depth,
         "async_scheduling": depth > 1 and bool(rng.random() < 0.7),

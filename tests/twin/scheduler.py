@@ -135,6 +135,10 @@ class TwinScheduler:
         self.has_prompt = False
         phased = self.config.scheduling_mode is SchedulingMode.PHASED  # its prompts are never cut
         self.cap = 0 if phased or len(self.requests) == 1 else self.config.long_prefill_token_threshold
+        share, talking = self.config.prefill_beside_decodes, self._talking()
+        if share and talking and not phased:
+            self.budget = min(self.budget, sum(1 + len(branch.drafts) for branch in talking) + share)
+            self.cap = min(self.cap or share, max(share, 1 + self.config.num_speculative_tokens))
         if self.config.scheduling_mode is SchedulingMode.MIXED:
             if not self._continue_running() and self._return_swapped():
                 self._admit_waiting()
@@ -146,6 +150,11 @@ class TwinScheduler:
             if not self.planned and not self._continue_running() and not evicted:
                 self._return_swapped()
         return self._record()
+
+    def _talking(self) -> list[Branch]:
+        """Those that run and have all their prompt behind them."""
+        started = [branch for live in self.running for branch in live.alive if branch.started]
+        return [branch for branch in started if not branch.mid_prefill]
 
     def _continue_running(self) -> bool:
         """Give the running ones what they want, in order; True if anyone was thrown out for it."""
@@ -352,8 +361,9 @@ class TwinScheduler:
         known = len(branch.tokens)
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
         siblings = self._sibling_need(live)
-        if self.memory.admission_need(request, known, nothing, capped=True) + siblings > len(self.pool):
-            return "never"
+        ahead = min(known + self.config.num_lookahead_slots, self.max_model_len)
+        if self.memory.admission_need(request, ahead, nothing, capped=True) + siblings > len(self.pool):
+            return "never"  # rule 55
         if live.seats > self.config.max_num_seqs:
             return "never"
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
