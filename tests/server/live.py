@@ -53,6 +53,14 @@ class LiveServer:
             assert time.monotonic() < end, f"the server does not come to rest: {load}"
             time.sleep(0.05)
 
+    def wait_restarted(self, timeout_s: float = 30.0) -> None:
+        """After a kill: until that was seen, and the next engine is up."""
+        for truth in (503, 200):
+            end = time.monotonic() + timeout_s
+            while self.get("/health")[0] != truth:
+                assert time.monotonic() < end, f"/health does not become {truth}"
+                time.sleep(0.005)
+
     def engine_pid(self) -> int:
         """The child of the API process that runs the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

@@ -11,6 +11,7 @@ import torch
 from tests.cached_models import cached_model
 from tests.server.live import LiveServer, serving
 from tests.server.test_faults import stream
+from tests.server.test_replay import Ask, ask_all
 
 PROMPT = "The lighthouse keeper wrote one letter a month to his sister, who lived inland and"
 TOP = 5
@@ -86,5 +87,35 @@ def test_a_kill_under_load_changes_no_token(server: LiveServer) -> None:
             return await asyncio.gather(*tasks)
 
     undisturbed = asyncio.run(load(False))
+    before = server.load()["engine_restarts"]
     assert asyncio.run(load(True)) == undisturbed
-    assert server.wait_idle()["engine_restarts"] == 1
+    assert server.wait_idle()["engine_restarts"] == before + 1
+
+
+def asks_with_numbers() -> list[Ask]:
+    """Seeded sampling of every kind, with log-probabilities; ends by length, stop strings, and the model's own."""
+    text: dict[str, object] = {"prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}
+    chat: dict[str, object] = {"messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 40}
+    late_stop = {"stop": [" the", " a"], "include_stop_str_in_output": True, "min_tokens": 20}
+    penalties = {"frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    bodies = [
+        {**text, "seed": 1, "temperature": 0.8, "logprobs": 3, "prompt_logprobs": 2},
+        {**text, "seed": 2, "n": 2, "top_p": 0.9, "logprobs": 2, "stop": ["."], "min_tokens": 15},
+        {**text, "seed": 3, "n": 2, "logprobs": 0, **late_stop, **penalties},
+        {**text, "seed": 4, "n": 2, "top_k": 20, "echo": True, "logprobs": 1},
+        {**text, "temperature": 0, "logprobs": 5, "bad_words": [" he"]},
+        {**text, "seed": 5, "n": 2, "logprobs": 1, "stop": [","], "stream": False},
+        {**chat, "seed": 6, "logprobs": True, "top_logprobs": 3, "min_tokens": 39},
+        {**chat, "seed": 7, "n": 2, "logprobs": True, "top_logprobs": 1, "logit_bias": {"30": 5.0}, "stop": ["\n\n"]},
+    ]
+    return [("/v1/chat/completions" if "messages" in body else "/v1/completions", body) for body in bodies]
+
+
+def test_a_kill_changes_no_number(server: LiveServer) -> None:
+    before = server.load()["engine_restarts"]
+    asks = asks_with_numbers()
+    undisturbed = asyncio.run(ask_all(server, asks))
+    assert all(whole["status"] == 200 for whole in undisturbed)
+    assert len(undisturbed[0][0]["logprobs"]) == len(undisturbed[6][0]["logprobs"]) == 40
+    assert asyncio.run(ask_all(server, asks, kill_after=(60,))) == undisturbed
+    assert server.wait_idle()["engine_restarts"] == before + 1

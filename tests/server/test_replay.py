@@ -1,0 +1,131 @@
+"""An engine killed in mid-stream, request by request: everything a client is told is what it would have been.
+
+Here over the fake executor, many requests and kills; with a model's numbers in test_real_model.py.
+"""
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.server.live import LiveServer, serving
+
+FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "2048", "--max-model-len", "2048")
+Ask = tuple[str, dict[str, Any]]
+
+
+async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -> dict[str, Any]:
+    """All that one request's answer says, its chunks put together; `so_far` counts tokens while they come."""
+    path, body = ask
+    if not body.get("stream", True):
+        async with session.post(path, json=body) as response:
+            answer = await response.json()
+            return {"status": response.status, "choices": answer["choices"], "usage": _counts(answer["usage"])}
+    whole: dict[str, Any] = {"usage": None}
+    async with session.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as response:
+        whole["status"] = response.status
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            assert "error" not in chunk, chunk
+            whole["usage"] = _counts(chunk.get("usage")) or whole["usage"]
+            for choice in chunk["choices"]:
+                _add(whole.setdefault(choice["index"], {"text": "", "token_ids": [], "logprobs": []}), choice)
+                so_far["tokens"] += len(choice.get("token_ids") or choice.get("logprobs") or ())
+    return whole
+
+
+def _counts(usage: dict[str, Any] | None) -> dict[str, Any]:
+    """Without what the cache had just then."""
+    return {name: count for name, count in (usage or {}).items() if name != "prompt_tokens_details"}
+
+
+def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
+    whole["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    whole["token_ids"] += choice.get("token_ids") or []
+    logprobs = choice.get("logprobs") or {}
+    # One entry a token: how tokens were dealt to chunks is a matter of timing.
+    columns = [
+        logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset") if name in logprobs
+    ]
+    whole["logprobs"] += logprobs.get("content") or [
+        list(row) for row in zip(*(c or [] for c in columns), strict=False)
+    ]
+    if choice.get("prompt_logprobs"):
+        assert "prompt_logprobs" not in whole, "told twice"
+        whole["prompt_logprobs"] = choice["prompt_logprobs"]
+    if choice.get("finish_reason"):
+        assert "finish_reason" not in whole, "it ended twice"
+        whole["finish_reason"], whole["stop_reason"] = choice["finish_reason"], choice.get("stop_reason")
+
+
+async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Every request at once; the engine is killed whenever clients have so many tokens in all."""
+    so_far: Counter[str] = Counter()
+    async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        tasks = [asyncio.create_task(told(session, ask, so_far)) for ask in asks]
+        for count in kill_after:
+            while so_far["tokens"] < count:
+                await asyncio.sleep(0.001)
+            server.kill_engine()
+            assert not all(task.done() for task in tasks), "nobody was disturbed"
+            await asyncio.to_thread(server.wait_restarted)
+        return await asyncio.gather(*tasks)
+
+
+def asks_that_end_in_many_ways(told_without: Sequence[dict[str, Any]]) -> list[Ask]:
+    """By length, a stop string, one of a branch's own, a stop token, and the same where `min_tokens` forbids the first.
+
+    told_without: what the same requests say that all end by length; their stops are taken from there.
+    """
+    asks: list[Ask] = []
+    for i, whole in enumerate(told_without):
+        body = plain(i)
+        texts, ids = [whole[branch]["text"] for branch in range(body["n"])], whole[0]["token_ids"]
+        if i % 6 == 1:
+            body["stop"] = texts[0][600:604]
+        elif i % 6 == 2:
+            body["stop"] = [text[400 + 400 * j : 405 + 400 * j] for j, text in enumerate(texts)]
+            body["include_stop_str_in_output"] = True
+        elif i % 6 == 3:
+            body |= {"stop": [texts[0][50:54], texts[0][1500:1504]], "min_tokens": 60}
+        elif i % 6 == 4:
+            body |= {"stop_token_ids": [ids[30], ids[250]], "min_tokens": 60}
+        elif i % 6 == 5:
+            body |= {"max_tokens": 200 + i, "stream": i % 4 == 1}
+        asks.append(("/v1/completions", body))
+    return asks
+
+
+def plain(number: int) -> dict[str, Any]:
+    sampling = {"max_tokens": 400, "seed": number, "n": 1 + number % 3, "ignore_eos": True}
+    return {"prompt": [10 + number] * 12, "return_token_ids": True, **sampling}
+
+
+def num_computed(server: LiveServer) -> float:
+    """Tokens in all steps so far, of all lives of the engine."""
+    lines = server.get("/metrics")[1].splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("vllm:iteration_tokens_total_sum"))
+
+
+def test_kills_change_nothing_of_what_is_told(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS, env={"PYTHONPATH": os.getcwd()}, engine="tests.engine.slow_engine") as server:
+        without = asyncio.run(ask_all(server, [("/v1/completions", plain(i)) for i in range(24)]))
+        asks = asks_that_end_in_many_ways(without)
+        before = num_computed(server)
+        undisturbed = asyncio.run(ask_all(server, asks))
+        needed = num_computed(server) - before
+        parts = [part for whole in undisturbed for part in whole.values() if isinstance(part, dict)]
+        ends = Counter(part["finish_reason"] for part in parts if "finish_reason" in part)
+        assert min(ends["length"], ends["stop"]) > 10
+        before = num_computed(server)
+        assert asyncio.run(ask_all(server, asks, kill_after=(1, 3000, 6000))) == undisturbed
+        assert num_computed(server) - before > 1.5 * needed, "nothing had to be computed again"
+        load = server.wait_idle()
+        assert (load["engine_restarts"], load["live_tokens"]) == (3, 0)
