@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,15 @@ def test_start_times_output_and_end() -> None:
 def test_failed_start_gives_its_last_words() -> None:
     with pytest.raises(ConfigError, match="exit code 3: it hurts"):
         time_start([sys.executable, "-c", "import sys; print('it hurts', file=sys.stderr); sys.exit(3)"])
+
+
+@pytest.mark.parametrize("num_blocks", [256, 512])
+def test_a_full_pool_wastes_less_than_four_percent_on_chats(num_blocks: int, tmp_path: Path) -> None:
+    workload = tmp_path / "chat.json"
+    workload.write_bytes(subprocess.run([sys.executable, MAKER, "chat"], capture_output=True, check=True).stdout)
+    script = MAKER.parent / "kv_waste.py"
+    command = [sys.executable, script, workload, "--num-blocks", str(num_blocks)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    unfilled = re.search(r"([\d.]+)% of it unfilled", said)
+    assert unfilled is not None, said
+    assert 0 < float(unfilled[1]) < 4
