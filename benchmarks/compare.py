@@ -13,6 +13,8 @@ by round.
 
 import argparse
 import json
+import os
+import platform
 import shlex
 import statistics
 import subprocess
@@ -48,6 +50,17 @@ def read_bandwidth_gb_s(num_threads: int = 2, mib: int = 256, repeats: int = 5) 
             thread.join()
         best = max(best, sum(array.nbytes for array in arrays) / (time.perf_counter() - begin_s) / 1e9)
     return best
+
+
+def machine() -> str:
+    """What the processor calls itself and how many of its cores this process may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
 
 
 def run_once(engine: Engine, workload: Path, timeout_s: float) -> None:
@@ -111,6 +124,8 @@ def main() -> None:
     after = read_bandwidth_gb_s()
     result = {
         "workload": args.workload.stem,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
         "rounds": args.rounds,
         "bandwidth_gb_s": [round(before, 1), round(after, 1)],
         "engines": summary(engines),
