@@ -256,12 +256,23 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         const char* first = panels + panel * bytes;
         int64_t columns = w.out_features - panel * PANEL;
         if (columns > width * PANEL) columns = width * PANEL;
+        auto ask_ahead = [&](int64_t tile) -> Ahead {
+            // All tiles down the rows together ask once for all that the next ones read.
+            int64_t a_line_each = tile_steps(w) * 64, asked = tile * a_line_each;
+            const char* next = first + width * bytes;
+            if (job.gate != GATE_NONE) {
+                if (asked < bytes) return {next + asked, 64, partner};
+            } else if (count * a_line_each >= width * bytes) {
+                if (asked < width * bytes) return {next + asked, 64, 0};
+            } else if (2 * asked < width * bytes) {
+                return {next + 2 * asked, 128, 64};
+            }
+            return {first, 0, 0};
+        };
         for (int64_t i = 0; i < count; i++) {
             int64_t begin = row + (row_end - row) * i / count, rows = row + (row_end - row) * (i + 1) / count - begin;
             // A single tile reads the weights as they come, at the speed of memory: nothing to gain.
-            int64_t asked = i * tile_steps(w) * 64;
-            Ahead ahead{first, 0};
-            if (count > 1 && asked < width * bytes) ahead = {first + width * bytes + asked, 64};
+            Ahead ahead = count > 1 ? ask_ahead(i) : Ahead{first, 0, 0};
             if (job.gate == GATE_NONE) {
                 tiles.of(rows, width)(x, begin, w, first, bytes, sums, width * PANEL, ahead);
             } else if (tiles.panels(rows) >= 2) {

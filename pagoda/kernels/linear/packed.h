@@ -46,13 +46,15 @@ inline int64_t panel_bytes(const PackedLinear& w) {
     }
 }
 
-// What a tile asks of memory for later, a line at each of its steps: the panels that come next. So they arrive while
-// this tile computes, instead of all at once before the next.
+// What a tile asks of memory for later, one or two lines at each of its steps: the panels that come next. So they arrive
+// while this tile computes, instead of all at once before the next.
 struct Ahead {
     const char* at;
-    int64_t step;  // 64, or 0 to ask for nothing new
+    int64_t step;    // bytes to the next step's line, or 0 to ask for nothing new
+    int64_t second;  // bytes to a step's second line, or 0 for one line a step
     void next() {
         __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(at + second, 0, 2);
         at += step;
     }
 };
