@@ -1,16 +1,13 @@
 """Real weights answer what transformers answers, which reads the same GGUF with its own code."""
 
-from functools import cache
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from pagoda.engine.tokenizer import load_tokenizer
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles
-from tests.cached_models import cached_model
+from tests.cached_models import cached_model, transformers_model
 from tests.models.paged_runner import PagedRunner, generate
 
 CPU = torch.device("cpu")
@@ -40,15 +37,6 @@ TEXTS = [
 ]
 
 
-@cache
-def reference(files: ModelFiles) -> PreTrainedModel:
-    config = GgufConfig(dequantize=True)
-    folder, name = files.path.parent, files.path.name
-    return AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, dtype=torch.float32, quantization_config=config
-    ).eval()
-
-
 def prompts_of(files: ModelFiles, texts: list[str]) -> list[list[int]]:
     tokenizer = load_tokenizer(files)
     return [list(tokenizer.encode(text)) for text in texts]
@@ -65,7 +53,7 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
     runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, block_size=16)
     wrong = []
     for text, prompt, answer in zip(texts, prompts, generate(runner, prompts, num_tokens, chunk), strict=True):
-        scores = reference(files)(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        scores = transformers_model(files)(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
         if scores.argmax(-1).tolist() != answer:
             wrong.append(text)
     return wrong

@@ -11,7 +11,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.engine_core import EngineCore
 from pagoda.loading.model_files import ModelFiles
-from tests.cached_models import cached_model
+from tests.cached_models import cached_model, transformers_model
 from tests.engine.driver import Answers, drive, request
 from tests.parity.prompts import CHATS, TEXTS
 
@@ -60,14 +60,8 @@ def answers(files: ModelFiles, prompts: Prompts) -> list[list[int]]:
 
 def test_tokens_are_those_of_transformers(files: ModelFiles, prompts: Prompts, answers: list[list[int]]) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
 
-    reference = AutoModelForCausalLM.from_pretrained(
-        files.path.parent,
-        gguf_file=files.path.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    ).eval()
+    reference = transformers_model(files)
     different = []
     with torch.inference_mode():
         for prompt, answer in zip(prompts, answers, strict=True):

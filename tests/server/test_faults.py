@@ -155,20 +155,19 @@ def test_overload_is_429_at_once_and_those_inside_are_served(tmp_path: Path) -> 
         assert 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="requests"} 8.0' in metrics
 
 
-def test_keys_guard_and_separate(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS, "--api-key", "one", "--api-key", "two") as server:
-        body = {"prompt": [5] * 64, "max_tokens": 2}
-        assert server.post("/v1/completions", body)[0] == 401
-        assert server.get("/health")[0] == 200
+def test_keys_guard_and_separate(keyed_server: LiveServer) -> None:
+    body = {"prompt": [5] * 64, "max_tokens": 2}
+    assert keyed_server.post("/v1/completions", body)[0] == 401
+    assert keyed_server.get("/health")[0] == 200
 
-        def cached(key: str) -> int:
-            status, answer = server.post("/v1/completions", body, Authorization=f"Bearer {key}")
-            assert status == 200
-            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    def cached(key: str) -> int:
+        status, answer = keyed_server.post("/v1/completions", body, Authorization=f"Bearer {key}")
+        assert status == 200
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-        assert cached("one") == 0
-        assert cached("one") > 0
-        assert cached("two") == 0, "a tenant sees another's prefix"
+    assert cached("one") == 0
+    assert cached("one") > 0
+    assert cached("two") == 0, "a tenant sees another's prefix"
 
 
 def test_sigterm_drains(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
 
-from tests.cached_models import cached_model
+from tests.cached_models import cached_model, transformers_model
 from tests.server.live import LiveServer, serving
-from tests.server.test_faults import stream
 from tests.server.test_replay import Ask, ask_all
 
 PROMPT = "The lighthouse keeper wrote one letter a month to his sister, who lived inland and"
@@ -28,10 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def reference() -> object:
     """token ids -> log-probabilities float32 [len, vocab] of the token after each."""
-    from transformers import AutoModelForCausalLM
-
-    files = cached_model("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(files.path.parent, gguf_file=files.path.name, dtype=torch.float32)
+    model = transformers_model(cached_model("smollm2-135m"))
 
     @torch.inference_mode()
     def logprobs(ids: list[int]) -> torch.Tensor:
@@ -74,24 +69,6 @@ def test_chat_logprobs_and_echo(server: LiveServer) -> None:
     assert all(value < 0 for value in scored["logprobs"]["token_logprobs"][1:])
 
 
-def test_a_kill_under_load_changes_no_token(server: LiveServer) -> None:
-    async def load(kill: bool) -> list[tuple[int, list[str]]]:
-        async with aiohttp.ClientSession(server.url) as session:
-            tasks = [asyncio.create_task(stream(session, i, 80)) for i in range(4)]
-            if kill:
-                while server.load()["running"] < 4:
-                    await asyncio.sleep(0.01)
-                await asyncio.sleep(0.1)
-                assert not any(task.done() for task in tasks)
-                await asyncio.to_thread(server.kill_engine)
-            return await asyncio.gather(*tasks)
-
-    undisturbed = asyncio.run(load(False))
-    before = server.load()["engine_restarts"]
-    assert asyncio.run(load(True)) == undisturbed
-    assert server.wait_idle()["engine_restarts"] == before + 1
-
-
 def asks_with_numbers() -> list[Ask]:
     """Seeded sampling of every kind, with log-probabilities; ends by length, stop strings, and the model's own."""
     text: dict[str, object] = {"prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}
@@ -112,10 +89,9 @@ def asks_with_numbers() -> list[Ask]:
 
 
 def test_a_kill_changes_no_number(server: LiveServer) -> None:
-    before = server.load()["engine_restarts"]
     asks = asks_with_numbers()
     undisturbed = asyncio.run(ask_all(server, asks))
     assert all(whole["status"] == 200 for whole in undisturbed)
     assert len(undisturbed[0][0]["logprobs"]) == len(undisturbed[6][0]["logprobs"]) == 40
     assert asyncio.run(ask_all(server, asks, kill_after=(60,))) == undisturbed
-    assert server.wait_idle()["engine_restarts"] == before + 1
+    assert server.wait_idle()["engine_restarts"] == 1
