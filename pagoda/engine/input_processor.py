@@ -13,7 +13,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.chat_template import ChatTemplate, Message
-from pagoda.engine.tokenizer import Tokenizer, load_tokenizer
+from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizer import Tokenizer
 from pagoda.loading.model_files import ModelFiles
 
 

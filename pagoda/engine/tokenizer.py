@@ -3,14 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from pagoda.base.errors import ConfigError
 from pagoda.engine.chat_template import ChatTemplate
-from pagoda.loading.model_files import ModelFiles, identify
 
 
 class Tokenizer(Protocol):
@@ -160,67 +158,7 @@ def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
     return _Spelling(**spelling)
 
 
-# ---- loading
-
-
-def load_tokenizer(
-    files: ModelFiles, tokenizer_override: str | None = None, chat_template: str | None = None
-) -> LibraryTokenizer:
-    """The tokenizer of a model: from its tokenizer.json, or rebuilt from a GGUF's metadata.
-
-    tokenizer_override: a local folder, tokenizer.json or .gguf file to take instead of the model's own.
-    chat_template: a template's text, or the path of a file with it, to use instead of the model's own.
-    Raises ConfigError that says what is missing or not supported.
-    """
-    from pagoda.engine.gguf_tokenizer import load_gguf_tokenizer  # after this module: it builds on it
-
-    source = files.path
-    if tokenizer_override is not None:
-        source = Path(tokenizer_override).expanduser()
-        if not source.exists():
-            raise ConfigError(f"tokenizer {tokenizer_override!r}: {source} does not exist")
-    template_text = _read_chat_template(chat_template) if chat_template is not None else None
-    if source.suffix == ".gguf":
-        return load_gguf_tokenizer(source, template_text)
-    folder = source if source.is_dir() else source.parent
-    if not (folder / "tokenizer.json").is_file():
-        if tokenizer_override is not None and source.is_dir() and any(source.glob("*.gguf")):
-            return load_gguf_tokenizer(identify(source).path, template_text)
-        raise ConfigError(
-            f"model {files.name!r}: {folder} has no tokenizer.json; copy the one of the model there, "
-            "or name another tokenizer (option tokenizer)"
-        )
-    return _load_folder(folder, template_text)
-
-
-def _read_chat_template(given: str) -> str:
-    """A path if such a file exists (or it looks like nothing but a path), else the text of a template."""
-    if "{" in given or "\n" in given:
-        return given
-    path = Path(given).expanduser()
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={given!r} is neither a template nor a readable file: {error}") from None
-
-
-def _load_folder(folder: Path, given_template: str | None) -> LibraryTokenizer:
-    path = folder / "tokenizer.json"
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{path}: cannot be read as a tokenizer: {error}") from None
-    backend.no_truncation()
-    backend.no_padding()
-    config = _read_json(folder / "tokenizer_config.json")
-    _add_configured_tokens(backend, config)
-    if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
-        _obey_bos_and_eos_flags(backend, config)
-    names = _special_token_texts(config, _read_json(folder / "special_tokens_map.json"))
-    eos = _ids_of(folder, backend, names.get("eos_token"))
-    bos_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
-    template = given_template if given_template is not None else _folder_chat_template(folder, config)
-    return LibraryTokenizer(backend, make_facts(backend, bos_id, eos, template, names))
+# ---- what every way of loading ends with
 
 
 def make_facts(
@@ -238,65 +176,6 @@ def make_facts(
     return TokenizerFacts(size, bos_id, eos_ids, special, template)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _text_of(entry: object) -> str | None:
-    """A special token is written as text or as an object with its text in `content`."""
-    if isinstance(entry, dict):
-        entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
-
-
-def _special_token_texts(*configs: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, pad_token, ... -> text; earlier files win."""
-    texts: dict[str, str] = {}
-    for config in reversed(configs):
-        for name, entry in config.items():
-            text = _text_of(entry)
-            if name.endswith("_token") and text is not None:
-                texts[name] = text
-    return texts
-
-
-def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """tokenizer_config.json may name added tokens that tokenizer.json lacks, or mark as special what it does not."""
-    entries = config.get("added_tokens_decoder") or {}
-    known = backend.get_added_tokens_decoder()
-    for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
-        token_id, token = int(key), tokenizers.AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
-        if token_id in known and known[token_id].special == token.special:
-            continue
-        added = backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
-        if added and backend.token_to_id(token.content) != token_id:
-            raise ConfigError(
-                f"tokenizer_config.json gives {token.content!r} the id {token_id}, "
-                f"tokenizer.json has room for it only at {backend.token_to_id(token.content)}"
-            )
-
-
-def _obey_bos_and_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Where tokenizer_config.json states add_bos_token / add_eos_token, they decide, for Llama-like tokenizers only."""
-    if config.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer"):
-        return
-    bos, eos = _text_of(config.get("bos_token")), _text_of(config.get("eos_token"))
-    backend.post_processor = bos_eos_template(
-        backend,
-        bos if config.get("add_bos_token", True) else None,
-        eos if config.get("add_eos_token", False) else None,
-    )
-
-
 def bos_eos_template(
     backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
 ) -> tokenizers.processors.TemplateProcessing:
@@ -306,30 +185,3 @@ def bos_eos_template(
     return tokenizers.processors.TemplateProcessing(
         single=[*before, "$A", *after], pair=[*before, "$A", *after, *before, "$B", *after], special_tokens=specials
     )
-
-
-def _ids_of(folder: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -> tuple[int, ...]:
-    """End ids: the tokenizer's own, then those of generation_config.json (of config.json when that says nothing)."""
-    ids: list[int] = []
-    if eos_text is not None and (token_id := backend.token_to_id(eos_text)) is not None:
-        ids.append(token_id)
-    for file in ("generation_config.json", "config.json"):
-        stated = _read_json(folder / file).get("eos_token_id")
-        if stated is not None:
-            ids.extend(stated if isinstance(stated, list) else [stated])
-            break
-    return tuple(dict.fromkeys(ids))
-
-
-def _folder_chat_template(folder: Path, config: dict[str, Any]) -> "str | dict[str, str] | None":
-    """chat_template.jinja, or the one (or the named ones) inside tokenizer_config.json or chat_template.json."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from None
-    stated = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(stated, list):
-        return {entry["name"]: entry["template"] for entry in stated}
-    return stated

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 import pagoda
 from pagoda.base.errors import ConfigError
-from pagoda.engine.tokenizer import LibraryTokenizer, load_tokenizer
+from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizer import LibraryTokenizer
 from pagoda.loading.model_files import ModelFiles, identify
 from tests.cached_models import cached_model
 

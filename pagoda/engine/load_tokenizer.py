@@ -1,0 +1,48 @@
+"""The tokenizer of a model, wherever it is written down."""
+
+from pathlib import Path
+
+from pagoda.base.errors import ConfigError
+from pagoda.engine.folder_tokenizer import load_folder_tokenizer
+from pagoda.engine.gguf_tokenizer import load_gguf_tokenizer
+from pagoda.engine.tokenizer import LibraryTokenizer
+from pagoda.loading.model_files import ModelFiles, identify
+
+
+def load_tokenizer(
+    files: ModelFiles, tokenizer_override: str | None = None, chat_template: str | None = None
+) -> LibraryTokenizer:
+    """The tokenizer of a model: from its tokenizer.json, or rebuilt from a GGUF's metadata.
+
+    tokenizer_override: a local folder, tokenizer.json or .gguf file to take instead of the model's own.
+    chat_template: a template's text, or the path of a file with it, to use instead of the model's own.
+    Raises ConfigError that says what is missing or not supported.
+    """
+    source = files.path
+    if tokenizer_override is not None:
+        source = Path(tokenizer_override).expanduser()
+        if not source.exists():
+            raise ConfigError(f"tokenizer {tokenizer_override!r}: {source} does not exist")
+    template_text = _read_chat_template(chat_template) if chat_template is not None else None
+    if source.suffix == ".gguf":
+        return load_gguf_tokenizer(source, template_text)
+    folder = source if source.is_dir() else source.parent
+    if not (folder / "tokenizer.json").is_file():
+        if tokenizer_override is not None and source.is_dir() and any(source.glob("*.gguf")):
+            return load_gguf_tokenizer(identify(source).path, template_text)
+        raise ConfigError(
+            f"model {files.name!r}: {folder} has no tokenizer.json; copy the one of the model there, "
+            "or name another tokenizer (option tokenizer)"
+        )
+    return load_folder_tokenizer(folder, template_text)
+
+
+def _read_chat_template(given: str) -> str:
+    """A path if such a file exists (or it looks like nothing but a path), else the text of a template."""
+    if "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={given!r} is neither a template nor a readable file: {error}") from None
