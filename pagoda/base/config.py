@@ -144,7 +144,7 @@ class ServerConfig:
     max_requests_per_key, requests_per_minute_per_key: the same for each API key.
     trust_request_chat_template: callers may send chat templates of their own (sandboxed, but free to loop).
     max_connections: open at once; one more hears 503.   header_timeout_s, body_timeout_s: until a request's head, and
-    then its body, are complete.
+    then its body, are complete.   send_timeout_s: for how long a client may take nothing of what it is sent.
     drain_timeout_s: how long streams may go on after SIGTERM.   step_timeout_s: a step that takes longer counts as an
     engine's death.
     """
@@ -166,6 +166,7 @@ class ServerConfig:
     max_connections: int = 4096
     header_timeout_s: float = 20.0
     body_timeout_s: float = 120.0
+    send_timeout_s: float = 120.0
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 120.0
     access_log: bool = True

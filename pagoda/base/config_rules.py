@@ -47,6 +47,7 @@ AT_LEAST: Mapping[type, Mapping[str, float]] = {
         "max_connections": 0,
         "header_timeout_s": 0,
         "body_timeout_s": 0,
+        "send_timeout_s": 0,
         "drain_timeout_s": 0,
         "step_timeout_s": 0,
     },

@@ -1,6 +1,7 @@
 """The server's socket and certificate, taken before anything slow begins: what is wrong with them is said at once."""
 
 import logging
+import math
 import resource
 import socket
 import ssl
@@ -20,6 +21,10 @@ def listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it. It counts while nothing of what was sent is taken: by a client that does not read
+    # (it would hold its place for ever), and by one that vanished without a word.
+    send_timeout_ms = math.ceil(min(config.send_timeout_s * 1000, 2**31 - 1))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_timeout_ms)
     try:
         listener.bind((config.host, config.port))
     except (OSError, OverflowError) as error:
