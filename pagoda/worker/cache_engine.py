@@ -1,7 +1,5 @@
 """CacheEngine: the KV tensors of the device and the host pool, and the moving of whole blocks between them."""
 
-import contextlib
-import mmap
 import time
 
 import numpy as np
@@ -10,6 +8,7 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupSpec, layers_per_block
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.kernels.native.huge_pages import huge_zeros
 from pagoda.kernels.ops import KVLayer
 
 
@@ -108,10 +107,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    pages = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without transparent huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    # The tensor keeps `pages` alive, and with it the mapping.
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return huge_zeros(int(np.prod(shape)) * dtype.itemsize).view(dtype).view(shape)

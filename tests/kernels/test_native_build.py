@@ -14,6 +14,7 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.kernels import select
 from pagoda.kernels.native import build
+from pagoda.kernels.native.huge_pages import huge_zeros
 from pagoda.kernels.native.threads import available_cpus
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
@@ -174,3 +175,21 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or bits", *t
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_memory_lies_on_huge_pages_where_the_system_has_them() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this system gives no huge pages")
+    before = huge_bytes()
+    memory = huge_zeros(64 << 20)
+    assert memory.data_ptr() % (2 << 20) == 0
+    assert not memory.any()
+    memory.fill_(1)
+    assert huge_bytes() - before >= 32 << 20, "a shared mapping, or one that was never asked for, has none"
+
+
+def huge_bytes() -> int:
+    """What this process has on huge pages."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))

@@ -1,11 +1,9 @@
-"""Memory for weights: large, aligned, on huge pages where the kernel has them."""
-
-import ctypes
-import mmap
+"""Memory for weights: large, aligned, on huge pages."""
 
 import torch
 
-_HUGE_PAGE = 2 << 20
+from pagoda.kernels.native.huge_pages import huge_zeros
+
 _CHUNK = 64 << 20
 _ALIGN = 4096  # so that no two weights share a page's worth of prefetching
 
@@ -13,8 +11,7 @@ _ALIGN = 4096  # so that no two weights share a page's worth of prefetching
 class WeightArena:
     """Hands out byte tensors, one after the other in a few large mappings; never takes one back singly.
 
-    A mapping is given back to the system when all tensors in it are gone. Weights that are read in turn stand in turn,
-    and one entry of the CPU's page table covers 2 MiB of them instead of 4 KiB.
+    A mapping is given back to the system when all tensors in it are gone. Weights that are read in turn stand in turn.
     """
 
     def __init__(self) -> None:
@@ -24,17 +21,7 @@ class WeightArena:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes], zeros, aligned to 4096."""
         if self._used + num_bytes > self._chunk.numel():
-            self._chunk, self._used = _map(max(num_bytes, _CHUNK)), 0
+            self._chunk, self._used = huge_zeros(max(num_bytes, _CHUNK)), 0
         part = self._chunk[self._used : self._used + num_bytes]
         self._used = -(-(self._used + num_bytes) // _ALIGN) * _ALIGN
         return part
-
-
-def _map(num_bytes: int) -> torch.Tensor:
-    size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE + _HUGE_PAGE
-    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    offset = -address % _HUGE_PAGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE, offset - offset % mmap.PAGESIZE, size - _HUGE_PAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)[offset : offset + size - _HUGE_PAGE]
