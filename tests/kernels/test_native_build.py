@@ -15,6 +15,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.kernels import select
 from pagoda.kernels.native import build
 from pagoda.kernels.native.huge_pages import huge_zeros
+from pagoda.kernels.native.library import load
 from pagoda.kernels.native.threads import available_cpus
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
@@ -193,3 +194,12 @@ def huge_bytes() -> int:
     """What this process has on huge pages."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("dawdle", [0, 100, 300])
+def test_no_region_ends_before_its_shares(threads: int, dawdle: int) -> None:
+    """A thread that lost its core as it was about to report an end must not end the region that comes after."""
+    regions = load().functions["pagoda_unfinished_regions"]
+    regions.argtypes, regions.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
+    assert regions(threads, 30_000, dawdle) == 0

@@ -75,6 +75,7 @@ struct Pool {
     void* data = nullptr;
     int num_threads = 0;
     std::atomic<int> unfinished{0};
+    std::atomic<int> dawdle{0};  // tests: how long who ends the last share hesitates to say so, as if it lost its core
 };
 
 Pool* pool = nullptr;
@@ -96,7 +97,9 @@ void* work(void* argument) {
         if (!share.value.compare_exchange_strong(offered, TAKEN)) continue;
         me.pool->body(me.pool->data, me.index + 1, me.pool->num_threads);
         share.value.store(NONE);
-        if (me.pool->unfinished.fetch_sub(1) == 1) me.pool->state.set(FINISHED);
+        if (me.pool->unfinished.fetch_sub(1) != 1) continue;
+        for (int wait = me.pool->dawdle.load(std::memory_order_relaxed); wait > 0; wait--) pause();
+        me.pool->state.set(FINISHED);
     }
     return nullptr;
 }
@@ -149,7 +152,10 @@ void run_on_pool(void (*body)(void*, int, int), void* data, int threads) {
         body(data, i + 1, helpers + 1);
         taken_back++;
     }
-    if (p.unfinished.fetch_sub(taken_back) != taken_back) p.state.wait_for(FINISHED);
+    // Whoever ends the last share says so, and that word is waited for even when the count is down already: else it could
+    // come in the middle of the next region, which would take it for its own and end before its shares do.
+    bool ended_here = helpers == 0 || (taken_back > 0 && p.unfinished.fetch_sub(taken_back) == taken_back);
+    if (!ended_here) p.state.wait_for(FINISHED);
     inside_region = false;
     pthread_mutex_unlock(&p.one_region_at_a_time);
 }
@@ -160,4 +166,22 @@ PAGODA_EXPORT double pagoda_empty_region_ns(int threads, int repeats) {
     int64_t begin = now_ns();
     for (int i = 0; i < repeats; i++) parallel(threads, nothing);
     return double(now_ns() - begin) / repeats;
+}
+
+// How many of `repeats` regions came back before all of their shares were done: 0, or the pool is broken. Shares have
+// changing lengths, and threads hesitate now and then (`dawdle` pauses), so that they meet in every order.
+PAGODA_EXPORT int64_t pagoda_unfinished_regions(int threads, int64_t repeats, int dawdle) {
+    int64_t broken = 0;
+    for (int64_t i = 0; i < repeats; i++) {
+        std::atomic<int> done{0}, shares{1};
+        pool->dawdle.store(i % 3 == 0 ? dawdle : 0, std::memory_order_relaxed);
+        parallel(threads, [&](int thread, int count) {
+            shares.store(count);
+            for (int64_t left = i * 37 % 97 + thread * 50; left > 0; left--) pause();
+            done.fetch_add(1);
+        });
+        if (done.load() != shares.load()) broken++;
+    }
+    pool->dawdle.store(0);
+    return broken;
 }
