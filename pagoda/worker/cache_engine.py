@@ -1,5 +1,6 @@
 """CacheEngine: the KV tensors of the device and the host pool, and the moving of whole blocks between them."""
 
+import mmap
 import time
 
 import numpy as np
@@ -8,7 +9,6 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupSpec, layers_per_block
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.native.huge_pages import huge_zeros
 from pagoda.kernels.ops import KVLayer
 
 
@@ -101,10 +101,14 @@ def _new_layer(shape: tuple[int, int, int, int], dtype: torch.dtype, device: tor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose pages come when they are first written, in huge pages where the system has them.
+    """Zeros whose pages come when they are first written.
 
     Zeros and not garbage: a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN.
+    Not asked to lie on huge pages, as weights are: attention asks for its pages early, so that they gain 2 % of a step,
+    while two of them for each layer, zeroed when a new block crosses into them, hold a step up by 0.1 s in a virtual
+    machine.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return huge_zeros(int(np.prod(shape)) * dtype.itemsize).view(dtype).view(shape)
+    mapping = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)  # keeps the mapping alive
