@@ -235,7 +235,7 @@ class TwinScheduler:
         for branch in live.branches:
             branch.in_flight = branch.placeholders = 0
             branch.drafts = []
-            branch.started = False
+            branch.started = branch.mid_prefill = False
 
     def _drop(self, live: Live) -> None:
         for branch in live.branches:
@@ -489,7 +489,7 @@ class TwinScheduler:
             return
         for branch in live.alive:
             if not branch.started:
-                branch.started = True
+                branch.started = branch.mid_prefill = True
                 branch.computed = min(
                     shared, (len(branch.tokens) - 1) // self.memory.block_size * self.memory.block_size
                 )
