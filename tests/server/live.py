@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# A server without a model: tokens come from the fake executor.
+FAKE_ENGINE = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048")
+FAKE_FLAGS = (*FAKE_ENGINE, "--trust-request-chat-template")
+
 
 @dataclass(frozen=True, slots=True)
 class LiveServer:

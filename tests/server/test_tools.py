@@ -11,7 +11,7 @@ import pytest
 from pagoda.assemble import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.engine.load_tokenizer import load_tokenizer
-from tests.server.live import LiveServer, serving
+from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 HERMES = """{% if tools %}<|im_start|>system
 Call a tool with <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools: {{ tools | tojson }}<|im_end|>
@@ -52,18 +52,9 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     scripts.write_text(json.dumps([[*tokenizer.encode(text, False), end] for text in SAID]))
     template = folder / "hermes.jinja"
     template.write_text(HERMES)
-    flags = (
-        "--distributed-executor-backend",
-        "fake",
-        "--num-blocks",
-        "512",
-        "--max-model-len",
-        "2048",
-        "--trust-request-chat-template",
-    )
     env = {"ENGINE_SCRIPTS": str(scripts), "PYTHONPATH": os.getcwd()}
     with serving(
-        folder, *flags, "--chat-template", str(template), env=env, engine="tests.engine.scripted_engine"
+        folder, *FAKE_FLAGS, "--chat-template", str(template), env=env, engine="tests.engine.scripted_engine"
     ) as server:
         yield server
 
