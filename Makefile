@@ -1,9 +1,11 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both work in their own .venv; stamp files keep a second run
-# from installing again, so it needs no network.
+# Two commands for a newcomer: `make demo` and `make test`. Both work in their own .venv (the tests' load generator in
+# .venv-load); stamp files keep a second run from installing again, so it needs no network.
 
 VENV := .venv
 BIN := $(VENV)/bin
+LOAD_VENV := $(VENV)-load
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+LOAD_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(LOAD_VENV)/bin/python
 PROMPT ?= In one sentence: why does the moon have phases?
 WORKLOADS ?= offline64 single
 BENCH_DIR := build/bench
@@ -17,16 +19,16 @@ help:
 	@echo "make test-slow  the tests that take longer or need larger models"
 	@echo "make lint       format, lint, types, import contract only"
 	@echo "make bench      throughput of the default model on WORKLOADS='$(WORKLOADS)'"
-	@echo "make clean      remove $(VENV) and build output"
+	@echo "make clean      remove $(VENV), $(LOAD_VENV) and build output"
 
 demo: $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --max-tokens 64 "$(PROMPT)"
 
-test: lint
+test: lint $(LOAD_VENV)/.installed
 	$(BIN)/pagoda models pull
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-test-slow: $(VENV)/.installed-test
+test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m gemma3-270m
 	$(BIN)/python -m pytest -q -m slow
 
@@ -45,7 +47,7 @@ bench: $(VENV)/.installed
 	done
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(LOAD_VENV) build
 
 # The first Python of 3.11 to 3.13 that runs and can make an environment; PYTHON=... overrides.
 $(BIN)/python:
@@ -64,3 +66,14 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing pagoda with the test tools into $(VENV)"
 	@$(PIP_INSTALL) --editable ".[test]"
 	@touch $@ $(VENV)/.installed
+
+# The load generator needs versions that $(VENV) must not have. A .pth lets it find the rest there (torch is large), so
+# nothing but the listed packages is installed; `pip check` sees both.
+$(LOAD_VENV)/.installed: requirements-load.txt $(VENV)/.installed-test
+	@echo "installing the load generator into $(LOAD_VENV)"
+	@$(BIN)/python -m venv --clear --without-pip $(LOAD_VENV)
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  $(BIN)/python -c "$$site" > "$$($(LOAD_VENV)/bin/python -c "$$site")/tests.pth"
+	@$(LOAD_PIP) install --quiet --no-deps --requirement requirements-load.txt
+	@$(LOAD_PIP) check
+	@touch $@
