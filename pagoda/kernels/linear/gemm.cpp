@@ -60,36 +60,31 @@ Operand operand(const LinearJob& job) {
     return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
 }
 
-// One group of `count` <= 64 elements, the rest of `group` is zero: symmetric, the largest magnitude at 127.
-template <class T>
-void quantize_group(const T* x, int64_t count, int64_t group, int8_t* bytes, float* scale, int32_t* sum) {
-    f32x16 values[4] = {}, largest = {};
-    for_lanes(count, [&](int64_t i, int n) {
-        f32x16 v = load_lanes(x + i, n);
-        values[i / 16] = v;
-        largest = vmax(largest, v > 0.0f ? v : -v);
-    });
+// One group, of which `count` elements are there and the rest is zero: symmetric, the largest magnitude at 127.
+template <int GROUP, class T>
+void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int32_t* sum) {
+    constexpr int PARTS = GROUP / 16;
+    f32x16 values[PARTS] = {};
+    if (count == GROUP) {
+        for (int part = 0; part < PARTS; part++) values[part] = load(x + 16 * part);
+    } else {
+        for_lanes(count, [&](int64_t i, int n) { values[i / 16] = load_lanes(x + i, n); });
+    }
+    f32x16 largest = {};
+    for (f32x16 v : values) largest = vmax(largest, magnitude(v));
     float limit = lane_max(largest);
     float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
     i32x16 total = {};
-    for (int64_t part = 0; part * 16 < group; part++) {
-        // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
-        f32x16 rounded = (values[part] * inverse + 12582912.0f) - 12582912.0f;
-        i32x16 whole = __builtin_convertvector(rounded, i32x16);
+    for (int part = 0; part < PARTS; part++) {
+        i32x16 whole = to_nearest(values[part] * inverse);
         total += whole;
-        typedef int8_t i8x16 __attribute__((vector_size(16)));
-        i8x16 narrow = __builtin_convertvector(whole, i8x16);
-        memcpy(bytes + part * 16, &narrow, 16);
+        store(bytes + 16 * part, whole);
     }
-    int32_t lanes[16];
-    memcpy(lanes, &total, 64);
-    int32_t all = 0;
-    for (int32_t lane : lanes) all += lane;
-    *sum = all;
+    *sum = lane_sum(total);
     *scale = limit / 127.0f;
 }
 
-template <class T>
+template <int GROUP, class T>
 void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
     const PackedLinear& w = *job.weight;
     QuantizedRows to = operand(job).quantized;
@@ -97,12 +92,18 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
         const T* x = static_cast<const T*>(job.x) + r * job.x_stride;
         for (int64_t g = 0; g < groups; g++) {
-            int64_t left = w.in_features - g * w.group;
-            quantize_group(x + g * w.group, left < w.group ? left : w.group, w.group,
-                           const_cast<int8_t*>(to.bytes) + (r * groups + g) * w.group,
-                           const_cast<float*>(to.scales) + r * groups + g, const_cast<int32_t*>(to.sums) + r * groups + g);
+            int64_t left = w.in_features - g * GROUP;
+            quantize_group<GROUP>(x + g * GROUP, left < GROUP ? left : GROUP,
+                                  const_cast<int8_t*>(to.bytes) + (r * groups + g) * GROUP,
+                                  const_cast<float*>(to.scales) + r * groups + g,
+                                  const_cast<int32_t*>(to.sums) + r * groups + g);
         }
     }
+}
+template <class T>
+void quantize(const LinearJob& job, int64_t begin, int64_t end) {
+    auto run = job.weight->group == 64 ? quantize_rows<64, T> : quantize_rows<32, T>;
+    run(job, begin, end);
 }
 
 // ---- one tile ----
@@ -300,7 +301,7 @@ size_t linear_scratch_bytes(const LinearJob& job) {
 void linear_convert(const LinearJob& job, int64_t begin, int64_t end) {
     const PackedLinear& w = *job.weight;
     if (is_quantized(w.kind)) {
-        auto run = job.dtype == F32 ? quantize_rows<float> : job.dtype == BF16 ? quantize_rows<bf16> : quantize_rows<f16>;
+        auto run = job.dtype == F32 ? quantize<float> : job.dtype == BF16 ? quantize<bf16> : quantize<f16>;
         run(job, begin, end);
         return;
     }

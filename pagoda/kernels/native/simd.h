@@ -53,7 +53,13 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
-inline f32x16 vmax(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 vmax(f32x16 a, f32x16 b) {
+#if defined(PAGODA_AVX512)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // Sum and maximum over the lanes, always as the same tree.
 inline float lane_sum(f32x16 v) {
@@ -75,6 +81,36 @@ inline float lane_max(f32x16 v) {
 #endif
 }
 
+inline int32_t lane_sum(i32x16 v) {
+#if defined(PAGODA_AVX512)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t x[16], sum = 0;
+    memcpy(x, &v, 64);
+    for (int32_t lane : x) sum += lane;
+    return sum;
+#endif
+}
+inline f32x16 magnitude(f32x16 v) { return (f32x16)((u32x16)v & 0x7fffffffu); }
+
+// The nearest integers, ties to even, of values within +-2^22.
+inline i32x16 to_nearest(f32x16 v) {
+#if defined(PAGODA_AVX512)
+    return (i32x16)_mm512_cvtps_epi32((__m512)v);
+#else
+    // Adding and taking away 1.5 * 2^23 leaves no room for a fraction.
+    return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, i32x16);
+#endif
+}
+// The low bytes.
+inline void store(int8_t* p, i32x16 v) {
+#if defined(PAGODA_AVX512)
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(v[i]);
+#endif
+}
+
 // ---- loads and stores, widening to and rounding from float (ties to even) ----
 
 inline f32x16 load(const float* p) {
@@ -85,7 +121,11 @@ inline f32x16 load(const float* p) {
 inline f32x16 load(const bf16* p) {
     u16x16 raw;
     memcpy(&raw, p, 32);
+#if defined(PAGODA_AVX512)
+    return (f32x16)((u32x16)_mm512_cvtepu16_epi32((__m256i)raw) << 16);  // GCC 12 widens in halves
+#else
     return (f32x16)(__builtin_convertvector(raw, u32x16) << 16);
+#endif
 }
 inline f32x16 load(const f16* p) {
 #if defined(PAGODA_AVX512)
