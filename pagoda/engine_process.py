@@ -4,6 +4,7 @@ It blocks while there is nothing to do, takes what has come in between two steps
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -117,6 +118,8 @@ def _build(config: EngineConfig, place: MeetingPlace) -> tuple[EngineCore, Recor
         recorded.append(RecordedExecutor(executor, recorder, max_rows))
         return recorded[0]
 
+    if config.parallel.pin_threads is None:  # nobody else's threads run in this process
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pin_threads=True))
     return build_engine_core(config, wrap_executor=record), recorded[0]
 
 

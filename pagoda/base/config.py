@@ -124,13 +124,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Devices, processes and threads.   device: "auto", "cpu", "cuda".   threads: None takes what the cgroup allows."""
+    """Devices, processes and threads.   device: "auto", "cpu", "cuda".   threads: None takes what the cgroup allows.
+
+    pin_threads: each compute thread stays on a core of its own, where they are as many as the cores. None: in an engine
+    process; not in a caller's.
+    """
 
     device: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str = "in_process"
     threads: int | None = None
+    pin_threads: bool | None = None
     kernels: str = "auto"  # "auto", "native", "torch", "reference"
 
 

@@ -54,6 +54,7 @@ HELP: dict[str, str] = {
     "pipeline_parallel_size": "Devices the layers are spread over.",
     "distributed_executor_backend": "Where the workers run: in_process, or another executor.",
     "threads": "Threads for compute (default: what the machine allows).",
+    "pin_threads": "Keep each compute thread on a core, if it is to use them all (default: on in serve).",
     "kernels": "auto, native, torch or reference.",
     # server
     "host": "Address to listen on.",

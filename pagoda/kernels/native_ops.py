@@ -1,7 +1,8 @@
 """NativeOps: the compiled CPU kernels, called through ctypes."""
 
+import os
 from collections.abc import Callable, Sequence
-from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
+from ctypes import CDLL, c_bool, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from pagoda.kernels.rows import reference as rows
 from pagoda.kernels.sampling.native import NativeSampling
 
 _INT, _LONG, _FLOAT, _PTR = c_int, c_int64, c_float, c_void_p
+MAX_HEAD_DIM = 512
 _Kernel = Callable[..., None]
 
 
@@ -26,6 +28,15 @@ def _bind(functions: CDLL, name: str, *argtypes: type) -> _Kernel:
     function.argtypes = argtypes
     function.restype = None
     return function
+
+
+def check_page_shape(head_dim: int, block_size: int) -> None:
+    """Raises ConfigError for pages that the native kernels cannot read and write."""
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM or block_size % 8:
+        raise ConfigError(
+            f"native attention takes head sizes that are multiples of 16 up to {MAX_HEAD_DIM} and block sizes that are "
+            f"multiples of 8, not {head_dim} and {block_size}; choose kernels='torch' or another block_size"
+        )
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
@@ -43,6 +54,8 @@ class NativeOps:
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self.library = library
         self.threads = threads
+        self._pin_thread = library.functions["pagoda_pin_thread"]
+        self._pin_thread.argtypes, self._pin_thread.restype = (_INT, _PTR, _INT), c_bool
         self.linears = PackedLinears(library, threads)
         sampling = NativeSampling(library, threads)
         self.best_tokens = sampling.best_tokens
@@ -65,6 +78,27 @@ class NativeOps:
         self._gelu_tanh_mul = bind("pagoda_gelu_tanh_mul", _INT, _PTR, _PTR, _LONG, _LONG, _INT)
         self._softcap = bind("pagoda_softcap", _INT, _PTR, _PTR, _LONG, _FLOAT, _INT)
 
+    def pin_threads(self, cores: Sequence[Sequence[int]]) -> bool:
+        """Keep the calling thread on the first of `cores` (each its CPUs) and the kernels' others on the rest.
+
+        False where the system does not let us; none is pinned then.
+        """
+        try:
+            before = os.sched_getaffinity(0)
+            # The caller last: threads that start after it was pinned would be pinned with it.
+            pinned = all(self._pin_worker(thread, cpus) for thread, cpus in enumerate(cores) if thread)
+            if pinned:
+                os.sched_setaffinity(0, cores[0])
+        except (AttributeError, OSError):
+            return False
+        if not pinned:
+            for thread in range(1, len(cores)):
+                self._pin_worker(thread, sorted(before))
+        return pinned
+
+    def _pin_worker(self, thread: int, cpus: Sequence[int]) -> bool:
+        return self._pin_thread(thread, (c_int32 * len(cpus))(*cpus), len(cpus))
+
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return self.linears.prepare(weight, bias)
 
@@ -84,6 +118,8 @@ class NativeOps:
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         if scale != 1.0:
             scale = torch.tensor(scale, dtype=table.dtype).item()
+        assert token_ids.dtype == torch.int32
+        assert table.is_contiguous()
         tokens, hidden = token_ids.shape[0], table.shape[1]
         out = table.new_empty((tokens, hidden))
         self._embedding(
@@ -179,6 +215,10 @@ class NativeOps:
         sin: int | None,
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
+        check_page_shape(head_dim, metadata.block_size)
+        assert k.dtype == v.dtype
+        assert k.dtype == cache.k.dtype or cache.k_scale is not None
+        assert metadata.slot_mapping.dtype == torch.int64
         assert k.stride(1) == v.stride(1) == head_dim
         assert k.stride(2) == v.stride(2) == 1
         self._write_kv(
@@ -205,11 +245,10 @@ class NativeOps:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
-        if head_dim % 16 or metadata.block_size % 8:
-            raise ConfigError(
-                f"native attention takes head sizes that are multiples of 16 and block sizes that are multiples of 8, "
-                f"not {head_dim} and {metadata.block_size}; choose kernels='torch' or another block_size"
-            )
+        check_page_shape(head_dim, metadata.block_size)
+        assert q.dtype == cache.k.dtype or cache.k_scale is not None
+        assert metadata.query_start.dtype == metadata.seq_lens.dtype == metadata.block_table.dtype == torch.int32
+        assert metadata.block_table.stride(1) == 1
         assert q.stride(1) == head_dim
         assert q.stride(2) == 1
         out = q.new_empty((tokens, heads * head_dim))

@@ -9,6 +9,7 @@ import torch
 from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
@@ -87,6 +88,7 @@ class Worker:
             # The native kernels have threads of their own. torch's, woken for a small op in between, would wait awake
             # for milliseconds on the cores those need.
             torch.set_num_threads(1)
+            self._settle_threads(ops)
         loaded_s = time.perf_counter()
         try:
             cache = CacheEngine(
@@ -113,6 +115,18 @@ class Worker:
             loaded_s - begin_s,
             time.perf_counter() - loaded_s,
         )
+
+    def _settle_threads(self, ops: NativeOps) -> None:
+        cores = cores_to_pin(ops.threads) if self._config.parallel.pin_threads else []
+        if cores and not ops.pin_threads(cores):
+            logger.warning("compute threads could not be pinned to cores; they run where the system puts them")
+        runtimes = openmp_runtimes()
+        if len(runtimes) > 1:
+            logger.warning(
+                "%d OpenMP runtimes in this process, whose threads may fight for the cores: %s",
+                len(runtimes),
+                ", ".join(runtimes),
+            )
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. Raises WorkerDied before `start` and after `shutdown`."""

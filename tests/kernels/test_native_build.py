@@ -16,7 +16,7 @@ from pagoda.kernels import select
 from pagoda.kernels.native import build
 from pagoda.kernels.native.huge_pages import huge_zeros
 from pagoda.kernels.native.library import load
-from pagoda.kernels.native.threads import available_cpus
+from pagoda.kernels.native.threads import available_cpus, cores_to_pin
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
 
@@ -160,6 +160,59 @@ def test_available_cpus(files: dict[str, str], cpus: int, tmp_path: Path, monkey
     assert available_cpus(fake_machine(tmp_path, files)) == cpus
 
 
+def test_threads_get_cores_of_their_own_only_when_they_take_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = {f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 2},{i % 2 + 2}" for i in range(4)}
+    machine = fake_machine(tmp_path, {**pairs, "proc/self/cgroup": "0::/a\n"})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert cores_to_pin(2, machine) == [(0, 2), (1, 3)]
+    assert cores_to_pin(1, machine) == cores_to_pin(3, machine) == []
+    fake_machine(tmp_path, {"sys/fs/cgroup/a/cpu.max": "150000 100000\n"})
+    assert cores_to_pin(2, machine) == []
+    fake_machine(tmp_path, {"sys/fs/cgroup/a/cpu.max": "200000 100000\n"})
+    assert cores_to_pin(2, machine) == [(0, 2), (1, 3)]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 3})
+    assert cores_to_pin(1, machine) == []
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: nowhere else to be")
+def test_pinned_threads_stay_where_they_were_put(native: NativeOps) -> None:
+    """The caller on one CPU, the pool's thread on another, and threads that are not of the pool wherever they like."""
+    program = """
+import os, threading
+from pathlib import Path
+from pagoda.kernels.native.library import load
+from pagoda.kernels.native_ops import NativeOps
+first, second, *_ = sorted(os.sched_getaffinity(0))
+idle = threading.Event()
+bystander = threading.Thread(target=idle.wait)
+bystander.start()
+known = set(os.listdir("/proc/self/task"))
+assert not NativeOps(load(), 2).pin_threads([(first,), (10**6,)])
+assert {first, second} <= os.sched_getaffinity(0)
+assert {first, second} <= os.sched_getaffinity(max(int(task) for task in set(os.listdir("/proc/self/task")) - known))
+assert NativeOps(load(), 2).pin_threads([(first,), (second,)])
+(worker,) = set(os.listdir("/proc/self/task")) - known
+allowed = os.sched_getaffinity
+assert allowed(0) == {first} and allowed(int(worker)) == {second}, (allowed(0), allowed(int(worker)))
+assert {first, second} <= allowed(bystander.native_id)
+assert load().functions.pagoda_shares_done(2) == 3
+idle.set()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_that_bring_an_openmp_runtime_are_not_loaded(
+    native: NativeOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([["/x/libgomp.so.1"], ["/x/libgomp.so.1", "/y/libomp.so"]])
+    monkeypatch.setattr("pagoda.kernels.native.library.openmp_runtimes", lambda: next(found))
+    with pytest.raises(AssertionError, match="/y/libomp.so"):
+        load()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("march", "isa"), [("x86-64", "portable"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512")])
 def test_lesser_instruction_sets(march: str, isa: str, compiler: build.Compiler, tmp_path: Path) -> None:
@@ -171,7 +224,7 @@ from pagoda.kernels.native import library
 lesser = library.load(Path({str(tmp_path)!r}), march={march!r})
 assert lesser.isa == {isa!r}
 library.load = lambda: lesser  # before the tests' conftest takes it
-tests = ["tests/kernels/test_ops.py", "tests/kernels/test_attention.py"]
+tests = ["tests/kernels/test_" + name for name in ("ops.py", "linear.py", "attention.py", "native_sampling.py")]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or bits", *tests]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

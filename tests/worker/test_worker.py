@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 
 from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.loading.model_files import identify
 from pagoda.worker.worker import Worker, WorkerConfig
 from tests.engine.driver import write_tiny_llama
@@ -52,3 +54,20 @@ def test_what_the_kernels_cannot_do_is_said_at_the_start(tmp_path: Path) -> None
 def test_a_pool_that_cannot_be_had_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory"):
         Worker(config(write_tiny_llama(tmp_path), num_blocks=np.iinfo(np.int32).max * 1000)).start()
+
+
+@pytest.mark.parametrize("pin", [True, False, None])
+def test_only_an_engine_told_to_pins_its_threads(
+    pin: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("pagoda.worker.worker.cores_to_pin", lambda threads: [(0,)] * threads)
+    monkeypatch.setattr(NativeOps, "pin_threads", lambda self, cores: asked.append(cores))  # None: it did not work
+    monkeypatch.setattr("pagoda.worker.worker.openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
+    with caplog.at_level(logging.WARNING, logger="pagoda"):
+        Worker(
+            config(write_tiny_llama(tmp_path), parallel=ParallelConfig(device="cpu", threads=2, pin_threads=pin))
+        ).start()
+    assert asked == ([[(0,), (0,)]] if pin else [])
+    assert ("could not be pinned" in caplog.text) == bool(pin)
+    assert "/b/libiomp5.so" in caplog.text

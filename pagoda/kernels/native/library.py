@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.kernels.native import build
+from pagoda.kernels.native.threads import openmp_runtimes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,9 +22,12 @@ def load(cache_dir: Path | None = None, compiler: build.Compiler | None = None, 
     """Compile if need be, and load. Raises build.NativeUnavailable where that cannot be."""
     compiler = compiler or build.find_compiler()
     path = build.build(cache_dir or build.default_cache_dir(), compiler, march)
+    openmp = openmp_runtimes()
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         raise build.NativeUnavailable(f"the compiled kernels do not load: {error}; delete {path}") from error
+    brought = set(openmp_runtimes()).difference(openmp)
+    assert not brought, f"the kernels have threads of their own, yet they brought {brought}"
     functions.pagoda_isa.restype = ctypes.c_char_p
     return NativeLibrary(functions, path, functions.pagoda_isa().decode(), compiler.version)

@@ -68,6 +68,7 @@ enum { RUNNING, FINISHED };           // values of Pool::state
 struct Pool {
     pthread_mutex_t one_region_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     int num_workers = 0;
+    pthread_t threads[MAX_WORKERS];
     Signal share[MAX_WORKERS];
     Signal state;
     // The region being run.
@@ -107,7 +108,7 @@ void* work(void* argument) {
 // As many workers as can be had; a process that may start no more threads computes with those it has.
 int grow(Pool& p, int wanted) {
     while (p.num_workers < wanted && p.num_workers < MAX_WORKERS) {
-        pthread_t thread;
+        pthread_t& thread = p.threads[p.num_workers];
         auto* worker = new Worker{&p, p.num_workers};
         if (pthread_create(&thread, nullptr, work, worker) != 0) {
             delete worker;
@@ -158,6 +159,25 @@ void run_on_pool(void (*body)(void*, int, int), void* data, int threads) {
     if (!ended_here) p.state.wait_for(FINISHED);
     inside_region = false;
     pthread_mutex_unlock(&p.one_region_at_a_time);
+}
+
+// The worker of share `thread` (not 0, which is whoever calls) runs on these CPUs only from now on; false where it cannot.
+PAGODA_EXPORT bool pagoda_pin_thread(int thread, const int32_t* cpus, int count) {
+#if defined(__linux__)
+    cpu_set_t wanted;
+    CPU_ZERO(&wanted);
+    for (int i = 0; i < count; i++)
+        if (cpus[i] < CPU_SETSIZE) CPU_SET(cpus[i], &wanted);
+    Pool& p = *pool;
+    pthread_mutex_lock(&p.one_region_at_a_time);
+    bool pinned =
+        grow(p, thread) >= thread && pthread_setaffinity_np(p.threads[thread - 1], sizeof(wanted), &wanted) == 0;
+    pthread_mutex_unlock(&p.one_region_at_a_time);
+    return pinned;
+#else
+    (void)thread, (void)cpus, (void)count;
+    return false;
+#endif
 }
 
 // Nanoseconds that an empty region takes, entered `repeats` times in a row: what every op pays for its threads.

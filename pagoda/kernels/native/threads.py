@@ -11,25 +11,31 @@ def available_cpus(root: Path = Path("/")) -> int:
     Hyper-threads of one core count once: two threads on one core share the vector units that the kernels fill.
     root: where /proc and /sys hang, for tests.
     """
-    try:
-        allowed = sorted(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return max(1, os.cpu_count() or 1)
-    cores = {_core_of(cpu, root) for cpu in allowed}
+    cores = len(_allowed_cores(root)) or os.cpu_count() or 1
     quota = _cgroup_cpus(root)
-    return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def cores_to_pin(threads: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
+    """The CPUs of each of `threads` cores, or nothing where threads are better left to the system.
+
+    Threads have places of their own only when they take every core there is. With cores to spare, or a quota of time on
+    cores that others use too, the system finds free ones; two engines that chose for themselves would choose the same.
+    """
+    cores = _allowed_cores(root)
+    quota = _cgroup_cpus(root)
+    whole = quota is None or quota >= len(cores)
+    return cores if whole and threads == len(cores) > 1 else []
 
 
 def describe_cpus(root: Path = Path("/")) -> str:
     """What `available_cpus` went by, for people."""
-    try:
-        allowed = sorted(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
+    cores = _allowed_cores(root)
+    if not cores:
         return f"{os.cpu_count()} CPUs"
-    cores = len({_core_of(cpu, root) for cpu in allowed})
     quota = _cgroup_cpus(root)
     limit = "no cgroup quota" if quota is None else f"cgroup quota of {quota:g}"
-    return f"{cores} cores of {len(allowed)} CPUs by affinity, {limit}"
+    return f"{len(cores)} cores of {sum(map(len, cores))} CPUs by affinity, {limit}"
 
 
 def openmp_runtimes(root: Path = Path("/")) -> list[str]:
@@ -38,9 +44,17 @@ def openmp_runtimes(root: Path = Path("/")) -> list[str]:
     return sorted(set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)[-.\w]*", maps)))
 
 
-def _core_of(cpu: int, root: Path) -> str:
-    siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-    return (_read(siblings) or str(cpu)).strip()
+def _allowed_cores(root: Path) -> list[tuple[int, ...]]:
+    """The CPUs that affinity leaves us, by physical core; empty where the system does not say (not Linux)."""
+    try:
+        allowed = sorted(os.sched_getaffinity(0))
+    except AttributeError:
+        return []
+    cores: dict[str, list[int]] = {}
+    for cpu in allowed:
+        siblings = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault((siblings or str(cpu)).strip(), []).append(cpu)
+    return [tuple(cpus) for cpus in cores.values()]
 
 
 def _cgroup_cpus(root: Path) -> float | None:
