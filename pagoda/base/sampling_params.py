@@ -1,5 +1,6 @@
 """What a caller may ask of the output: SamplingParams and PoolingParams."""
 
+import ctypes
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -153,9 +154,9 @@ def _optional_integer(name: str, value: Any, low: int, high: int = _MAX_COUNT) -
 
 
 def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_open: bool = False) -> float:
-    """A finite float between low and high; `low_open` excludes low itself."""
+    """A finite float between low and high; `low_open` excludes low itself. The same as float32."""
     if high == math.inf:
-        allowed = f"a finite number {'above' if low_open else 'of at least'} {low:g}"
+        allowed = f"a finite number {'above' if low_open else 'of at least'} {low:g}, as float32 too"
     else:
         allowed = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
     if isinstance(value, bool | str | bytes):
@@ -164,7 +165,8 @@ def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_op
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise _refuse(name, value, allowed) from None
-    if not math.isfinite(number) or number > high or number < low or (low_open and number == low):
+    kept = ctypes.c_float(number).value  # too large a number becomes inf, one too close to zero becomes it
+    if not math.isfinite(kept) or number > high or number < low or (low_open and kept == low):
         raise _refuse(name, value, allowed)
     return number
 

@@ -54,10 +54,10 @@ class ReplayModel:
     def _record(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Program | None:
         # The model gets copies of its own, since groups may share one metadata object and are told apart by identity.
         metadata = tuple(replace(group) for group in batch.metadata)
-        recorder = RecordingOps(self._native, _RECORDED_TOKENS, self._dtype, metadata)
         # torch.empty and not empty_like: of tensors without data that one imports a computer algebra system, 0.3 s.
         tokens, positions = (torch.empty(_RECORDED_TOKENS, dtype=torch.int32, device="meta") for _ in range(2))
         stand_in = ForwardBatch(tokens, positions, metadata, batch.logits_index)
+        recorder = RecordingOps(self._native, self._dtype, stand_in)
         before, self.model.ops = self.model.ops, recorder
         try:
             program = recorder.program(self.model.forward(stand_in, kv))

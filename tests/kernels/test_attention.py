@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
+from pagoda.base.errors import ConfigError
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
-from tests.kernels.paged import Geometry, PagedRows, Sequence
+from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 3e-5, BF16: 2e-2, F16: 3e-3}
@@ -39,7 +40,7 @@ def test_matches_the_reference(fast: Ops, reference: ReferenceOps, shape: tuple,
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 48, 64, 80, 128])
 def test_int8_cache_matches_the_reference(
     fast: Ops, reference: ReferenceOps, block_size: int, dtype: torch.dtype
 ) -> None:
@@ -49,6 +50,59 @@ def test_int8_cache_matches_the_reference(
     for step in ([(0, 49), (1, 299)], [(1, 1), (0, 1)]):
         got, want = ours.step(step, 0.1), theirs.step(step, 0.1)
         torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(528, 16), (24, 16), (64, 12)])
+def test_pages_the_native_kernels_cannot_hold_are_refused(native: NativeOps, head_dim: int, block_size: int) -> None:
+    geometry = Geometry(2, 1, head_dim, block_size)
+    row = Sequence.random(geometry, 3, 0)
+    metadata = make_metadata(geometry, [(0, 3)], [[1]])
+    cache = geometry.new_cache(1)
+    tables = torch.zeros(3, head_dim // 2), torch.zeros(3, head_dim // 2)
+    for call in (
+        lambda: native.write_kv(row.k, row.v, cache, metadata),
+        lambda: native.rotary_write_kv(
+            row.q, row.k, row.v, torch.arange(3, dtype=torch.int32), *tables, cache, metadata
+        ),
+        lambda: native.attention(row.q, cache, metadata, 0.1),
+    ):
+        with pytest.raises(ConfigError, match=f"not {head_dim} and {block_size}; choose kernels='torch'"):
+            call()
+
+
+def test_the_largest_head(native: NativeOps, reference: ReferenceOps) -> None:
+    for int8_cache in (False, True):
+        geometry = Geometry(2, 1, 512, 16, int8_cache=int8_cache)
+        rows = [Sequence.random(geometry, 70, 0)]
+        got, want = (PagedRows(ops, geometry, rows).step([(0, 70)], 0.05) for ops in (native, reference))
+        torch.testing.assert_close(got, want, atol=2e-2 if int8_cache else 1e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_none_and_harms_no_other_row(
+    fast: Ops, bad: float, int8_cache: bool, where: str
+) -> None:
+    geometry = Geometry(4, 2, 64, 16, BF16, int8_cache)
+    rows = [Sequence.random(geometry, 40, seed) for seed in range(2)]
+    clean = PagedRows(fast, geometry, rows).step([(0, 40), (1, 40)], 0.1)
+    getattr(rows[0], where)[17, 1, 5] = bad
+    got = PagedRows(fast, geometry, rows).step([(0, 40), (1, 40)], 0.1)
+    if int8_cache or bad is torch.nan or where == "v":
+        assert not got[39, 128:].isfinite().all()
+    assert torch.equal(got[40:], clean[40:])
+
+
+def test_even_the_sign_of_a_zero_is_the_rows_own(native: NativeOps) -> None:
+    """Values so small that products vanish: sums of nothing but -0, and of -0 with a segment that saw nothing."""
+    geometry = Geometry(6, 2, 64, 16, BF16)
+    row = Sequence.random(geometry, 600, 3)
+    row.v.mul_(1e-38)
+    together = PagedRows(native, geometry, [row]).step([(0, 600)], 0.1)
+    single = alone(native, geometry, row, 0, 0.0)
+    assert (together == 0).any()
+    assert torch.equal(together.view(torch.int16), single.view(torch.int16))
 
 
 def alone(ops: NativeOps, geometry: Geometry, row: Sequence, window: int, softcap: float) -> torch.Tensor:

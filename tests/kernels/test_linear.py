@@ -51,6 +51,24 @@ def test_equals_reference(
         assert torch.equal(native.linear(x, packed), native.logits(x, packed).to(dtype))
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", [*DTYPES, *QUANTIZED], ids=str)
+def test_what_is_no_number_stays_none_and_harms_no_other_row(
+    native: NativeOps, kind: torch.dtype | str, bad: float
+) -> None:
+    torch.manual_seed(0)
+    weight = any_weight(native, kind, 96, 130)
+    x = torch.randn(20, 130).to(kind if isinstance(kind, torch.dtype) else torch.bfloat16)
+    clean = native.logits(x, weight)
+    for at in (0, 15, 16, 31, 63, 64, 100, 127, 129):
+        broken = x.clone()
+        broken[7, at] = bad
+        got = native.logits(broken, weight)
+        assert not got[7].isfinite().any()
+        got[7] = clean[7]
+        assert torch.equal(got, clean)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -37,6 +37,16 @@ def test_native_equals_reference(sampling: NativeSampling, vocab: int, kind: str
     assert logits.gather(1, last.unsqueeze(1)).isfinite().all()
 
 
+def test_a_nucleus_holds_at_least_one_token(sampling: NativeSampling) -> None:
+    """However small top_p; the settings refuse what float32 makes 0 of, and the kernels do not rely on it."""
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    for top_k in (0, 2):
+        for top_p in (0.0, 1e-45, 1e-30):
+            columns = np.ones(1, np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32)
+            tokens = sampling.sample(logits, *columns, np.zeros(1, np.float32), np.full(1, 0.99))
+            assert tokens.tolist() == [1]
+
+
 def test_a_large_vocabulary(sampling: NativeSampling) -> None:
     rng = np.random.default_rng(5)
     n, vocab = 12, 49_153

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -174,6 +175,23 @@ def test_what_cannot_be_recorded_runs_op_by_op(library, folders, caplog: pytest.
     for step, wanted in zip(got, expected, strict=True):
         assert torch.equal(step, wanted)
     assert model.ops is ops
+
+
+def test_other_positions_than_the_batchs_are_not_recorded(library, folders, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that counts its positions from 1: a program would read the batch's own."""
+    ops = NativeOps(library, threads=1)
+    model, _ = both(folders("llama"), ops, torch.float32)
+    forward = model.forward
+
+    def shifted(batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        return forward(replace(batch, positions=batch.positions + 1), kv)
+
+    model.forward = shifted  # type: ignore[method-assign]
+    expected = run(model, torch.float32)
+    got = run(ReplayModel(model, ops, torch.float32), torch.float32)
+    assert "positions that are not the batch's" in caplog.text
+    for step, wanted in zip(got, expected, strict=True):
+        assert torch.equal(step, wanted)
 
 
 def test_slots_are_taken_again_but_never_while_needed() -> None:

@@ -20,6 +20,7 @@ namespace {
 constexpr int SEGMENT = 256;
 constexpr int TILE_QUERY_VECTORS = 48;  // query vectors (queries x heads of a KV head) that share a pass
 constexpr int FEW_VECTORS = 12;  // tiles of more query vectors compute longer than their pages take to come
+constexpr size_t MOST_SHARED_BYTES = 64 << 20;  // of partial results of segments that are shared out
 constexpr float NOTHING_SEEN = -1e30f;  // running maximum before any position: finite, so that differences are numbers
 constexpr float HIDDEN = -1e37f;        // score of a position out of sight: its weight comes out as exactly 0
 
@@ -55,6 +56,9 @@ struct Tile {
     int num_segments(const Problem& p) const { return (end() - 1) / SEGMENT - first_segment(p) + 1; }
     int64_t cost(const Problem& p) const { return int64_t(end() - first_visible(p)) * (num_queries + 1); }
 };
+
+// vdpbf16ps takes a denormal sum for 0, also where it adds nothing; what ends as one would depend on what others saw.
+inline f32x16 without_denormals(f32x16 v) { return magnitude_bits(v) < 0x00800000 ? f32x16{} : v; }
 
 // Running softmax of `rows` query vectors.
 struct Partial {
@@ -178,7 +182,7 @@ struct Attention {
         values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;
         if constexpr (F::SCALED) {
             bring_scales(table, kv_head, chunk_at, low, high, w);
-            if (bs % 16 == 0 && bs <= CHUNK) return bring_whole(table, kv_head, chunk_at, low, high, w, keys, values);
+            if (bs % 16 == 0 && CHUNK % bs == 0) return bring_whole(table, kv_head, chunk_at, low, high, w, keys, values);
         }
         if (bs % 16 == 0)
             bring_keys<16>(table, kv_head, chunk_at, low, high, w, keys);
@@ -387,8 +391,10 @@ struct Attention {
             }
             ahead.ask_rest();
         }
-        for (int h = 0; h < heads.count; h++)
+        for (int h = 0; h < heads.count; h++) {
             for (int r = 0; r < n; r++) part(h).total[r] = lane_sum(load(w.sums_of(h) + r * 16));
+            for (int i = 0; i < n * hd; i += 16) store(part(h).acc + i, without_denormals(load(part(h).acc + i)));
+        }
     }
 
     void write_out(const Tile& t, int64_t kv_head, Partial part) const {
@@ -401,7 +407,8 @@ struct Attention {
             int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
             T* to = static_cast<T*>(p.out) + (token * p.num_heads + head) * hd;
             float inverse = 1.0f / part.total[r];
-            for (int d = 0; d < hd; d += 16) store(to + d, load(part.acc + r * hd + d) * inverse);
+            // Folded with a segment that saw nothing, a -0 has become +0: it always does.
+            for (int d = 0; d < hd; d += 16) store(to + d, load(part.acc + r * hd + d) * inverse + 0.0f);
         }
     }
 
@@ -461,14 +468,15 @@ void attend(const Problem& p, int num_tokens, int threads) {
     for (int i = 0; i < count; i++) products += tiles[i].cost(p) * p.num_heads * p.head_dim;
     threads = threads_for(products / 4, threads);
     std::atomic<int> next{0};
+    int num_segments = 0;
+    size_t floats = 0;
+    for (int i = 0; i < count; i++) {
+        num_segments += tiles[i].num_segments(p) * p.num_kv_heads;
+        floats += Partial::floats(work.rows(tiles[i]), p.head_dim) * tiles[i].num_segments(p) * p.num_kv_heads;
+    }
     // Few tiles cannot keep the threads busy: then their segments are shared out too. Bits do not depend on it.
-    if (threads > 1 && count * p.num_kv_heads < 4 * threads) {
-        int units = 0;
-        size_t floats = 0;
-        for (int i = 0; i < count; i++) {
-            units += tiles[i].num_segments(p) * p.num_kv_heads;
-            floats += Partial::floats(work.rows(tiles[i]), p.head_dim) * tiles[i].num_segments(p) * p.num_kv_heads;
-        }
+    if (threads > 1 && count * p.num_kv_heads < 4 * threads && floats * sizeof(float) <= MOST_SHARED_BYTES) {
+        int units = num_segments;
         float* parts = static_cast<float*>(thread_scratch(floats * sizeof(float), 2));
         int heads = count * p.num_kv_heads;
         auto* unfinished = static_cast<std::atomic<int>*>(thread_scratch(sizeof(std::atomic<int>) * heads, 3));

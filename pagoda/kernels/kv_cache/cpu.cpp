@@ -1,5 +1,6 @@
 // Writing the paged KV cache, with the rotary embedding on the way, and copying blocks.
 // The definition is kv_cache/reference.py; how pages are laid out inside is pages.h.
+#include <cfloat>
 #include <cmath>
 
 #include "../rotary/rotate.h"
@@ -19,7 +20,7 @@ struct Write {
     const float *cos, *sin;
 };
 
-constexpr int64_t MAX_HEAD_DIM = 512;
+constexpr int64_t MAX_HEAD_DIM = 512;  // as in native_ops.py, which refuses larger ones
 
 template <class Stored>
 void scatter_k(const Stored* row, Stored* page, int64_t slot, const Write& w) {
@@ -35,13 +36,24 @@ void scatter_v(const Stored* row, Stored* page, int64_t slot, const Write& w) {
     for (int64_t d = 0; d < w.head_dim; d++) to[d * P] = row[d];
 }
 
-// float32 vector -> int8 with its scale: symmetric, the largest magnitude at 127.
-float quantize(const float* x, int8_t* out, int64_t count) {
-    float largest = 0.0f;
-    for (int64_t i = 0; i < count; i++) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
-    float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (int64_t i = 0; i < count; i++) out[i] = static_cast<int8_t>(std::nearbyint(x[i] * inverse));
-    return largest / 127.0f;
+// A vector to int8, symmetric, the largest magnitude at 127; returns the scale. Where an element is not finite the scale
+// is a NaN, and so is whatever attends to it.
+template <class T>
+float quantize(const T* x, int8_t* out, int64_t count) {
+    i32x16 largest = {};
+    for_lanes(count, [&](int64_t i, int n) { largest = vmax(largest, magnitude_bits(load_lanes(x + i, n))); });
+    float limit = largest_magnitude(largest);
+    if (!(limit <= FLT_MAX)) {
+        memset(out, 0, static_cast<size_t>(count));
+        return NAN;
+    }
+    float inverse = limit > 127.0f / FLT_MAX ? 127.0f / limit : 0.0f;  // of numbers too small to divide by: zeros
+    for_lanes(count, [&](int64_t i, int n) {
+        int8_t codes[16];
+        store(codes, to_nearest(load_lanes(x + i, n) * inverse));
+        memcpy(out + i, codes, static_cast<size_t>(n));
+    });
+    return limit / 127.0f;
 }
 
 template <class T, class Stored>
@@ -62,14 +74,11 @@ void write_token(const Write& w, int64_t t) {
             k = rotated;
         }
         if constexpr (sizeof(Stored) == 1) {
-            float wide[MAX_HEAD_DIM];
             int8_t narrow[MAX_HEAD_DIM];
             int64_t scale_at = page * w.block_size + slot;
-            for_lanes(w.head_dim, [&](int64_t i, int n) { store_lanes(wide + i, load_lanes(k + i, n), n); });
-            w.k_scale[scale_at] = quantize(wide, narrow, w.head_dim);
+            w.k_scale[scale_at] = quantize(k, narrow, w.head_dim);
             scatter_k<Stored>(narrow, k_page, slot, w);
-            for_lanes(w.head_dim, [&](int64_t i, int n) { store_lanes(wide + i, load_lanes(v + i, n), n); });
-            w.v_scale[scale_at] = quantize(wide, narrow, w.head_dim);
+            w.v_scale[scale_at] = quantize(v, narrow, w.head_dim);
             scatter_v<Stored>(narrow, v_page, slot, w);
         } else {
             scatter_k<Stored>(k, k_page, slot, w);

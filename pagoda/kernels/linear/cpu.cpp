@@ -5,7 +5,7 @@
 PAGODA_EXPORT void pagoda_linear(const PackedLinear* weight, int dtype, const void* x, int64_t rows, int64_t x_stride,
                                  int out_dtype, void* out, int threads) {
     if (rows == 0) return;
-    linear_run({weight, x, rows, x_stride, dtype, out_dtype, out, weight->out_features, nullptr, GATE_NONE, nullptr},
+    linear_run({weight, x, rows, x_stride, dtype, out_dtype, out, weight->out_features, GATE_NONE, nullptr},
                threads);
 }
 

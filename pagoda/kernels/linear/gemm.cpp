@@ -1,6 +1,7 @@
 // The linear layer: converting x, sharing tiles out to threads, finishing the sums. Its definition is reference.py.
 #include "gemm.h"
 
+#include <cfloat>
 #include <cmath>
 
 #include "../activation/gates.h"
@@ -60,7 +61,8 @@ Operand operand(const LinearJob& job) {
     return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
 }
 
-// One group, of which `count` elements are there and the rest is zero: symmetric, the largest magnitude at 127.
+// One group, of which `count` elements are there and the rest is zero: symmetric, the largest magnitude at 127. Where one
+// is not finite, the group is a NaN, and so are the sums it enters.
 template <int GROUP, class T>
 void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int32_t* sum) {
     constexpr int PARTS = GROUP / 16;
@@ -70,10 +72,16 @@ void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int3
     } else {
         for_lanes(count, [&](int64_t i, int n) { values[i / 16] = load_lanes(x + i, n); });
     }
-    f32x16 largest = {};
-    for (f32x16 v : values) largest = vmax(largest, magnitude(v));
-    float limit = lane_max(largest);
-    float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
+    i32x16 largest = {};
+    for (f32x16 v : values) largest = vmax(largest, magnitude_bits(v));
+    float limit = largest_magnitude(largest);
+    if (!(limit <= FLT_MAX)) {
+        memset(bytes, 0, GROUP);
+        *sum = 0;
+        *scale = NAN;
+        return;
+    }
+    float inverse = limit > 127.0f / FLT_MAX ? 127.0f / limit : 0.0f;  // of numbers too small to divide by: zeros
     i32x16 total = {};
     for (int part = 0; part < PARTS; part++) {
         i32x16 whole = to_nearest(values[part] * inverse);
@@ -196,17 +204,13 @@ f32x16 with_bias(const float* sums, const PackedLinear& w, int64_t column) {
 }
 
 // A tile's sums [rows][sums_stride], whose first column is `column`, `columns` of them real.
-template <class T, class Out>
+template <class Out>
 void finish(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
             int64_t columns) {
     for (int64_t r = 0; r < rows; r++) {
-        int64_t at = (row + r) * job.out_stride + column;
-        Out* out = static_cast<Out*>(job.out) + at;
-        const T* residual = job.residual == nullptr ? nullptr : static_cast<const T*>(job.residual) + at;
+        Out* out = static_cast<Out*>(job.out) + (row + r) * job.out_stride + column;
         for_lanes(columns, [&](int64_t i, int n) {
-            f32x16 v = with_bias(sums + r * sums_stride + i, *job.weight, column + i);
-            if (residual != nullptr) v = rounded<T>(v) + load_lanes(residual + i, n);
-            store_lanes(out + i, v, n);
+            store_lanes(out + i, with_bias(sums + r * sums_stride + i, *job.weight, column + i), n);
         });
     }
 }
@@ -230,11 +234,8 @@ void finish_tile(const LinearJob& job, const float* sums, int64_t sums_stride, i
     if (job.gate != GATE_NONE) {
         auto run = job.dtype == F32 ? finish_gated<float> : job.dtype == BF16 ? finish_gated<bf16> : finish_gated<f16>;
         run(job, sums, sums_stride, row, rows, column);
-    } else if (job.out_dtype == F32) {
-        auto run = job.dtype == F32 ? finish<float, float> : job.dtype == BF16 ? finish<bf16, float> : finish<f16, float>;
-        run(job, sums, sums_stride, row, rows, column, columns);
     } else {
-        auto run = job.dtype == BF16 ? finish<bf16, bf16> : finish<f16, f16>;
+        auto run = job.out_dtype == F32 ? finish<float> : job.out_dtype == BF16 ? finish<bf16> : finish<f16>;
         run(job, sums, sums_stride, row, rows, column, columns);
     }
 }

@@ -10,7 +10,6 @@
 enum Gate : int32_t { GATE_NONE = 0, GATE_SILU = 1, GATE_GELU_TANH = 2 };
 
 // out = x @ weight.T + bias. `dtype` is x's, `out_dtype` the same or F32.
-// residual: added after the product was rounded to `dtype`, as the separate op would; the same strides as out. Or null.
 // gate: the weight holds gate then up, each a whole number of panels; out = activation(gate) * up, both rounded first.
 struct LinearJob {
     const PackedLinear* weight;
@@ -19,7 +18,6 @@ struct LinearJob {
     int32_t dtype, out_dtype;
     void* out;
     int64_t out_stride;
-    const void* residual;
     int32_t gate;
     void* scratch;  // linear_scratch_bytes(), or null when that is 0
 };

@@ -17,7 +17,7 @@ constexpr int64_t PANEL = 32;
 
 enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_F16 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4_MIN = 5 };
 
-// Mirrored by ctypes in linear/native.py.
+// Mirrored by ctypes in linear/packed.py.
 struct PackedLinear {
     const void* panels;
     const float* bias;  // [out padded to a panel], or null

@@ -91,7 +91,26 @@ inline int32_t lane_sum(i32x16 v) {
     return sum;
 #endif
 }
-inline f32x16 magnitude(f32x16 v) { return (f32x16)((u32x16)v & 0x7fffffffu); }
+inline i32x16 vmax(i32x16 a, i32x16 b) {
+#if defined(PAGODA_AVX512)
+    return (i32x16)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+// Magnitudes as integers are in the same order, and those of NaNs are above all others: no comparison loses one.
+inline i32x16 magnitude_bits(f32x16 v) { return (i32x16)v & 0x7fffffff; }
+inline float largest_magnitude(i32x16 bits) {
+#if defined(PAGODA_AVX512)
+    int32_t largest = _mm512_reduce_max_epi32((__m512i)bits);
+#else
+    int32_t largest = 0;
+    for (int i = 0; i < 16; i++) largest = bits[i] > largest ? bits[i] : largest;
+#endif
+    float value;
+    memcpy(&value, &largest, 4);
+    return value;
+}
 
 // The nearest integers, ties to even, of values within +-2^22.
 inline i32x16 to_nearest(f32x16 v) {

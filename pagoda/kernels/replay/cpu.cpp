@@ -97,7 +97,7 @@ class Walk {
             }
             case LINEAR:  // packed weight | gate
                 return linear_run({static_cast<const PackedLinear*>(s.pointers[0]), x, tokens, s.in[0].stride, dtype_,
-                                   dtype_, out, s.out[0].stride, nullptr, static_cast<int32_t>(n[0]), nullptr},
+                                   dtype_, out, s.out[0].stride, static_cast<int32_t>(n[0]), nullptr},
                                   threads_);
             case ROTARY:  // cos, sin | heads, head size
                 return pagoda_rotary(dtype_, x, out, batch_.positions, floats(s, 0), floats(s, 1), tokens, n[0], n[1],

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pagoda.base.errors import ConfigError
 from pagoda.core.scheduler_output import LogprobColumns
-from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
 from pagoda.kernels.linear.packed import PANEL, PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native.dtypes import DTYPE_CODES
-from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.native_ops import NativeOps, check_page_shape
 from pagoda.kernels.ops import KVLayer, LinearWeight
 from pagoda.kernels.replay.program import Gate, Op, Program, Step, Value, View
 
@@ -24,14 +23,16 @@ class RecordingOps:
     """Runs a model's forward on tensors without data (device "meta"), and keeps a step for each op it calls.
 
     The tensors have the shapes of a batch of `num_tokens` tokens, so shapes are checked as the model runs; each stands
-    for a value of the program. metadata: one object per KV group, which the model passes back.
+    for a value of the program. batch: what the model is run on; a program reads its token ids, positions and metadata
+    (one object per KV group) and no others.
     """
 
     name = "recording"
 
-    def __init__(self, ops: NativeOps, num_tokens: int, dtype: torch.dtype, metadata: Sequence[AttentionMetadata]):
-        self._ops, self._num_tokens, self._dtype = ops, num_tokens, dtype
-        self._metadata = metadata
+    def __init__(self, ops: NativeOps, dtype: torch.dtype, batch: ForwardBatch) -> None:
+        self._ops, self._dtype, self._batch = ops, dtype, batch
+        self._num_tokens = batch.token_ids.shape[0]
+        self._metadata = batch.metadata
         self._steps: list[Step] = []
         self._views: dict[int, View] = {}
         self._kept: list[object] = []  # tensors whose ids or addresses are in use
@@ -67,6 +68,7 @@ class RecordingOps:
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         if scale != 1.0:
             scale = torch.tensor(scale, dtype=table.dtype).item()
+        self._check_is(token_ids, self._batch.token_ids, "token ids")
         assert table.is_contiguous()
         hidden = table.shape[1]
         return self._record(
@@ -98,6 +100,7 @@ class RecordingOps:
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_is(positions, self._batch.positions, "positions")
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -120,12 +123,14 @@ class RecordingOps:
         cache: KVLayer,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
+        self._check_is(positions, self._batch.positions, "positions")
         self._write(k, v, cache, metadata, [self._address(cos), self._address(sin)])
         return self._rotate(q, cos, sin)
 
     def _write(
         self, k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, tables: list[int | None]
     ) -> None:
+        check_page_shape(k.shape[2], cache.k.shape[2])
         self._record(
             Op.WRITE_KV, [k, v], [], group=self._group(metadata), pointers=[*self._pages(cache), *tables],
             numbers=[k.shape[1], k.shape[2], DTYPE_CODES[cache.k.dtype]],
@@ -144,12 +149,7 @@ class RecordingOps:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         _, heads, head_dim = q.shape
-        block_size = cache.k.shape[2]
-        if head_dim % 16 or block_size % 8:
-            raise ConfigError(
-                f"native attention takes head sizes that are multiples of 16 and block sizes that are multiples of 8, "
-                f"not {head_dim} and {block_size}; choose kernels='torch' or another block_size"
-            )
+        check_page_shape(head_dim, cache.k.shape[2])
         return self._record(
             Op.ATTENTION, [q], [heads * head_dim], group=self._group(metadata), pointers=self._pages(cache),
             numbers=[heads, cache.k.shape[1], head_dim, DTYPE_CODES[cache.k.dtype], window], factors=[scale, softcap],
@@ -245,6 +245,10 @@ class RecordingOps:
             if self._view(tensor).offset or tensor.shape != (self._num_tokens, self._view(tensor).value.width):
                 raise NotRecordable("a part of a value where all of it is wanted")
         return tensors[0].shape[1]
+
+    def _check_is(self, given: torch.Tensor, known: torch.Tensor, what: str) -> None:
+        if given is not known:
+            raise NotRecordable(f"{what} that are not the batch's")
 
     def _norm_weight(self, weight: torch.Tensor) -> int:
         assert weight.dtype == self._dtype

@@ -147,7 +147,7 @@ struct Row {
     int64_t nucleus(const Candidate* candidates, int64_t count, double top_p, double total, bool& complete) const {
         double running = 0.0;
         for (int64_t i = 0; i < count; i++) {
-            if (!(running < top_p * total)) {
+            if (i > 0 && !(running < top_p * total)) {
                 complete = true;
                 return i;
             }
@@ -178,7 +178,7 @@ struct Row {
             if (bucket(logits[i]) == last) scratch[inside++] = {logits[i], static_cast<int32_t>(i)};
         std::sort(scratch, scratch + inside, before);
         int64_t taken = 0;
-        for (; taken < inside && running < top_p * total; taken++) running += weight(scratch[taken].logit);
+        for (; taken < inside && (taken == 0 || running < top_p * total); taken++) running += weight(scratch[taken].logit);
         for (int64_t i = 0; i < vocab; i++) {
             Candidate c{logits[i], static_cast<int32_t>(i)};
             int b = bucket(c.logit);
