@@ -14,6 +14,7 @@ class StepLog:
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.gate = gate
+        self.at_the_gate = threading.Event()
         self.events: list[object] = []
 
     def start(self) -> None:
@@ -21,6 +22,7 @@ class StepLog:
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if self.gate is not None:
+            self.at_the_gate.set()
             self.gate.wait(5)
         self.events.append(output.step)
         if output.step == 3:
@@ -64,6 +66,7 @@ def test_shutdown_fails_what_has_not_begun() -> None:
     executor = InProcessExecutor(log, overlap=True)
     executor.start()
     running, waiting = executor.submit(step(1, [])), executor.submit(step(2, []))
+    assert log.at_the_gate.wait(5)
     threading.Timer(0.1, gate.set).start()
     executor.shutdown()
     assert running.result(0).step == 1
