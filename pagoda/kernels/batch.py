@@ -27,15 +27,30 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """The tokens whose final hidden states are wanted: of some rows, the last few; one at least.
+
+    The others leave their K and V in the last layer's cache and are done: nobody reads what would become of them.
+
+    index: int64 [num_tail], which of the batch's tokens, ascending.
+    metadata: one per KV group, the batch as if it were these tokens alone; its slot_mapping is still the whole batch's.
+    """
+
+    index: torch.Tensor
+    metadata: tuple[AttentionMetadata, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
     """One step's input to a model.
 
     token_ids: int32 [num_tokens].   positions: int32 [num_tokens].
     metadata: one per KV group, in the order of the model's kv_groups.
-    logits_index: int64 [num_logits], token positions whose logits are wanted.
+    tail: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     metadata: tuple[AttentionMetadata, ...]
+    tail: Tail
     logits_index: torch.Tensor

@@ -31,15 +31,18 @@ class Attention:
     norm_eps: float
     unit_offset_norms: bool
 
-    def __call__(
+    def queries(
         self, ops: Ops, x: torch.Tensor, positions: torch.Tensor, kv: KVLayer, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]; writes the tokens' K and V into the cache first."""
+        """x [T, hidden] -> [T, H, D]; writes the tokens' K and V into the cache."""
         q, k, v = ops.split_qkv(ops.linear(x, self.qkv), self.num_heads, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None:
             q = ops.rms_norm(q, self.q_norm, self.norm_eps, self.unit_offset_norms)
         if self.k_norm is not None:
             k = ops.rms_norm(k, self.k_norm, self.norm_eps, self.unit_offset_norms)
-        q = ops.rotary_write_kv(q, k, v, positions, self.rotary.cos, self.rotary.sin, kv, metadata)
+        return ops.rotary_write_kv(q, k, v, positions, self.rotary.cos, self.rotary.sin, kv, metadata)
+
+    def attend(self, ops: Ops, q: torch.Tensor, kv: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+        """q [T, H, D] -> [T, hidden]: what the queries find in the cache, and the output projection."""
         attended = ops.attention(q, kv, metadata, self.scale, self.window, self.softcap)
         return ops.linear(attended, self.out)

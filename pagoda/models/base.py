@@ -27,7 +27,10 @@ class Model(Protocol):
     def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Final hidden states [T, hidden], normed; the step's K and V are in `kv` (one per model layer) afterwards."""
+        """Final hidden states of the batch's tail, [num_tail, hidden], normed.
+
+        The K and V of all its tokens are in `kv` (one per model layer) afterwards.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

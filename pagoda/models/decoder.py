@@ -56,14 +56,19 @@ class Decoder:
         return self.config.spec
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Final hidden states [T, hidden], normed; K and V of the step are in `kv` (one per model layer) afterwards."""
+        """See `models.base.Model`. Once all K and V are written, the last layer goes on with the tail alone."""
         ops, eps, unit_offset = self.ops, self.config.rms_norm_eps, self.config.unit_offset_norms
         residual = ops.embedding(batch.token_ids, self.embedding, self.config.embedding_scale)
         x = ops.rms_norm(residual, self.layers[0].attention_norm, eps, unit_offset)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            metadata = batch.metadata[self._group_of_layer[index]]
-            x = layer.attention(ops, x, batch.positions, kv[index], metadata)
+            group = self._group_of_layer[index]
+            metadata = batch.metadata[group]
+            q = layer.attention.queries(ops, x, batch.positions, kv[index], metadata)
+            if layer is self.layers[-1]:
+                metadata = batch.tail.metadata[group]
+                q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
+            x = layer.attention.attend(ops, q, kv[index], metadata)
             if layer.post_attention_norm is not None:
                 x = ops.rms_norm(x, layer.post_attention_norm, eps, unit_offset)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps, unit_offset)

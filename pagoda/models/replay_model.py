@@ -8,7 +8,7 @@ import torch
 
 from pagoda.base.model_spec import ModelSpec
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.kernels.batch import ForwardBatch
+from pagoda.kernels.batch import ForwardBatch, Tail
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import KVLayer, Ops
 from pagoda.kernels.replay.program import Program
@@ -17,7 +17,7 @@ from pagoda.models.base import Model
 
 logger = logging.getLogger("pagoda")
 
-_RECORDED_TOKENS = 3  # any number: a program holds for all
+_RECORDED_TOKENS, _RECORDED_TAIL = 3, 2  # any two numbers: a program holds for all
 
 
 class ReplayModel:
@@ -53,10 +53,11 @@ class ReplayModel:
 
     def _record(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Program | None:
         # The model gets copies of its own, since groups may share one metadata object and are told apart by identity.
-        metadata = tuple(replace(group) for group in batch.metadata)
+        metadata, tail_metadata = (tuple(map(replace, groups)) for groups in (batch.metadata, batch.tail.metadata))
         # torch.empty and not empty_like: of tensors without data that one imports a computer algebra system, 0.3 s.
         tokens, positions = (torch.empty(_RECORDED_TOKENS, dtype=torch.int32, device="meta") for _ in range(2))
-        stand_in = ForwardBatch(tokens, positions, metadata, batch.logits_index)
+        index = torch.empty(_RECORDED_TAIL, dtype=torch.int64, device="meta")
+        stand_in = ForwardBatch(tokens, positions, metadata, Tail(index, tail_metadata), batch.logits_index)
         recorder = RecordingOps(self._native, self._dtype, stand_in)
         before, self.model.ops = self.model.ops, recorder
         try:

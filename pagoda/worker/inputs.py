@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.worker.device_table import DeviceTable
 
 _ALIGN = 16  # bytes; every tensor of the bulk copy starts on such a boundary
@@ -17,13 +17,12 @@ class StepInputs:
     """One step, ready to run. A *draw* is one token to sample: one a sample row, and one more for each of its drafts.
 
     batch: what the model takes; its logits_index holds the draws' positions first, then those of `prompt_rows`, then
-    the
-        last position of each of `pooled_rows`.
+        the last position of each of `pooled_rows`, all counted in the batch's tail.
     draw_rows, draw_positions: int32 [num_draws], table row and index in its sequence of each token to sample, row by
     row.
     draw_logits: int64 [num_draws], which logits a draw reads, or None when draw i reads logits i (no fork shares any).
     num_logits: logits the draws need together.   num_draws: int32 [num_samples].
-    takes_all_logits: logits_index names every token of the batch in order (plain decoding).
+    takes_all_logits: logits_index names every token of the tail in order.
     prompt_rows: (row, first prompt position, count) of positions whose prompt logprobs were asked for.
     pooled_rows: rows whose prompt ends in this step and that want its last hidden state.
     """
@@ -70,28 +69,57 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
     draws = _draws(output, query_start, seq_lens)
     extra, prompt_rows, pooled_rows = _extra_logits(table, output, query_start)
     logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
+    wanted = _tail_lengths(logits_index, query_start)
+    tail_rows = np.flatnonzero(wanted)
+    tail_start = np.zeros(len(tail_rows) + 1, np.int32)
+    np.cumsum(wanted[tail_rows], out=tail_start[1:])
+    # Place in the batch minus place in the tail, of the tokens of each row.
+    shift = query_start[tail_rows + 1] - tail_start[1:]
+    tail_index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, wanted[tail_rows])
+    logits_index = np.searchsorted(tail_index, logits_index)
+    tables = arrays[4:]
+    tail = [tail_start, seq_lens[tail_rows], *(of_rows[tail_rows] for of_rows in tables)]
 
-    tensors = _to_device([*arrays, *slots, logits_index], device)
-    token_ids, positions_t, query_start_t, seq_lens_t, *rest = tensors
     num_groups = len(slots)
-    metadata = tuple(
-        AttentionMetadata(
-            query_start_t, seq_lens_t, rest[g], rest[num_groups + g], block_size, max_query_len, max_seq_len
+    tensors = _to_device([*arrays, *slots, *tail, tail_index, logits_index], device)
+    token_ids, positions_t, *rest, tail_index_t, logits_index_t = tensors
+    whole, slots_t, tail_t = (
+        rest[: 2 + num_groups],
+        rest[2 + num_groups : 2 + 2 * num_groups],
+        rest[2 + 2 * num_groups :],
+    )
+    metadata, tail_metadata = (
+        tuple(
+            AttentionMetadata(start_t, lens_t, table_t, slots_of_group, block_size, longest, max_seq_len)
+            for table_t, slots_of_group in zip(tables_t, slots_t, strict=True)
         )
-        for g in range(num_groups)
+        for (start_t, lens_t, *tables_t), longest in ((whole, max_query_len), (tail_t, int(wanted.max())))
     )
     return StepInputs(
-        batch=ForwardBatch(token_ids, positions_t, metadata, rest[-1]),
+        batch=ForwardBatch(token_ids, positions_t, metadata, Tail(tail_index_t, tail_metadata), logits_index_t),
         draw_rows=draws.rows,
         draw_positions=draws.positions,
         draw_logits=draws.logits,
         num_logits=len(draws.logits_index),
         num_draws=draws.num,
-        takes_all_logits=len(logits_index) == len(positions)
-        and bool((logits_index == np.arange(len(positions))).all()),
+        takes_all_logits=len(logits_index) == len(tail_index)
+        and bool((logits_index == np.arange(len(tail_index))).all()),
         prompt_rows=prompt_rows,
         pooled_rows=pooled_rows,
     )
+
+
+def _tail_lengths(logits_index: np.ndarray, query_start: np.ndarray) -> np.ndarray:
+    """How many of each row's last tokens it takes to hold all of `logits_index`, int32 [num_rows].
+
+    One token is always taken, though nobody may want it: a forward of nothing is no case of its own then.
+    """
+    wanted = np.zeros(len(query_start) - 1, np.int32)
+    row = np.searchsorted(query_start, logits_index, side="right") - 1
+    np.maximum.at(wanted, row, (query_start[row + 1] - logits_index).astype(np.int32))
+    if not logits_index.size:
+        wanted[-1] = 1
+    return wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,11 +1,12 @@
 """PagedRunner: a model on a paged cache, driven by hand. What the worker does in batches, said as plainly as can be."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from pagoda.core.kv_specs import layers_per_block
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.kernels.ops import KVLayer
 from pagoda.models.base import Model
 
@@ -33,8 +34,10 @@ class PagedRunner:
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).int() + 1
         self.tables = order.view(len(groups), num_rows, blocks_per_row)
 
-    def hidden(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
-        """One step: for each (row, tokens before, new tokens) the last hidden state, [len(work), hidden]."""
+    def hidden(
+        self, work: Sequence[tuple[int, int, Sequence[int]]], wanted: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """One step: for each (row, tokens before, new tokens) its last hidden states, as many as `wanted`, else one."""
         positions = [torch.arange(start, start + len(tokens)) for _, start, tokens in work]
         lengths = torch.tensor([len(tokens) for _, _, tokens in work])
         query_start = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
@@ -54,8 +57,27 @@ class PagedRunner:
                 AttentionMetadata(query_start, seq_lens, table, torch.cat(slots), self.block_size, *longest)
             )
         token_ids = torch.tensor([token for _, _, tokens in work for token in tokens], dtype=torch.int32)
-        batch = ForwardBatch(token_ids, torch.cat(positions).int(), tuple(metadata), (query_start[1:] - 1).long())
-        return self.model.ops.select_rows(self.model.forward(batch, self.kv), batch.logits_index)
+        counts = torch.tensor(wanted or [1] * len(work))
+        rows = counts.nonzero().squeeze(1)
+        start = torch.cat((torch.zeros(1, dtype=torch.long), counts[rows].cumsum(0)))
+        ends = [
+            torch.arange(end - count, end) for end, count in zip(query_start[1:].tolist(), counts.tolist(), strict=True)
+        ]
+        asking = [
+            replace(
+                group,
+                query_start=start.int(),
+                seq_lens=group.seq_lens[rows],
+                block_table=group.block_table[rows],
+                max_query_len=int(counts.max()),
+            )
+            for group in metadata
+        ]
+        tail = Tail(torch.cat(ends), tuple(asking))
+        batch = ForwardBatch(
+            token_ids, torch.cat(positions).int(), tuple(metadata), tail, torch.arange(len(tail.index))
+        )
+        return self.model.forward(batch, self.kv)
 
     def logits(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
         """As `hidden`, float32 [len(work), vocab]."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
 from pagoda.kernels.native_ops import NativeOps
@@ -75,7 +75,8 @@ def one_token(model: ReplayModel) -> tuple[ForwardBatch, Sequence[KVLayer]]:
     one = torch.ones(1, dtype=torch.int32)
     start = torch.tensor([0, 1], dtype=torch.int32)
     metadata = AttentionMetadata(start, one, one.view(1, 1), torch.tensor([8]), 8, 1, 1)
-    return ForwardBatch(one, one - 1, (metadata,) * len(model.kv_groups), torch.tensor([0])), model.kv
+    groups = (metadata,) * len(model.kv_groups)
+    return ForwardBatch(one, one - 1, groups, Tail(torch.tensor([0]), groups), torch.tensor([0])), model.kv
 
 
 def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ReplayModel:
@@ -127,11 +128,29 @@ def test_a_row_has_the_same_bits_in_any_company(library, folders, name: str, qua
     assert torch.equal(first, last)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_whichever_tokens_are_asked_for_have_the_same_bits(library, folders, name: str) -> None:
+    """All of a step's hidden states against parts of them: of every row, of some rows, one token, several."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = (9, 1, 17)
+    work = [(row, 0, torch.randint(3, VOCAB, (num,), generator=generator).tolist()) for row, num in enumerate(lengths)]
+    plain, replayed = both(folders(name), NativeOps(library, threads=2), torch.bfloat16)
+    with torch.inference_mode():
+        everything = PagedRunner(plain, 3, 32, torch.bfloat16, 8).hidden(work, lengths).split(lengths)
+        runners = [PagedRunner(model, 3, 32, torch.bfloat16, 8) for model in (plain, replayed)]
+        for wanted in (lengths, (1, 1, 1), (0, 1, 0), (4, 0, 16), (0, 0, 2), (9, 1, 0)):
+            expected = torch.cat(
+                [states[len(states) - count :] for states, count in zip(everything, wanted, strict=True)]
+            )
+            for runner in runners:
+                assert torch.equal(runner.hidden(work, wanted), expected)
+
+
 def test_one_step_an_op_with_gates_fused(library, folders) -> None:
-    """Per layer: norm, qkv, write_kv, rotary, attention, out, norm, gate_up with its gate, down."""
+    """Per layer: norm, qkv, write_kv, rotary, attention, out, norm, gate_up with its gate, down; and two selections."""
     replayed = assert_same(folders("llama"), NativeOps(library, threads=1), torch.float32)
     assert replayed.program is not None
-    assert replayed.program.num_steps == 1 + 9 * replayed.spec.num_layers + 1
+    assert replayed.program.num_steps == 1 + 9 * replayed.spec.num_layers + 2 + 1
 
 
 def test_measured_times_add_up(library, folders) -> None:

@@ -96,7 +96,7 @@ class PagedSumModel:
                 hidden.append(float((seen * torch.arange(3, position + 4)).sum()))
                 if int(batch.token_ids[t]) == self.broken_token:
                     hidden[-1] = float("nan")
-        return torch.tensor(hidden).unsqueeze(1)
+        return torch.tensor(hidden)[batch.tail.index].unsqueeze(1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         target = torch.nan_to_num(hidden) % VOCAB

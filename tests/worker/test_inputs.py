@@ -37,12 +37,44 @@ def check(table: DeviceTable, output: SchedulerOutput, inputs: StepInputs) -> No
                 assert metadata.slot_mapping[t] == slot
                 assert metadata.block_table[i, position // BLOCK] == blocks[row, position // BLOCK]
             t += 1
+    check_tail(table, output, inputs)
     for metadata in inputs.batch.metadata:
         assert metadata.query_start[-1] == t == len(inputs.batch.token_ids)
         assert metadata.max_query_len == output.num_new.max()
         assert metadata.max_seq_len == (output.start + output.num_new).max()
         assert metadata.slot_mapping.dtype == torch.int64
         assert metadata.block_table.dtype == metadata.seq_lens.dtype == metadata.query_start.dtype == torch.int32
+
+
+def check_tail(table: DeviceTable, output: SchedulerOutput, inputs: StepInputs) -> None:
+    """The tail is whole ends of rows, no longer than what is wanted of them."""
+    tail = inputs.batch.tail
+    wanted = set(asked(inputs))
+    ends = np.cumsum(output.num_new)
+    index: list[int] = []
+    rows: list[int] = []
+    for i, (end, count) in enumerate(zip(ends.tolist(), output.num_new.tolist(), strict=True)):
+        places = [place for place in range(end - count, end) if place in wanted]
+        if places or (not wanted and end == ends[-1]):
+            index += range(min(places, default=end - 1), end)
+            rows.append(i)
+    assert tail.index.tolist() == index
+    assert tail.index.dtype == torch.int64
+    assert index
+    for metadata, blocks in zip(tail.metadata, table.block_tables, strict=True):
+        lengths = np.diff(metadata.query_start.numpy())
+        assert metadata.query_start[0] == 0
+        assert (tail.index.numpy()[metadata.query_start[1:] - 1] == ends[rows] - 1).all()
+        assert (lengths > 0).all()
+        assert metadata.max_query_len == lengths.max()
+        assert metadata.seq_lens.tolist() == (output.start + output.num_new)[rows].tolist()
+        assert metadata.block_table.tolist() == blocks[output.rows[rows], : metadata.block_table.shape[1]].tolist()
+        assert metadata.block_table.dtype == metadata.seq_lens.dtype == metadata.query_start.dtype == torch.int32
+
+
+def asked(inputs: StepInputs) -> list[int]:
+    """Which of the batch's tokens give logits."""
+    return inputs.batch.tail.index[inputs.batch.logits_index].tolist()
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -58,10 +90,10 @@ def test_batches_of_any_mix(num_groups: int, longest: int) -> None:
         inputs = build_inputs(table, output, CPU)
         check(table, output, inputs)
         ends = np.cumsum([count for _, _, count in spans])
-        assert inputs.batch.logits_index.tolist() == [ends[i] - 1 for _, i in samples]
+        assert asked(inputs) == [ends[i] - 1 for _, i in samples]
         assert inputs.draw_rows.tolist() == [row for row, _ in samples]
         assert inputs.draw_positions.tolist() == [spans[i][1] + spans[i][2] for _, i in samples]
-        assert inputs.takes_all_logits == (inputs.batch.logits_index.tolist() == list(range(ends[-1])))
+        assert inputs.takes_all_logits == (asked(inputs) == inputs.batch.tail.index.tolist())
 
 
 def test_tensors_are_int32_and_contiguous_whatever_the_scheduler_sent() -> None:
@@ -94,7 +126,8 @@ def test_forks_share_logits() -> None:
     forks = (RowFork(3, 4, 1, 1), RowFork(3, 5, 2, 2))
     output = step(1, [(9, 5, 1), (3, 0, 4)], [(9, 0), (3, 1), (4, 1), (5, 1)], forks=forks)
     inputs = build_inputs(table, output, CPU)
-    assert inputs.batch.logits_index.tolist() == [0, 4]
+    assert asked(inputs) == [0, 4]
+    check_tail(table, output, inputs)
     assert inputs.draw_logits is not None
     assert inputs.draw_logits.tolist() == [0, 1, 1, 1]
     assert inputs.draw_rows.tolist() == [9, 3, 4, 5]
@@ -110,7 +143,8 @@ def test_drafts_draw_at_each_of_their_positions() -> None:
     assert inputs.draw_rows.tolist() == [1, 1, 1, 2]
     assert inputs.draw_positions.tolist() == [8, 9, 10, 5]
     assert inputs.draw_logits is not None
-    assert inputs.batch.logits_index[torch.from_numpy(inputs.draw_logits)].tolist() == [0, 1, 2, 3]
+    assert [asked(inputs)[i] for i in inputs.draw_logits] == [0, 1, 2, 3]
+    check_tail(table, output, inputs)
 
 
 def test_prompt_logprobs_and_pooling_ask_for_more_positions() -> None:
@@ -127,4 +161,6 @@ def test_prompt_logprobs_and_pooling_ask_for_more_positions() -> None:
     assert inputs.num_logits == 1
     assert inputs.prompt_rows == ((0, 2, 3),)  # position 5 is the last: it has no next prompt token
     assert inputs.pooled_rows == (1,)  # row 2 is not through its prompt
-    assert inputs.batch.logits_index.tolist() == [3, 0, 1, 2, 6]
+    assert asked(inputs) == [3, 0, 1, 2, 6]
+    assert inputs.batch.tail.index.tolist() == [0, 1, 2, 3, 6]
+    check_tail(table, output, inputs)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pagoda.llm import LLM
     from pagoda.worker.worker import StepProfile, Worker
 
-_ELEMENTWISE = ("embedding", "rms_norm", "add_rms_norm", "add", "rotary", "gated", "softcap")
+_ELEMENTWISE = ("embedding", "rms_norm", "add_rms_norm", "add", "rotary", "gated", "softcap", "select")
 
 
 class Part(TypedDict):

@@ -9,7 +9,7 @@
 namespace {
 
 // Mirrored by replay/program.py.
-enum Op : int32_t { EMBEDDING, RMS_NORM, ADD_RMS_NORM, ADD, LINEAR, ROTARY, WRITE_KV, ATTENTION, GATED, SOFTCAP };
+enum Op : int32_t { EMBEDDING, RMS_NORM, ADD_RMS_NORM, ADD, LINEAR, ROTARY, WRITE_KV, ATTENTION, GATED, SOFTCAP, SELECT };
 
 // Where a value stands: a slot of scratch memory, and in it `offset` elements on, a token every `stride`.
 // slot RESULT is the caller's output; NOTHING is absent.
@@ -22,6 +22,7 @@ struct View {
 // What the numbers mean is said where each op reads them.
 struct Step {
     int32_t op, group;
+    int32_t tail, unused;  // tail: its outputs are those of the batch's tail
     View in[2], out[2];
     const void* pointers[6];
     int64_t numbers[5];
@@ -35,18 +36,19 @@ struct Program {
     int32_t dtype, unused;
 };
 
-// The batch as one KV group sees it; AttentionMetadata.
+// The batch, or its tail, as one KV group sees it; AttentionMetadata.
 struct Group {
     const int32_t *query_start, *seq_lens, *block_table;
     const int64_t* slot_mapping;
-    int64_t table_stride, block_size;
+    int64_t table_stride, block_size, num_rows;
 };
 
 struct Batch {
     const int32_t *token_ids, *positions;
-    const Group* groups;
+    const Group* groups;  // the batch's, then the tail's
+    const int64_t* tail_index;
     void *scratch, *result;
-    int64_t num_tokens, num_rows;
+    int64_t num_tokens, num_tail;
 };
 
 constexpr int64_t ALIGN = 64;
@@ -65,6 +67,10 @@ void add_rows(const void* a, const void* b, void* out, int64_t elements, int thr
     });
 }
 
+void select_rows(const char* x, int64_t stride, const int64_t* index, int64_t rows, int64_t width, char* out) {
+    for (int64_t i = 0; i < rows; i++) memcpy(out + i * width, x + index[i] * stride, static_cast<size_t>(width));
+}
+
 class Walk {
   public:
     Walk(const Program& program, const Batch& batch, int threads)
@@ -77,7 +83,7 @@ class Walk {
     }
 
     void run(const Step& s) const {
-        const int64_t tokens = batch_.num_tokens;
+        const int64_t tokens = s.tail ? batch_.num_tail : batch_.num_tokens;
         const void *x = place(s.in[0]), *second = place(s.in[1]);
         void* out = place(s.out[0]);
         const int64_t* n = s.numbers;
@@ -116,7 +122,7 @@ class Walk {
                 return pagoda_attention(
                     dtype_, static_cast<int>(n[3]), x, out, s.pointers[0], s.pointers[1], floats(s, 2), floats(s, 3),
                     group.query_start, group.seq_lens, group.block_table, group.table_stride, s.in[0].stride,
-                    static_cast<int>(tokens), static_cast<int>(batch_.num_rows), static_cast<int>(n[0]),
+                    static_cast<int>(tokens), static_cast<int>(group.num_rows), static_cast<int>(n[0]),
                     static_cast<int>(n[1]), static_cast<int>(n[2]),
                     static_cast<int>(group.block_size), s.factors[0], static_cast<int>(n[4]), s.factors[1], threads_);
             }
@@ -126,6 +132,11 @@ class Walk {
             }
             case SOFTCAP:  // width
                 return pagoda_softcap(dtype_, x, out, tokens * n[0], s.factors[0], threads_);
+            case SELECT: {  // width
+                int64_t bytes = element_bytes(dtype_);
+                return select_rows(static_cast<const char*>(x), s.in[0].stride * bytes, batch_.tail_index, tokens,
+                                   n[0] * bytes, static_cast<char*>(out));
+            }
             default: abort();
         }
     }

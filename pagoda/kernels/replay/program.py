@@ -27,6 +27,7 @@ class Op(IntEnum):
     ATTENTION = 7
     GATED = 8
     SOFTCAP = 9
+    SELECT = 10
 
 
 class Gate(IntEnum):
@@ -36,10 +37,14 @@ class Gate(IntEnum):
 
 
 class Value:
-    """What one step computes: `width` elements a token, contiguous. Compared by identity."""
+    """What one step computes: `width` elements a token, contiguous. Compared by identity.
 
-    def __init__(self, width: int) -> None:
+    tail: of the tokens of the batch's tail only.
+    """
+
+    def __init__(self, width: int, tail: bool = False) -> None:
         self.width = width
+        self.tail = tail
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +57,10 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One call of a kernel; which pointers, numbers and factors it takes stands in cpu.cpp."""
+    """One call of a kernel; which pointers, numbers and factors it takes stands in cpu.cpp.
+
+    group: index of a KV group; those of the tail come after those of the batch.
+    """
 
     op: Op
     inputs: list[View] = field(default_factory=list)
@@ -71,6 +79,8 @@ class _Step(Structure):
     _fields_ = (
         ("op", c_int32),
         ("group", c_int32),
+        ("tail", c_int32),
+        ("unused", c_int32),
         ("inputs", _View * 2),
         ("outputs", _View * 2),
         ("pointers", c_void_p * 6),
@@ -98,6 +108,7 @@ class _Group(Structure):
         ("slot_mapping", c_void_p),
         ("table_stride", c_int64),
         ("block_size", c_int64),
+        ("num_rows", c_int64),
     )
 
 
@@ -106,17 +117,18 @@ class _Batch(Structure):
         ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("groups", POINTER(_Group)),
+        ("tail_index", c_void_p),
         ("scratch", c_void_p),
         ("result", c_void_p),
         ("num_tokens", c_int64),
-        ("num_rows", c_int64),
+        ("num_tail", c_int64),
     )
 
 
 class Program:
     """Steps with their memory laid out, ready to run on any batch.
 
-    result: the value that `run` returns, [T, result.width].   kept: what the steps' pointers point to.
+    result: what `run` returns.   num_groups: KV groups of the batch.   kept: what the steps' pointers point to.
     """
 
     def __init__(
@@ -129,13 +141,13 @@ class Program:
         dtype: torch.dtype,
         kept: Sequence[object],
     ) -> None:
-        self._threads, self._dtype, self._width, self._kept = threads, dtype, result.width, tuple(kept)
+        self._threads, self._dtype, self._result, self._kept = threads, dtype, result, tuple(kept)
         slots, widths = assign_slots(steps, result)
         assert len(widths) <= _MAX_SLOTS
         self._steps = (_Step * len(steps))(*(_packed(step, slots) for step in steps))
         self._widths = (c_int64 * len(widths))(*widths)
         self._program = _Program(self._steps, self._widths, len(steps), len(widths), DTYPE_CODES[dtype], 0)
-        self._groups = (_Group * num_groups)()
+        self._groups = (_Group * (2 * num_groups))()
         self._batch = _Batch(groups=self._groups)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._times: Array[c_int64] | None = None
@@ -164,24 +176,26 @@ class Program:
         return measure(self._threads, 2000) * 1e-9
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The recorded forward on `batch`: [T, width of the result]."""
-        num_tokens = batch.token_ids.shape[0]
-        result = torch.empty((num_tokens, self._width), dtype=self._dtype)
+        """The recorded forward on `batch`: [T or num_tail, width of the result]."""
+        num_tokens, num_tail = batch.token_ids.shape[0], batch.tail.index.shape[0]
+        result = torch.empty((num_tail if self._result.tail else num_tokens, self._result.width), dtype=self._dtype)
         needed = self._scratch_bytes(self._program, num_tokens) + 64
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        for to, metadata in zip(self._groups, batch.metadata, strict=True):
+        for to, metadata in zip(self._groups, batch.metadata + batch.tail.metadata, strict=True):
             to.query_start = metadata.query_start.data_ptr()
             to.seq_lens = metadata.seq_lens.data_ptr()
             to.block_table = metadata.block_table.data_ptr()
             to.slot_mapping = metadata.slot_mapping.data_ptr()
             to.table_stride = metadata.block_table.stride(0)
             to.block_size = metadata.block_size
+            to.num_rows = metadata.seq_lens.shape[0]
         record = self._batch
         record.token_ids, record.positions = batch.token_ids.data_ptr(), batch.positions.data_ptr()
         record.scratch = -(-self._scratch.data_ptr() // 64) * 64
         record.result = result.data_ptr()
-        record.num_tokens, record.num_rows = num_tokens, batch.metadata[0].seq_lens.shape[0]
+        record.tail_index = batch.tail.index.data_ptr()
+        record.num_tokens, record.num_tail = num_tokens, num_tail
         self._replay(self._program, record, self._threads, self._times)
         return result
 
@@ -222,7 +236,7 @@ def _best_slot(width: int, free: Sequence[int], widths: Sequence[int]) -> int | 
 
 
 def _packed(step: Step, slots: dict[Value, int]) -> _Step:
-    record = _Step(op=step.op, group=step.group)
+    record = _Step(op=step.op, group=step.group, tail=any(value.tail for value in step.outputs))
     for views in (record.inputs, record.outputs):
         for view in views:
             view.slot = _NOTHING
@@ -236,4 +250,4 @@ def _packed(step: Step, slots: dict[Value, int]) -> _Step:
     return record
 
 
-assert ctypes.sizeof(_Step) == 8 + 4 * 24 + 6 * 8 + 5 * 8 + 8
+assert ctypes.sizeof(_Step) == 16 + 4 * 24 + 6 * 8 + 5 * 8 + 8

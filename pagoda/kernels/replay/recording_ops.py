@@ -22,17 +22,15 @@ class NotRecordable(Exception):
 class RecordingOps:
     """Runs a model's forward on tensors without data (device "meta"), and keeps a step for each op it calls.
 
-    The tensors have the shapes of a batch of `num_tokens` tokens, so shapes are checked as the model runs; each stands
-    for a value of the program. batch: what the model is run on; a program reads its token ids, positions and metadata
-    (one object per KV group) and no others.
+    The tensors have the shapes of `batch`, so shapes are checked as the model runs; each stands for a value of the
+    program. That reads the batch's own token ids, positions, metadata (one object per KV group) and tail, no others.
     """
 
     name = "recording"
 
     def __init__(self, ops: NativeOps, dtype: torch.dtype, batch: ForwardBatch) -> None:
         self._ops, self._dtype, self._batch = ops, dtype, batch
-        self._num_tokens = batch.token_ids.shape[0]
-        self._metadata = batch.metadata
+        self._metadata = batch.metadata + batch.tail.metadata
         self._steps: list[Step] = []
         self._views: dict[int, View] = {}
         self._kept: list[object] = []  # tensors whose ids or addresses are in use
@@ -40,10 +38,10 @@ class RecordingOps:
     def program(self, result: torch.Tensor) -> Program:
         """What was recorded; it will return the value that `result` stands for."""
         view = self._view(result)
-        if view.offset or result.numel() != self._num_tokens * view.value.width:
+        if view.offset or result.numel() != self._rows(view.value.tail) * view.value.width:
             raise NotRecordable("the result is a part of another value")
         ops = self._ops
-        groups = len(self._metadata)
+        groups = len(self._batch.metadata)
         return Program(ops.library, ops.threads, self._steps, view.value, groups, self._dtype, self._kept)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
@@ -57,7 +55,7 @@ class RecordingOps:
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         if not isinstance(weight, PackedWeight):
             raise NotRecordable(f"a linear layer of {type(weight).__name__}")
-        assert x.shape == (self._num_tokens, weight.in_features)
+        assert x.shape == (self._rows(self._view(x).value.tail), weight.in_features)
         assert weight.dtype in (None, self._dtype)
         self._kept.append(weight)
         return self._record(Op.LINEAR, [x], [weight.out_features], pointers=[weight.address], numbers=[Gate.NONE])[0]
@@ -104,6 +102,7 @@ class RecordingOps:
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        self._check_whole(x)
         _, heads, head_dim = x.shape
         tables = [self._address(cos), self._address(sin)]
         out = self._record(Op.ROTARY, [x], [heads * head_dim], pointers=tables, numbers=[heads, head_dim])[0]
@@ -131,6 +130,7 @@ class RecordingOps:
         self, k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, tables: list[int | None]
     ) -> None:
         check_page_shape(k.shape[2], cache.k.shape[2])
+        self._check_whole(k, v)
         self._record(
             Op.WRITE_KV, [k, v], [], group=self._group(metadata), pointers=[*self._pages(cache), *tables],
             numbers=[k.shape[1], k.shape[2], DTYPE_CODES[cache.k.dtype]],
@@ -150,8 +150,11 @@ class RecordingOps:
     ) -> torch.Tensor:
         _, heads, head_dim = q.shape
         check_page_shape(head_dim, cache.k.shape[2])
+        group = self._group(metadata)
+        if (group >= len(self._batch.metadata)) != self._view(q).value.tail:
+            raise NotRecordable("queries of the batch with the metadata of its tail, or the reverse")
         return self._record(
-            Op.ATTENTION, [q], [heads * head_dim], group=self._group(metadata), pointers=self._pages(cache),
+            Op.ATTENTION, [q], [heads * head_dim], group=group, pointers=self._pages(cache),
             numbers=[heads, cache.k.shape[1], head_dim, DTYPE_CODES[cache.k.dtype], window], factors=[scale, softcap],
         )[0]  # fmt: skip
 
@@ -168,11 +171,12 @@ class RecordingOps:
         """
         width = self._whole_width(gate_up) // 2
         before = self._steps[-1]
-        if before.op is Op.LINEAR and before.outputs == [self._view(gate_up).value] and width % PANEL == 0:
-            value = Value(width)
+        made = self._view(gate_up).value
+        if before.op is Op.LINEAR and before.outputs == [made] and width % PANEL == 0:
+            value = Value(width, made.tail)
             before.outputs, before.numbers = [value], [gate]
             del self._views[id(gate_up)]  # whoever still wants it cannot be recorded
-            return self._stand_in((self._num_tokens, width), View(value))
+            return self._stand_in((self._rows(value.tail), width), View(value))
         return self._record(Op.GATED, [gate_up], [width], numbers=[width, gate])[0]
 
     def split_qkv(
@@ -183,13 +187,17 @@ class RecordingOps:
         sizes = (num_heads, num_kv_heads, num_kv_heads)
         first = (0, num_heads * head_dim, (num_heads + num_kv_heads) * head_dim)
         q, k, v = (
-            self._stand_in((self._num_tokens, heads, head_dim), View(view.value, view.offset + offset))
+            self._stand_in((qkv.shape[0], heads, head_dim), View(view.value, view.offset + offset))
             for heads, offset in zip(sizes, first, strict=True)
         )
         return q, k, v
 
     def select_rows(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        raise NotRecordable("select_rows within a forward")
+        self._check_is(index, self._batch.tail.index, "selected rows")
+        self._check_whole(x)
+        width = x[0].numel()
+        out = self._record(Op.SELECT, [x], [width], numbers=[width], tail=True)[0]
+        return self._stand_in((out.shape[0], *x.shape[1:]), self._view(out))
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         width = self._whole_width(x)
@@ -222,10 +230,23 @@ class RecordingOps:
         pointers: Sequence[int | None] = (),
         numbers: Sequence[int] = (),
         factors: Sequence[float] = (),
+        tail: bool = False,
     ) -> list[torch.Tensor]:
-        outputs = [Value(width) for width in widths]
-        self._steps.append(Step(op, [self._view(x) for x in inputs], outputs, group, pointers, numbers, factors))
-        return [self._stand_in((self._num_tokens, value.width), View(value)) for value in outputs]
+        """tail: the step makes values of the tail; so it does when its inputs are."""
+        views = [self._view(x) for x in inputs]
+        of_tail = {view.value.tail for view in views}
+        if len(of_tail) > 1:
+            raise NotRecordable("the whole batch and its tail in one op")
+        outputs = [Value(width, tail or True in of_tail) for width in widths]
+        self._steps.append(Step(op, views, outputs, group, pointers, numbers, factors))
+        return [self._stand_in((self._rows(value.tail), value.width), View(value)) for value in outputs]
+
+    def _rows(self, tail: bool) -> int:
+        return (self._batch.tail.index if tail else self._batch.token_ids).shape[0]
+
+    def _check_whole(self, *tensors: torch.Tensor) -> None:
+        if any(self._view(tensor).value.tail for tensor in tensors):
+            raise NotRecordable("the batch's tail where all of it is wanted")
 
     def _stand_in(self, shape: Sequence[int], view: View) -> torch.Tensor:
         """A new tensor without data that stands for `view`."""
@@ -242,7 +263,8 @@ class RecordingOps:
     def _whole_width(self, *tensors: torch.Tensor) -> int:
         """The width of tensors [T, width] that are all of their value."""
         for tensor in tensors:
-            if self._view(tensor).offset or tensor.shape != (self._num_tokens, self._view(tensor).value.width):
+            view = self._view(tensor)
+            if view.offset or tensor.shape != (self._rows(view.value.tail), view.value.width):
                 raise NotRecordable("a part of a value where all of it is wanted")
         return tensors[0].shape[1]
 

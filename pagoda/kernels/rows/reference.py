@@ -18,5 +18,5 @@ def split_qkv(
 
 
 def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[T, hidden], int64 [S] -> [S, hidden]."""
+    """[T, ...], int64 [S] -> [S, ...]."""
     return x[index]
