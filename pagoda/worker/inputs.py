@@ -55,71 +55,88 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
         row_of_token = np.repeat(rows, num_new)
         slot_of_row = np.repeat(np.arange(num_rows), num_new)
         positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
-    arrays = [table.token_ids[row_of_token, positions], positions, query_start, seq_lens]
-
     block_size = table.block_size
-    max_seq_len = int(seq_lens.max())
-    num_blocks = -(-max_seq_len // block_size)
+    num_blocks = -(-int(seq_lens.max()) // block_size)
     logical, offset = np.divmod(positions, block_size)
-    slots = []
-    for block_table in table.block_tables:
-        of_rows = block_table[rows, :num_blocks]
-        arrays.append(of_rows)
-        slots.append(of_rows[slot_of_row, logical].astype(np.int64) * block_size + offset)
+    tables = [block_table[rows, :num_blocks] for block_table in table.block_tables]
+    slots = [of_rows[slot_of_row, logical].astype(np.int64) * block_size + offset for of_rows in tables]
     draws = _draws(output, query_start, seq_lens)
     extra, prompt_rows, pooled_rows = _extra_logits(table, output, query_start)
     logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
-    wanted = _tail_lengths(logits_index, query_start)
-    tail_rows = np.flatnonzero(wanted)
-    tail_start = np.zeros(len(tail_rows) + 1, np.int32)
-    np.cumsum(wanted[tail_rows], out=tail_start[1:])
-    # Place in the batch minus place in the tail, of the tokens of each row.
-    shift = query_start[tail_rows + 1] - tail_start[1:]
-    tail_index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, wanted[tail_rows])
-    logits_index = np.searchsorted(tail_index, logits_index)
-    tables = arrays[4:]
-    tail = [tail_start, seq_lens[tail_rows], *(of_rows[tail_rows] for of_rows in tables)]
 
-    num_groups = len(slots)
-    tensors = _to_device([*arrays, *slots, *tail, tail_index, logits_index], device)
-    token_ids, positions_t, *rest, tail_index_t, logits_index_t = tensors
-    whole, slots_t, tail_t = (
-        rest[: 2 + num_groups],
-        rest[2 + num_groups : 2 + 2 * num_groups],
-        rest[2 + 2 * num_groups :],
-    )
-    metadata, tail_metadata = (
-        tuple(
-            AttentionMetadata(start_t, lens_t, table_t, slots_of_group, block_size, longest, max_seq_len)
-            for table_t, slots_of_group in zip(tables_t, slots_t, strict=True)
-        )
-        for (start_t, lens_t, *tables_t), longest in ((whole, max_query_len), (tail_t, int(wanted.max())))
-    )
+    everything = _Queries(query_start, seq_lens, tables)
+    arrays = [table.token_ids[row_of_token, positions], positions, *slots, *everything.arrays]
+    all_in_order = _counts_up(logits_index, len(positions))
+    if all_in_order:  # plain decoding: the tail is the batch
+        token_ids, positions_t, *rest, tail_index = _to_device([*arrays, logits_index], device)
+        metadata = tail_metadata = everything.metadata(rest, block_size)
+        logits_index_t = tail_index
+    else:
+        tail, index = everything.tail(logits_index)
+        logits_index = np.searchsorted(index, logits_index)
+        all_in_order = _counts_up(logits_index, len(index))
+        tensors = _to_device([*arrays, *tail.arrays, index, logits_index], device)
+        token_ids, positions_t, *rest, tail_index, logits_index_t = tensors
+        metadata = everything.metadata(rest, block_size)
+        tail_metadata = tail.metadata(rest[: len(slots)] + rest[-len(tail.arrays) :], block_size)
     return StepInputs(
-        batch=ForwardBatch(token_ids, positions_t, metadata, Tail(tail_index_t, tail_metadata), logits_index_t),
+        batch=ForwardBatch(token_ids, positions_t, metadata, Tail(tail_index, tail_metadata), logits_index_t),
         draw_rows=draws.rows,
         draw_positions=draws.positions,
         draw_logits=draws.logits,
         num_logits=len(draws.logits_index),
         num_draws=draws.num,
-        takes_all_logits=len(logits_index) == len(tail_index)
-        and bool((logits_index == np.arange(len(tail_index))).all()),
+        takes_all_logits=all_in_order,
         prompt_rows=prompt_rows,
         pooled_rows=pooled_rows,
     )
 
 
-def _tail_lengths(logits_index: np.ndarray, query_start: np.ndarray) -> np.ndarray:
-    """How many of each row's last tokens it takes to hold all of `logits_index`, int32 [num_rows].
+def _counts_up(index: np.ndarray, to: int) -> bool:
+    """Whether it is 0 .. to - 1."""
+    return len(index) == to and bool((index == np.arange(to)).all())
 
-    One token is always taken, though nobody may want it: a forward of nothing is no case of its own then.
-    """
-    wanted = np.zeros(len(query_start) - 1, np.int32)
-    row = np.searchsorted(query_start, logits_index, side="right") - 1
-    np.maximum.at(wanted, row, (query_start[row + 1] - logits_index).astype(np.int32))
-    if not logits_index.size:
-        wanted[-1] = 1
-    return wanted
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queries:
+    """Who asks attention what, on the host: see AttentionMetadata.   tables: a block table per KV group."""
+
+    query_start: np.ndarray
+    seq_lens: np.ndarray
+    tables: list[np.ndarray]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [self.query_start, self.seq_lens, *self.tables]
+
+    def metadata(self, tensors: list[torch.Tensor], block_size: int) -> tuple[AttentionMetadata, ...]:
+        """tensors: the batch's slots per KV group, then `arrays`, on the device."""
+        count = len(self.tables)
+        longest, furthest = int(np.diff(self.query_start).max()), int(self.seq_lens.max())
+        query_start, seq_lens = tensors[count : count + 2]
+        return tuple(
+            AttentionMetadata(query_start, seq_lens, table, slots, block_size, longest, furthest)
+            for slots, table in zip(tensors[:count], tensors[count + 2 :], strict=False)
+        )
+
+    def tail(self, logits_index: np.ndarray) -> tuple["_Queries", np.ndarray]:
+        """The ends of rows that hold all of `logits_index`, and which of the batch's tokens they are, int64.
+
+        One token is always taken, though nobody may want it: a forward of nothing is no case of its own then.
+        """
+        start = self.query_start
+        wanted = np.zeros(len(start) - 1, np.int32)
+        if logits_index.size:
+            row = np.searchsorted(start, logits_index, side="right") - 1
+            np.maximum.at(wanted, row, (start[row + 1] - logits_index).astype(np.int32))
+        else:
+            wanted[-1] = 1
+        rows = np.flatnonzero(wanted)
+        tail_start = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(wanted[rows], out=tail_start[1:])
+        shift = start[rows + 1] - tail_start[1:]  # from a token's place in the tail to that in the batch
+        index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, wanted[rows])
+        return _Queries(tail_start, self.seq_lens[rows], [table[rows] for table in self.tables]), index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
