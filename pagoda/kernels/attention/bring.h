@@ -1,0 +1,202 @@
+// Bringing a chunk of a row's context, and its queries, into the form the tiles multiply.
+#pragma once
+
+#include <type_traits>
+
+#include "../kv_cache/pages.h"
+#include "problem.h"
+#include "tiles.h"
+#include "widen.h"
+
+// Stored: dtype of the pages. Kind: how they are multiplied.
+template <class Stored>
+struct Forms {
+    static constexpr bool PAIRED = PageLayout<Stored>::PAIR == 2;
+    using Kind = typename std::conditional<PAIRED, Paired, Single>::type;
+    using Lane = typename Kind::Lane;
+    static constexpr bool IN_PLACE = std::is_same<Stored, bf16>::value || std::is_same<Stored, float>::value;
+    static constexpr bool SCALED = std::is_same<Stored, int8_t>::value;
+    static constexpr int WIDTH = Kind::WIDTH;
+
+    static const Stored* page(const char* pages, const Problem& p, int64_t block, int64_t kv_head) {
+        return reinterpret_cast<const Stored*>(pages) + (block * p.num_kv_heads + kv_head) * p.block_size * p.head_dim;
+    }
+
+    // N lanes of stored values as operands. A block of 8 slots is half a vector.
+    template <int N>
+    static void widen(const Stored* from, Lane* to) {
+        if constexpr (IN_PLACE) {
+            memcpy(static_cast<void*>(to), from, sizeof(Lane) * N);
+        } else if constexpr (SCALED) {
+            int8_t codes[32] = {};
+            memcpy(codes, from, 2 * N);
+            u32x16 lanes = widen_32(codes);
+            memcpy(to, &lanes, 4 * N);
+        } else {
+            store_lanes(reinterpret_cast<float*>(to), load_lanes(from, N), N);
+        }
+    }
+
+    // One query vector as `head_dim / WIDTH` lanes.
+    template <class T>
+    static void query(const T* from, Lane* to, int head_dim) {
+        for (int d = 0; d < head_dim; d += 16) {
+            if constexpr (WIDTH == 2)
+                store(reinterpret_cast<bf16*>(to) + d, load(from + d));
+            else
+                store(reinterpret_cast<float*>(to) + d, load(from + d));
+        }
+    }
+};
+
+// What one thread works in. Sizes in floats or lanes; all are 32 bit.
+template <class Lane>
+struct Workspace {
+    Lane *queries, *weights, *keys, *values;  // queries: a tile's for each head
+    float *scores, *keep, *new_top, *sums, *key_scale, *value_scale, *partials;
+    int rows, head_dim, heads;
+
+    static Workspace take(const Problem& p, int rows, int heads) {
+        size_t d = p.head_dim, r = rows, h = heads;
+        size_t partials = Partial::floats(rows, p.head_dim) * 2 * h;
+        size_t sizes[] = {h * r * d, r * CHUNK, d * CHUNK, d * CHUNK, r * CHUNK, r, r, h * r * 16, CHUNK, CHUNK, partials};
+        size_t total = 0;
+        for (size_t& size : sizes) total += size = (size + 15) / 16 * 16;
+        char* at = static_cast<char*>(thread_scratch(total * 4, 0));
+        char* places[11];
+        for (int i = 0; i < 11; i++) places[i] = at, at += sizes[i] * 4;
+        auto lanes = [&](int i) { return reinterpret_cast<Lane*>(places[i]); };
+        auto floats = [&](int i) { return reinterpret_cast<float*>(places[i]); };
+        return {lanes(0),  lanes(1),  lanes(2),  lanes(3),  floats(4),  floats(5), floats(6),
+                floats(7), floats(8), floats(9), floats(10), rows,      p.head_dim, heads};
+    }
+    Lane* queries_of(int head) const { return queries + size_t(head) * rows * head_dim; }
+    float* sums_of(int head) const { return sums + size_t(head) * rows * 16; }
+    Partial folded(int head) const { return partial(head); }
+    Partial next(int head) const { return partial(heads + head); }
+
+  private:
+    Partial partial(int index) const { return Partial::at(partials + Partial::floats(rows, head_dim) * index, rows); }
+};
+
+// The pages of rows, a chunk at a time.
+template <class Stored>
+struct Context {
+    using F = Forms<Stored>;
+    using Kind = typename F::Kind;
+    using Lane = typename F::Lane;
+    static constexpr int WIDTH = F::WIDTH;
+    const Problem& p;
+
+    // Positions chunk_at .. chunk_at + 63 of the row, of which [visible, end) will be looked at by some query.
+    // Blocks outside that range are not touched: their table entries may be stale.
+    void bring(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Lane>& w,
+               KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
+        int bs = p.block_size, low = std::max(chunk_at, visible), high = std::min(chunk_at + CHUNK, end);
+        values.begin = (low - chunk_at) / WIDTH;
+        values.end = (high - chunk_at + WIDTH - 1) / WIDTH;
+        values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;
+        if constexpr (F::SCALED) {
+            bring_scales(table, kv_head, chunk_at, low, high, w);
+            if (bs % 16 == 0 && CHUNK % bs == 0) return bring_whole(table, kv_head, chunk_at, low, high, w, keys, values);
+        }
+        if (bs % 16 == 0)
+            bring_keys<16>(table, kv_head, chunk_at, low, high, w, keys);
+        else
+            bring_keys<8>(table, kv_head, chunk_at, low, high, w, keys);
+        bring_values(table, kv_head, chunk_at, w, values);
+    }
+
+    void bring_scales(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high,
+                      const Workspace<Lane>& w) const {
+        memset(w.key_scale, 0, sizeof(float) * CHUNK);
+        memset(w.value_scale, 0, sizeof(float) * CHUNK);
+        int bs = p.block_size;
+        for (int index = low / bs, at = low; at < high; at = ++index * bs) {
+            int count = std::min((index + 1) * bs, high) - at;
+            int64_t place = (table[index] * int64_t(p.num_kv_heads) + kv_head) * bs + at % bs;
+            memcpy(w.key_scale + at - chunk_at, p.k_scale + place, sizeof(float) * count);
+            memcpy(w.value_scale + at - chunk_at, p.v_scale + place, sizeof(float) * count);
+        }
+    }
+
+    // int8 blocks of 16, 32 or 64 slots: all of a block is widened in one run, and lies then as it does in its page.
+    void bring_whole(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+                     KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
+        int bs = p.block_size, hd = p.head_dim;
+        for (int i = 0; i < CHUNK; i += bs) {
+            bool seen = chunk_at + i + bs > low && chunk_at + i < high;
+            int64_t block = table[(seen ? chunk_at + i : low) / bs];
+            Lane *k = w.keys + i * (hd / WIDTH), *v = w.values + i * (hd / WIDTH);
+            if (seen) {
+                widen_int8(F::page(p.k_pages, p, block, kv_head), bs * hd, k);
+                widen_int8(F::page(p.v_pages, p, block, kv_head), bs * hd, v);
+            } else {
+                memset(k, 0, sizeof(Lane) * bs * (hd / WIDTH));
+            }
+            for (int g = 0; g < bs / 16; g++) keys.keys[i / 16 + g] = k + 16 * g;
+            for (int j = 0; j < bs / WIDTH; j++) values.rows[i / WIDTH + j] = v + j * hd;
+        }
+        keys.stride = bs;
+    }
+
+    // STEP slots side by side lie in one block.
+    template <int STEP>
+    void bring_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+                    KeyChunk<Kind>& keys) const {
+        constexpr bool DIRECT = F::IN_PLACE && STEP == 16;
+        int bs = p.block_size, index = chunk_at / bs, slot = chunk_at % bs;
+        int64_t seen_block = table[low / bs];  // stands in for blocks that nobody sees
+        keys.stride = DIRECT ? bs : CHUNK;
+        for (int i = 0; i < CHUNK; i += STEP) {
+            int at = chunk_at + i;
+            int64_t block = at + STEP > low && at < high ? table[index] : seen_block;
+            const Stored* k = F::page(p.k_pages, p, block, kv_head) + slot * WIDTH;
+            if constexpr (DIRECT) {
+                keys.keys[i / 16] = reinterpret_cast<const Lane*>(k);
+            } else {
+                keys.keys[i / 16] = w.keys + i / 16 * 16;
+                for (int d = 0; d < p.head_dim / WIDTH; d++, k += int64_t(bs) * WIDTH)
+                    F::template widen<STEP>(k, w.keys + d * CHUNK + i);
+            }
+            slot += STEP;
+            if (slot == bs) slot = 0, index++;
+        }
+    }
+
+    void bring_values(const int32_t* table, int64_t kv_head, int chunk_at, const Workspace<Lane>& w,
+                      ValueChunk<Kind>& values) const {
+        int bs = p.block_size, hd = p.head_dim;
+        int first = chunk_at + values.begin * WIDTH, index = first / bs, slot = first % bs;
+        for (int j = values.begin; j < values.end; index++, slot = 0) {
+            const Stored* v = F::page(p.v_pages, p, table[index], kv_head) + int64_t(slot) * hd;
+            int stop = std::min(values.end, j + (bs - slot) / WIDTH);
+            for (; j < stop; j++, v += WIDTH * hd) {
+                if constexpr (F::IN_PLACE) {
+                    values.rows[j] = reinterpret_cast<const Lane*>(v);
+                } else {
+                    for (int d = 0; d < hd; d += 16) F::template widen<16>(v + d * WIDTH, w.values + j * hd + d);
+                    values.rows[j] = w.values + j * hd;
+                }
+            }
+        }
+    }
+
+    // The blocks of one chunk; of a block that holds several chunks, all with the first one that is met.
+    void look_ahead(const Unit& unit, int chunk_at, bool first_met, PagesAhead& ahead) const {
+        const Tile& t = *unit.tile;
+        Heads heads = unit.heads;
+        const int32_t* table = p.block_table + t.row * p.table_stride;
+        int bs = p.block_size, low = std::max(chunk_at, t.first_visible(p)), high = std::min(chunk_at + CHUNK, t.end());
+        for (int index = first_met ? low / bs : (low + bs - 1) / bs; index * bs < high; index++) {
+            int64_t place = (table[index] * int64_t(p.num_kv_heads) + heads.first) * bs, slots = int64_t(heads.count) * bs;
+            int64_t slot_bytes = int64_t(p.head_dim) * sizeof(Stored);
+            ahead.add(p.k_pages + place * slot_bytes, slots * slot_bytes);
+            ahead.add(p.v_pages + place * slot_bytes, slots * slot_bytes);
+            if constexpr (F::SCALED) {
+                ahead.add(p.k_scale + place, slots * sizeof(float));
+                ahead.add(p.v_scale + place, slots * sizeof(float));
+            }
+        }
+    }
+};

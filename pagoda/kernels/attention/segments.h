@@ -1,0 +1,177 @@
+// Attention of a tile: online softmax over chunks within a segment, segments folded left to right.
+#pragma once
+
+#include "bring.h"
+
+constexpr float NOTHING_SEEN = -1e30f;  // running maximum before any position: finite, so that differences are numbers
+constexpr float HIDDEN = -1e37f;        // score of a position out of sight: its weight comes out as exactly 0
+
+template <class Stored>
+struct Attention {
+    using F = Forms<Stored>;
+    using Kind = typename F::Kind;
+    using Lane = typename F::Lane;
+    static constexpr int WIDTH = F::WIDTH;
+    const Problem& p;
+    Context<Stored> context{p};
+
+    // What scores are multiplied by to become exponents of 2. A soft cap has brought them there already.
+    float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
+
+    // Scales, caps and masks one query vector's scores where there is need; returns the largest exponent.
+    float finish_scores(float* scores, int chunk_at, int at, const Workspace<Lane>& w) const {
+        int from = p.window > 0 ? at - p.window + 1 - chunk_at : 0, to = at - chunk_at;
+        bool partly = from > 0 || to < CHUNK - 1;
+        f32x16 highest = splat(HIDDEN);
+        for (int g = 0; g < LANE_GROUPS; g++) {
+            f32x16 s = load(scores + 16 * g);
+            if constexpr (F::SCALED) s = s * load(w.key_scale + 16 * g);
+            if (p.softcap > 0.0f) s = tanh(s * (p.scale / p.softcap)) * (p.softcap * LOG2_E);
+            if (partly) {
+                i32x16 lane = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + 16 * g;
+                s = (lane >= from) & (lane <= to) ? s : splat(HIDDEN);
+            }
+            if (F::SCALED || p.softcap > 0.0f || partly) store(scores + 16 * g, s);
+            highest = vmax(highest, s);
+        }
+        return lane_max(highest) * exponent_scale();
+    }
+
+    // Scores of one query vector become weights, and are added to its running sums.
+    void weigh(const float* scores, Lane* weights, float top, float keep, float* sums, const Workspace<Lane>& w) const {
+        f32x16 sum = load(sums) * keep;
+        for (int g = 0; g < LANE_GROUPS; g++) {
+            f32x16 weight = exp2(fma(load(scores + 16 * g), splat(exponent_scale()), splat(-top)));
+            sum = sum + weight;
+            if constexpr (F::SCALED) weight = weight * load(w.value_scale + 16 * g);
+            if constexpr (WIDTH == 2)
+                store(reinterpret_cast<bf16*>(weights) + 16 * g, weight);
+            else
+                store(reinterpret_cast<float*>(weights) + 16 * g, weight);
+        }
+        store(sums, sum);
+    }
+
+    // Online softmax of a chunk for all rows of a tile: scores to weights, with `keep` for what was summed before.
+    void soften(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part, float* sums) const {
+        int n = rows(t), group = p.group();
+        for (int r = 0; r < n; r++) {
+            float top = finish_scores(w.scores + r * CHUNK, chunk_at, t.first_at + r / group, w);
+            w.new_top[r] = std::max(part.top[r], top);
+        }
+        for_lanes(n, [&](int64_t r, int lanes) {
+            f32x16 top = load_lanes(w.new_top + r, lanes);
+            store_lanes(w.keep + r, exp2(load_lanes(part.top + r, lanes) - top), lanes);
+            store_lanes(part.top + r, top, lanes);
+        });
+        for (int r = 0; r < n; r++)
+            weigh(w.scores + r * CHUNK, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], sums + r * 16, w);
+    }
+
+    int rows(const Tile& t) const { return t.num_queries * p.group(); }
+
+    void load_queries(const Tile& t, Heads heads, const Workspace<Lane>& w) const {
+        by_dtype(p.dtype, [&](auto element) {
+            for (int h = 0; h < heads.count; h++)
+                load_queries_of<decltype(element)>(t, heads.first + h, w.queries_of(h));
+        });
+    }
+    template <class T>
+    void load_queries_of(const Tile& t, int64_t kv_head, Lane* to) const {
+        int group = p.group();
+        for (int r = 0; r < rows(t); r++) {
+            int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
+            const T* from = static_cast<const T*>(p.q) + token * p.q_stride + head * p.head_dim;
+            F::query(from, to + int64_t(r) * (p.head_dim / WIDTH), p.head_dim);
+        }
+    }
+
+    // A segment's sums; part(h) is where those of the unit's h-th head go. What this thread reads next is asked for on the
+    // way: the unit's positions below `walked_until`, and then the beginning of `then`.
+    template <class PartOf>
+    void run_segment(const Unit& unit, int segment, const Workspace<Lane>& w, PartOf&& part, int walked_until,
+                     const Unit* then) const {
+        const Tile& t = *unit.tile;
+        Heads heads = unit.heads;
+        PagesAhead ahead;
+        int n = rows(t), hd = p.head_dim;
+        const int32_t* table = p.block_table + t.row * p.table_stride;
+        for (int h = 0; h < heads.count; h++) {
+            for (int r = 0; r < n; r++) part(h).top[r] = NOTHING_SEEN;
+            memset(part(h).acc, 0, sizeof(float) * n * hd);
+            memset(w.sums_of(h), 0, sizeof(float) * n * 16);
+        }
+        int visible = t.first_visible(p), end = t.end();
+        int first = std::max(segment * SEGMENT, visible / CHUNK * CHUNK);
+        int last = std::min((segment + 1) * SEGMENT, end);
+        KeyChunk<Kind> keys;
+        ValueChunk<Kind> values;
+        for (int chunk_at = first; chunk_at < last; chunk_at += CHUNK) {
+            ahead.clear();
+            if (n <= FEW_VECTORS) {
+                if (chunk_at + CHUNK < walked_until)
+                    context.look_ahead(unit, chunk_at + CHUNK, false, ahead);
+                else if (then != nullptr)
+                    context.look_ahead(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
+            }
+            for (int h = 0; h < heads.count; h++) {
+                context.bring(table, heads.first + h, chunk_at, visible, end, w, keys, values);
+                scores_of<Kind>(w.queries_of(h), n, keys, hd / WIDTH, w.scores, ahead);
+                soften(t, chunk_at, w, part(h), w.sums_of(h));
+                outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
+            }
+            ahead.ask_rest();
+        }
+        for (int h = 0; h < heads.count; h++) {
+            for (int r = 0; r < n; r++) part(h).total[r] = lane_sum(load(w.sums_of(h) + r * 16));
+            for (int i = 0; i < n * hd; i += 16) store(part(h).acc + i, without_denormals(load(part(h).acc + i)));
+        }
+    }
+
+    void write_out(const Tile& t, int64_t kv_head, Partial part) const {
+        by_dtype(p.dtype, [&](auto element) { write_out_as<decltype(element)>(t, kv_head, part); });
+    }
+    template <class T>
+    void write_out_as(const Tile& t, int64_t kv_head, Partial part) const {
+        int group = p.group(), hd = p.head_dim;
+        for (int r = 0; r < rows(t); r++) {
+            int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
+            T* to = static_cast<T*>(p.out) + (token * p.num_heads + head) * hd;
+            float inverse = 1.0f / part.total[r];
+            // Folded with a segment that saw nothing, a -0 has become +0: it always does.
+            for (int d = 0; d < hd; d += 16) store(to + d, load(part.acc + r * hd + d) * inverse + 0.0f);
+        }
+    }
+
+    // All segments of a unit. The same thread will run `then` next.
+    void run_unit(const Unit& unit, const Unit* then) const {
+        const Tile& t = *unit.tile;
+        Heads heads = unit.heads;
+        int n = rows(t), first = t.first_segment(p);
+        auto w = Workspace<Lane>::take(p, n, heads.count);
+        load_queries(t, heads, w);
+        for (int s = 0; s < t.num_segments(p); s++) {
+            auto part = [&](int h) { return s == 0 ? w.folded(h) : w.next(h); };
+            run_segment(unit, first + s, w, part, t.end(), then);
+            if (s == 0) continue;
+            for (int h = 0; h < heads.count; h++) fold(w.folded(h), w.next(h), n, p.head_dim);
+        }
+        for (int h = 0; h < heads.count; h++) write_out(t, heads.first + h, w.folded(h));
+    }
+
+    // One segment of a tile whose segments are shared out; the thread that ends the last one folds them all.
+    void run_part(const Tile& t, int kv_head, int segment, float* parts, std::atomic<int>& unfinished) const {
+        int n = rows(t);
+        size_t size = Partial::floats(n, p.head_dim);
+        auto w = Workspace<Lane>::take(p, n, 1);
+        Heads heads{kv_head, 1};
+        load_queries(t, heads, w);
+        auto part = [&](int) { return Partial::at(parts + size * segment, n); };
+        int index = t.first_segment(p) + segment;
+        run_segment({&t, heads}, index, w, part, std::min((index + 1) * SEGMENT, t.end()), nullptr);
+        if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        for (int s = 1; s < t.num_segments(p); s++)
+            fold(Partial::at(parts, n), Partial::at(parts + size * s, n), n, p.head_dim);
+        write_out(t, kv_head, Partial::at(parts, n));
+    }
+};
