@@ -112,6 +112,20 @@ def test_a_row_has_the_same_bits_in_any_batch(native: NativeOps, kind: torch.dty
             assert torch.equal(ops.logits(x[first : first + rows], weight), alone[first : first + rows]), rows
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, "q8", "q4_min"], ids=str)
+def test_threads_change_no_bit_however_the_work_is_cut(native: NativeOps, kind: torch.dtype | str) -> None:
+    """Cuts that leave remainders of rows and of panels, for fewer and for more threads than there are pieces."""
+    torch.manual_seed(0)
+    for in_features, out_features in ((160, 32), (160, 17), (100, 300), (1536, 576)):
+        weight = any_weight(native, kind, out_features, in_features)
+        for rows in (15, 16, 31, 33, 50, 64, 65, 130, 700):
+            x = torch.randn(rows, in_features).bfloat16()
+            expected = native.logits(x, weight)
+            assert expected.isfinite().all()
+            for threads in (2, 3, 4, 7, 16):
+                assert torch.equal(NativeOps(native.library, threads).logits(x, weight), expected), (rows, threads)
+
+
 def test_rows_may_stand_apart(native: NativeOps) -> None:
     """x may be a slice of wider rows, at any offset."""
     torch.manual_seed(0)

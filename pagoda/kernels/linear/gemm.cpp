@@ -242,8 +242,10 @@ void finish_tile(const LinearJob& job, const float* sums, int64_t sums_stride, i
 
 // ---- a rectangle of the output ----
 
-// Rows [row, row_end) of panels [panel, panel_end); with a gate, of those and their partners.
-void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+// Rows [row, row_end) of panels [panel, panel_end); with a gate, of those and their partners. then: the panel that this
+// thread multiplies next, as far as can be told, or none: -1.
+void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
+              int64_t then) {
     const PackedLinear& w = *job.weight;
     const Tiles& tiles = tiles_of(w);
     const char* panels = static_cast<const char*>(w.panels);
@@ -258,10 +260,12 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         const char* first = panels + panel * bytes;
         int64_t columns = w.out_features - panel * PANEL;
         if (columns > width * PANEL) columns = width * PANEL;
+        int64_t upcoming = panel + width < panel_end ? panel + width : then;
+        const char* next = panels + upcoming * bytes;
         auto ask_ahead = [&](int64_t tile) -> Ahead {
             // All tiles down the rows together ask once for all that the next ones read.
             int64_t a_line_each = tile_steps(w) * 64, asked = tile * a_line_each;
-            const char* next = first + width * bytes;
+            if (upcoming < 0) return {first, 0, 0};
             if (job.gate != GATE_NONE) {
                 if (asked < bytes) return {next + asked, 64, partner};
             } else if (count * a_line_each >= width * bytes) {
@@ -287,6 +291,34 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         }
         panel += width;
     }
+}
+
+// What threads claim: one of `blocks` of the rows, times `width` panels.
+struct Cut {
+    int64_t blocks, width;
+};
+
+// The cut that keeps `threads` equally fast threads busy to the end: the fewest rows x panels for the one with most claims.
+// Of cuts that are as good, within 2 %, the coarsest: it reads weights and rows least often.
+Cut cut(const LinearJob& job, int64_t panels, int threads) {
+    const PackedLinear& w = *job.weight;
+    int64_t row_bytes = word_steps(w) * (is_quantized(w.kind) ? 1 : 4);
+    int64_t least = (job.rows * row_bytes + BLOCK_BYTES - 1) / BLOCK_BYTES, most = job.rows / CLAIM_ROWS;
+    if (least > most) least = most;
+    Cut best{};
+    int64_t best_cost = INT64_MAX;
+    for (int64_t blocks = least; blocks <= most && blocks < least + 4; blocks++) {
+        int64_t pieces = (CLAIMS_PER_THREAD * threads + blocks - 1) / blocks;
+        int64_t widest = (panels / pieces + 1) / 2 * 2;
+        for (int64_t width = widest > 2 ? widest : 2; width > 0; width = width > 2 ? width - 2 : width - 1) {
+            int64_t claims = (blocks * ((panels + width - 1) / width) + threads - 1) / threads;
+            int64_t cost = claims * ((job.rows + blocks - 1) / blocks) * width;
+            if (best_cost != INT64_MAX && cost * 50 >= best_cost * 49) continue;
+            best = {blocks, width};
+            best_cost = cost;
+        }
+    }
+    return best;
 }
 
 }  // namespace
@@ -331,22 +363,19 @@ void linear_multiply(const LinearJob& job, int thread, int num_threads, std::ato
         int64_t row_bytes = word_steps(w) * (is_quantized(w.kind) ? 1 : 4);
         int64_t block = BLOCK_BYTES / row_bytes > CLAIM_ROWS ? BLOCK_BYTES / row_bytes : CLAIM_ROWS;
         for (int64_t row = 0; row < job.rows; row += block)
-            multiply(job, x, row, row + block < job.rows ? row + block : job.rows, mine.begin, mine.end);
+            multiply(job, x, row, row + block < job.rows ? row + block : job.rows, mine.begin, mine.end, -1);
         return;
     }
-    int64_t row_bytes = word_steps(w) * (is_quantized(w.kind) ? 1 : 4);
-    int64_t blocks = (job.rows * row_bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
-    if (blocks > job.rows / CLAIM_ROWS) blocks = job.rows / CLAIM_ROWS;
-    int64_t pieces = (CLAIMS_PER_THREAD * num_threads + blocks - 1) / blocks;
-    int64_t width = (panels / pieces + 1) / 2 * 2;
-    if (width < 2) width = 2;
-    pieces = (panels + width - 1) / width;
+    auto [blocks, width] = cut(job, panels, num_threads);
+    int64_t pieces = (panels + width - 1) / width;
     for (;;) {
         int64_t claim = claims.fetch_add(1, std::memory_order_relaxed);
         if (claim >= blocks * pieces) return;
         int64_t block = claim / pieces, panel = claim % pieces * width;
+        // While all threads are equally fast, each claims in turn.
+        int64_t guess = claim + num_threads, then = guess < blocks * pieces ? guess % pieces * width : -1;
         multiply(job, x, job.rows * block / blocks, job.rows * (block + 1) / blocks, panel,
-                 panel + width < panels ? panel + width : panels);
+                 panel + width < panels ? panel + width : panels, then);
     }
 }
 
