@@ -109,17 +109,18 @@ def engine_pid(server: int) -> int | None:
     return None
 
 
-def resident_mib(pid: int | None) -> float:
+def resident_mib(pid: int | None) -> int | None:
+    """None: there is no such process now (it was killed a moment ago)."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return round(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
     except (OSError, IndexError):
-        return float("nan")
+        return None
 
 
 async def run(args: argparse.Namespace, server: "subprocess.Popen[bytes]", url: str) -> int:
     soak = Soak(url, args.seed)
     begin_s, length_s = time.monotonic(), args.minutes * 60
-    memory: list[tuple[int, float, float]] = []
+    memory: list[tuple[int, int | None, int | None]] = []
     kill_at = [begin_s + length_s * (i + 1) / (args.kills + 1) for i in range(args.kills)]
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -146,8 +147,8 @@ async def run(args: argparse.Namespace, server: "subprocess.Popen[bytes]", url: 
         "balanced": balanced,
         "out_tok_s": round(soak.out_tokens / length_s, 1),
         "load_at_end": load,
-        "api_mib": [round(m[1]) for m in memory[:: max(1, len(memory) // 8)]],
-        "engine_mib": [round(m[2]) for m in memory[:: max(1, len(memory) // 8)]],
+        "api_mib": [m[1] for m in memory[:: max(1, len(memory) // 8)]],
+        "engine_mib": [m[2] for m in memory[:: max(1, len(memory) // 8)]],
         "faults": soak.faults[:5],
     }
     print(json.dumps(result))
