@@ -1,0 +1,95 @@
+// x as the tiles want it: as it stands, widened, padded, or quantised by the groups of the weights.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "gemm.h"
+#include "int_tiles.h"
+
+struct Operand {
+    const void* words;  // float tiles
+    int64_t stride;     // in words
+    QuantizedRows quantized;
+};
+
+inline int64_t groups_of(const PackedLinear& w) { return (w.in_features + w.group - 1) / w.group; }
+inline int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? (w.in_features + 1) / 2 : w.in_features; }
+// How often a tile asks for a line of what comes next.
+inline int64_t tile_steps(const PackedLinear& w) {
+    return is_quantized(w.kind) ? w.in_features / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);
+}
+
+inline bool converts(const LinearJob& job) {
+    switch (job.weight->kind) {
+        case KIND_F32: return false;
+        case KIND_BF16: return job.weight->in_features % 2 != 0 || job.x_stride % 2 != 0;
+        default: return true;
+    }
+}
+
+inline Operand operand(const LinearJob& job) {
+    const PackedLinear& w = *job.weight;
+    if (is_quantized(w.kind)) {
+        int64_t groups = groups_of(w);
+        auto* bytes = static_cast<int8_t*>(job.scratch);
+        auto* scales = reinterpret_cast<float*>(bytes + round_up(job.rows * groups * w.group, 64));
+        auto* sums = reinterpret_cast<int32_t*>(scales + job.rows * groups);
+        return {nullptr, 0, {bytes, scales, sums}};
+    }
+    if (converts(job)) return {job.scratch, word_steps(w), {}};
+    return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
+}
+
+// One group, of which `count` elements are there and the rest is zero: symmetric, the largest magnitude at 127. Where one
+// is not finite, the group is a NaN, and so are the sums it enters.
+template <int GROUP, class T>
+void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int32_t* sum) {
+    constexpr int PARTS = GROUP / 16;
+    f32x16 values[PARTS] = {};
+    if (count == GROUP) {
+        for (int part = 0; part < PARTS; part++) values[part] = load(x + 16 * part);
+    } else {
+        for_lanes(count, [&](int64_t i, int n) { values[i / 16] = load_lanes(x + i, n); });
+    }
+    i32x16 largest = {};
+    for (f32x16 v : values) largest = vmax(largest, magnitude_bits(v));
+    float limit = largest_magnitude(largest);
+    if (!(limit <= FLT_MAX)) {
+        memset(bytes, 0, GROUP);
+        *sum = 0;
+        *scale = NAN;
+        return;
+    }
+    float inverse = limit > 127.0f / FLT_MAX ? 127.0f / limit : 0.0f;  // of numbers too small to divide by: zeros
+    i32x16 total = {};
+    for (int part = 0; part < PARTS; part++) {
+        i32x16 whole = to_nearest(values[part] * inverse);
+        total += whole;
+        store(bytes + 16 * part, whole);
+    }
+    *sum = lane_sum(total);
+    *scale = limit / 127.0f;
+}
+
+template <int GROUP, class T>
+void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
+    const PackedLinear& w = *job.weight;
+    QuantizedRows to = operand(job).quantized;
+    int64_t groups = groups_of(w);
+    for (int64_t r = begin; r < end; r++) {
+        const T* x = static_cast<const T*>(job.x) + r * job.x_stride;
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t left = w.in_features - g * GROUP;
+            quantize_group<GROUP>(x + g * GROUP, left < GROUP ? left : GROUP,
+                                  const_cast<int8_t*>(to.bytes) + (r * groups + g) * GROUP,
+                                  const_cast<float*>(to.scales) + r * groups + g,
+                                  const_cast<int32_t*>(to.sums) + r * groups + g);
+        }
+    }
+}
+template <class T>
+void quantize(const LinearJob& job, int64_t begin, int64_t end) {
+    auto run = job.weight->group == 64 ? quantize_rows<64, T> : quantize_rows<32, T>;
+    run(job, begin, end);
+}
