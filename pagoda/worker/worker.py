@@ -117,6 +117,7 @@ class Worker:
         )
 
     def _settle_threads(self, ops: NativeOps) -> None:
+        """Pin this thread and the kernels' where the settings and the machine say so; say what will cost speed."""
         cores = cores_to_pin(ops.threads) if self._config.parallel.pin_threads else []
         if cores and not ops.pin_threads(cores):
             logger.warning("compute threads could not be pinned to cores; they run where the system puts them")

@@ -178,6 +178,16 @@ def test_another_cache_is_recorded_anew(library, folders) -> None:
         assert torch.equal(again, expected)
 
 
+def assert_runs_op_by_op(model: Model, ops: NativeOps) -> None:
+    """Under ReplayModel it computes what it does alone, and has its own ops back."""
+    expected = run(model, torch.float32)
+    replayed = ReplayModel(model, ops, torch.float32)
+    for step, wanted in zip(run(replayed, torch.float32), expected, strict=True):
+        assert torch.equal(step, wanted)
+    assert replayed.program is None
+    assert model.ops is ops
+
+
 def test_what_cannot_be_recorded_runs_op_by_op(library, folders, caplog: pytest.LogCaptureFixture) -> None:
     """A model that does sums of its own between the ops."""
     ops = NativeOps(library, threads=1)
@@ -188,12 +198,8 @@ def test_what_cannot_be_recorded_runs_op_by_op(library, folders, caplog: pytest.
         return forward(batch, kv) * 2
 
     model.forward = doubled  # type: ignore[method-assign]
-    expected = run(model, torch.float32)
-    got = run(ReplayModel(model, ops, torch.float32), torch.float32)
+    assert_runs_op_by_op(model, ops)
     assert "cannot be recorded" in caplog.text
-    for step, wanted in zip(got, expected, strict=True):
-        assert torch.equal(step, wanted)
-    assert model.ops is ops
 
 
 def test_other_positions_than_the_batchs_are_not_recorded(library, folders, caplog: pytest.LogCaptureFixture) -> None:
@@ -206,11 +212,8 @@ def test_other_positions_than_the_batchs_are_not_recorded(library, folders, capl
         return forward(replace(batch, positions=batch.positions + 1), kv)
 
     model.forward = shifted  # type: ignore[method-assign]
-    expected = run(model, torch.float32)
-    got = run(ReplayModel(model, ops, torch.float32), torch.float32)
+    assert_runs_op_by_op(model, ops)
     assert "positions that are not the batch's" in caplog.text
-    for step, wanted in zip(got, expected, strict=True):
-        assert torch.equal(step, wanted)
 
 
 def test_slots_are_taken_again_but_never_while_needed() -> None:

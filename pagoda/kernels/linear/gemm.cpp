@@ -170,11 +170,11 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         int64_t columns = w.out_features - panel * PANEL;
         if (columns > width * PANEL) columns = width * PANEL;
         int64_t upcoming = panel + width < panel_end ? panel + width : then;
-        const char* next = panels + upcoming * bytes;
         auto ask_ahead = [&](int64_t tile) -> Ahead {
             // All tiles down the rows together ask once for all that the next ones read.
             int64_t a_line_each = tile_steps(w) * 64, asked = tile * a_line_each;
             if (upcoming < 0) return {first, 0, 0};
+            const char* next = panels + upcoming * bytes;
             if (job.gate != GATE_NONE) {
                 if (asked < bytes) return {next + asked, 64, partner};
             } else if (count * a_line_each >= width * bytes) {
@@ -210,19 +210,17 @@ struct Cut {
 // The cut that keeps `threads` equally fast threads busy to the end: the fewest rows x panels for the one with most claims.
 // Of cuts that are as good, within 2 %, the coarsest: it reads weights and rows least often.
 Cut cut(const LinearJob& job, int64_t panels, int threads) {
-    const PackedLinear& w = *job.weight;
-    int64_t row_bytes = word_steps(w) * (is_quantized(w.kind) ? 1 : 4);
-    int64_t least = (job.rows * row_bytes + BLOCK_BYTES - 1) / BLOCK_BYTES, most = job.rows / CLAIM_ROWS;
+    int64_t least = (job.rows * row_bytes(*job.weight) + BLOCK_BYTES - 1) / BLOCK_BYTES, most = job.rows / CLAIM_ROWS;
     if (least > most) least = most;
     Cut best{};
-    int64_t best_cost = INT64_MAX;
+    int64_t best_cost = INT64_MAX / 50;
     for (int64_t blocks = least; blocks <= most && blocks < least + 4; blocks++) {
         int64_t pieces = (CLAIMS_PER_THREAD * threads + blocks - 1) / blocks;
         int64_t widest = (panels / pieces + 1) / 2 * 2;
         for (int64_t width = widest > 2 ? widest : 2; width > 0; width = width > 2 ? width - 2 : width - 1) {
             int64_t claims = (blocks * ((panels + width - 1) / width) + threads - 1) / threads;
             int64_t cost = claims * ((job.rows + blocks - 1) / blocks) * width;
-            if (best_cost != INT64_MAX && cost * 50 >= best_cost * 49) continue;
+            if (cost * 50 >= best_cost * 49) continue;
             best = {blocks, width};
             best_cost = cost;
         }
@@ -269,8 +267,7 @@ void linear_multiply(const LinearJob& job, int thread, int num_threads, std::ato
     if (job.gate != GATE_NONE) panels /= 2;
     if (job.rows < CLAIM_ROWS || num_threads == 1) {
         Range mine = share_of(panels, thread, num_threads);
-        int64_t row_bytes = word_steps(w) * (is_quantized(w.kind) ? 1 : 4);
-        int64_t block = BLOCK_BYTES / row_bytes > CLAIM_ROWS ? BLOCK_BYTES / row_bytes : CLAIM_ROWS;
+        int64_t fitting = BLOCK_BYTES / row_bytes(w), block = fitting > CLAIM_ROWS ? fitting : CLAIM_ROWS;
         for (int64_t row = 0; row < job.rows; row += block)
             multiply(job, x, row, row + block < job.rows ? row + block : job.rows, mine.begin, mine.end, -1);
         return;

@@ -15,6 +15,8 @@ struct Operand {
 
 inline int64_t groups_of(const PackedLinear& w) { return (w.in_features + w.group - 1) / w.group; }
 inline int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? (w.in_features + 1) / 2 : w.in_features; }
+// Of one row of x in the form the tiles take it.
+inline int64_t row_bytes(const PackedLinear& w) { return word_steps(w) * (is_quantized(w.kind) ? 1 : 4); }
 // How often a tile asks for a line of what comes next.
 inline int64_t tile_steps(const PackedLinear& w) {
     return is_quantized(w.kind) ? w.in_features / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);

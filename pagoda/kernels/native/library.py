@@ -19,7 +19,10 @@ class NativeLibrary:
 
 
 def load(cache_dir: Path | None = None, compiler: build.Compiler | None = None, march: str = "native") -> NativeLibrary:
-    """Compile if need be, and load. Raises build.NativeUnavailable where that cannot be."""
+    """Compile if need be, and load. Raises build.NativeUnavailable where that cannot be.
+
+    Asserts that they bring no OpenMP runtime into the process.
+    """
     compiler = compiler or build.find_compiler()
     path = build.build(cache_dir or build.default_cache_dir(), compiler, march)
     openmp = openmp_runtimes()
