@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Sequence
 
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.stop_strings import StopSearch, StopStrings
 from pagoda.engine.tokenizer import Tokenizer
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
@@ -19,11 +20,14 @@ class Detokenizer:
     several that end there, the longest counts. One that is complete before token min_tokens + 1 is plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None) -> None:
+        """stops: of `params.stop`, where several outputs share it; made here when not given."""
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.facts.special_token_ids if params.skip_special_tokens else frozenset[int]()
         self._utf8 = _Utf8(errors="replace")
-        self._stop = StopStrings(params.stop) if params.stop else None
+        if stops is None and params.stop:
+            stops = StopStrings(params.stop)
+        self._stop = StopSearch(stops) if stops is not None else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -65,7 +69,7 @@ class Detokenizer:
                 return index + 1
         return len(token_ids)
 
-    def _append_text(self, stop: "StopStrings", text: str) -> bool:
+    def _append_text(self, stop: StopSearch, text: str) -> bool:
         """Take more text; True when a stop string is complete."""
         may_stop = self._num_tokens > self._min_tokens
         cut = stop.feed(text, may_stop)
@@ -89,47 +93,3 @@ class Detokenizer:
     def _show(self, text: str) -> None:
         if text:
             self._pieces.append(text)
-
-
-class StopStrings:
-    """Finds the first end of any of some strings in a growing text. It remembers no more than the longest of them."""
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = tuple(dict.fromkeys(sorted(strings, key=len, reverse=True)))
-        self._longest = len(self._strings[0])
-        self._beginnings = frozenset(text[:size] for text in self._strings for size in range(1, len(text)))
-        self._tail = ""
-        self.found: str | None = None
-        self.num_held = 0
-
-    def feed(self, text: str, may_stop: bool = True) -> int | None:
-        """Take more text. When a string is complete: how many characters follow its end, and `found` is set.
-
-        may_stop: False lets strings that end within `text` pass. Afterwards `num_held` is the length of the longest
-        end of the text that some string begins with.
-        """
-        window = self._tail + text
-        if may_stop:
-            end, found = self._first_end(window, len(self._tail))
-            if found is not None:
-                self.found, self.num_held = found, 0
-                return len(window) - end
-        self._tail = window[max(0, len(window) - self._longest + 1) :]
-        self.num_held = self._longest_beginning()
-        return None
-
-    def _first_end(self, window: str, old: int) -> tuple[int, str | None]:
-        """The earliest end beyond `old` characters; longer strings come first, so they win a draw."""
-        best, found = len(window) + 1, None
-        for string in self._strings:
-            at = window.find(string, max(0, old - len(string) + 1))
-            if at >= 0 and at + len(string) < best:
-                best, found = at + len(string), string
-        return best, found
-
-    def _longest_beginning(self) -> int:
-        tail = self._tail
-        for start in range(len(tail)):
-            if tail[start:] in self._beginnings:
-                return len(tail) - start
-        return 0

@@ -8,6 +8,7 @@ from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, Reque
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
 from pagoda.engine.detokenizer import Detokenizer
+from pagoda.engine.stop_strings import StopStrings
 from pagoda.engine.tokenizer import Tokenizer
 
 
@@ -132,7 +133,9 @@ class _LiveRequest:
         self.kind = kind
         self.prompt = prompt
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
-        self.branches = [_Branch(request, index, kind, tokenizer) for index in range(request.num_branches)]
+        stop = request.sampling.stop if request.sampling is not None else ()
+        stops = StopStrings(stop) if stop else None
+        self.branches = [_Branch(request, index, kind, tokenizer, stops) for index in range(request.num_branches)]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
@@ -190,7 +193,10 @@ class _LiveRequest:
 class _Branch:
     """One output sequence: all its tokens, their text as far as it is wanted now, its end."""
 
-    def __init__(self, request: Request, index: int, kind: OutputKind, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, index: int, kind: OutputKind, tokenizer: Tokenizer, stops: StopStrings | None
+    ) -> None:
+        """stops: shared by all branches of the request; None if it has no stop strings."""
         params = request.sampling
         self.index = index
         self.token_ids: list[int] = []
@@ -202,7 +208,7 @@ class _Branch:
         self._logprobs: list[dict[int, Logprob]] | None = [] if self._num_logprobs is not None else None
         self._cumulative = 0.0
         wants_text = params is not None and params.detokenize
-        self._detokenizer = Detokenizer(tokenizer, params) if wants_text and params is not None else None
+        self._detokenizer = Detokenizer(tokenizer, params, stops) if wants_text and params is not None else None
         # Nobody looks before the end, and no stop string needs the text: one pass over all tokens then is cheapest.
         self._late = kind is OutputKind.FINAL_ONLY and params is not None and not params.stop
         self._told_tokens = 0

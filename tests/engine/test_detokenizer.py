@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.byte_tokenizer import ByteTokenizer
-from pagoda.engine.detokenizer import Detokenizer, StopStrings
+from pagoda.engine.detokenizer import Detokenizer
 
 TEXTS = [
     "plain",
@@ -46,8 +46,9 @@ def test_deltas_join_to_the_text_and_never_hold_half_a_character(text: str, chun
 def test_any_bytes_join_to_the_decoding_of_the_whole(tokens: list[int], skip: bool, chunk: int) -> None:
     whole = ByteTokenizer().decode(tokens, skip)
     joined = "".join(deltas_of(tokens, SamplingParams(skip_special_tokens=skip), chunk))
-    # Only a character that is cut off at the very end is missing: one replacement, and nothing is said of it.
-    assert joined in (whole, whole.removesuffix("\ufffd"))
+    # Only a character that is cut off at the very end is missing. It is one replacement in the whole, or two where its
+    # bytes begin a surrogate (ED A0): the incremental decoder waits for the third byte before it gives up.
+    assert joined in (whole, whole.removesuffix("\ufffd"), whole.removesuffix("\ufffd\ufffd"))
 
 
 def test_half_a_character_at_the_end_is_dropped() -> None:
@@ -104,19 +105,6 @@ def test_stop_strings_are_cut_exactly(text: str, stops: list[str], chunk: int, i
         assert detokenizer.stopped_by == string
         assert shown == text[: end if include else end - len(string)]
         assert kept == end  # one byte, one token here
-
-
-@given(st.text("ab<>", max_size=30), st.lists(st.text("ab<>", min_size=1, max_size=5), min_size=1, max_size=3))
-def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
-    finder = StopStrings(stops)
-    for at in range(len(text)):
-        if finder.feed(text[at]) is not None:
-            return
-        seen = text[: at + 1]
-        beginnings = [
-            size for size in range(len(seen) + 1) if any(s.startswith(seen[len(seen) - size :]) for s in stops)
-        ]
-        assert finder.num_held == max(beginnings)
 
 
 def test_a_stop_string_over_several_tokens_in_a_multibyte_text() -> None:
