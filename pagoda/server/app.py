@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from pagoda.base.config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, tokens
+from pagoda.server.body import body_schemas
 from pagoda.server.http_protocol import BoundedHttpProtocol
 from pagoda.server.middleware import OPEN_PATHS, AccessLog, Gate
 from pagoda.server.state import ServerState
@@ -34,8 +35,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     errors.install(app)
     for part in (chat, completions, tokens, operations):
         app.include_router(part.router)
-    if config.api_keys:
-        _describe_keys(app)
+    _describe(app, has_keys=bool(config.api_keys))
     layers: ASGIApp = Gate(app, config)
     if config.cors_origins:
         # Around the gate: a browser shows a page only answers that carry these headers, refusals included, and asks
@@ -50,12 +50,17 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     return AccessLog(layers)
 
 
-def _describe_keys(app: FastAPI) -> None:
-    """Say on the OpenAPI page what the gate asks for."""
+def _describe(app: FastAPI, has_keys: bool) -> None:
+    """Add to the OpenAPI page what the routes read themselves (their bodies) and what the gate asks for."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
         schema = plain()
+        schema["components"]["schemas"].update(body_schemas())
+        if not has_keys:
+            return schema
         schema["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"api_key": []}]
         for path in OPEN_PATHS:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from pagoda.base.outputs import CompletionOutput
 from pagoda.server.answers import ChatCompletionResponse, described
+from pagoda.server.body import described_body, read_body
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.logprobs import chat_logprobs, prompt_logprobs
@@ -25,11 +26,15 @@ router = APIRouter()
 
 
 @router.post(
-    "/v1/chat/completions", response_model=ChatCompletionResponse, responses=described("chat.completion.chunk")
+    "/v1/chat/completions",
+    response_model=ChatCompletionResponse,
+    responses=described("chat.completion.chunk"),
+    openapi_extra=described_body(ChatCompletionRequest),
 )
-async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> Response:
+async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     state = state_of(http)
+    body = await read_body(http, ChatCompletionRequest, state.body_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
     request_id = state.request_id(http, body.request_id, "chatcmpl")
@@ -37,15 +42,15 @@ async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> 
         raise ApiError(
             501, "tool_choice: forcing a tool needs structured output, which is not available yet", "tool_choice"
         )
-    tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.tool_choice != "none" else []
+    tools = [tool.as_dict() for tool in body.tools or []] if body.tool_choice != "none" else []
     template = body.chat_template or (state.tool_template if tools else state.chat_template)
     if tools and "tools" not in (template or ""):
         raise ApiError(400, "tools: the chat template of this model has no place for them", "tools")
     prompt = await state.generator.llm.render_chat(
-        [message.model_dump(exclude_none=True) for message in body.messages],
+        body.rendered_messages(),
         chat_template=body.chat_template,
         tools=tools or None,
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        add_generation_prompt=body.opens_answer,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
     )
@@ -61,7 +66,8 @@ async def create_chat_completion(body: ChatCompletionRequest, http: Request) -> 
         )
         for _ in range(body.n or 1)
     ]
-    echoed = body.messages[-1].content if body.echo and isinstance(body.messages[-1].content, str) else ""
+    last = body.messages[-1].get("content")
+    echoed = last if body.echo and isinstance(last, str) else ""
     answer = _Answer(state, body, generation, request_id, readers, echoed)
     if body.stream:
         return EventStream(answer.events(), generation.close)

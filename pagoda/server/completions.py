@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.server.answers import CompletionResponse, described
+from pagoda.server.body import described_body, read_body
 from pagoda.server.generation import Generation
 from pagoda.server.logprobs import completion_logprobs, prompt_logprobs
 from pagoda.server.protocol import CompletionRequest
@@ -20,10 +21,16 @@ from pagoda.server.usage import usage_of
 router = APIRouter()
 
 
-@router.post("/v1/completions", response_model=CompletionResponse, responses=described("text_completion"))
-async def create_completion(body: CompletionRequest, http: Request) -> Response:
+@router.post(
+    "/v1/completions",
+    response_model=CompletionResponse,
+    responses=described("text_completion"),
+    openapi_extra=described_body(CompletionRequest),
+)
+async def create_completion(http: Request) -> Response:
     """Continue a text, token ids, or a list of either."""
     state = state_of(http)
+    body = await read_body(http, CompletionRequest, state.body_limits)
     state.check_model(body.model)
     request_id = state.request_id(http, body.request_id, "cmpl")
     # With max_tokens 0 only the prompt is scored; the engine computes it by sampling one token, which is not shown.

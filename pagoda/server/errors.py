@@ -1,8 +1,5 @@
 """Errors in OpenAI's shape."""
 
-import re
-from collections.abc import Sequence
-
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -21,10 +18,6 @@ _TYPES = {
     501: "not_implemented_error",
     503: "service_unavailable_error",
 }
-
-
-# Pydantic's places name the member of a union and the validator too: `str`, `list[int]`, `function-before[...]`.
-_NO_FIELD = re.compile(r"str|int|constrained-str|NamedTool|literal\[.*|list\[.*|function-.*")
 
 
 class ApiError(Exception):
@@ -73,13 +66,6 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, f"internal error: {type(error).__name__}")
 
 
-def _path(places: Sequence[str | int], keep_last: bool) -> str:
-    """A field as its caller wrote it, with dots: `tools.0.function.name`.   keep_last: it is a field for sure."""
-    parts = [str(place) for place in places]
-    sure = parts[-1:] if keep_last else []
-    return ".".join([part for part in parts[: len(parts) - len(sure)] if not _NO_FIELD.fullmatch(part)] + sure)
-
-
 async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
     """The answer to what the web framework, or a layer that reads a body for it, found wrong."""
     response = error_response(error.status_code, str(error.detail))
@@ -93,19 +79,10 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        """A parameter in the URL; bodies are read by the routes."""
         first = error.errors()[0]
-        is_unknown = first["type"] == "extra_forbidden"
-        where = _path(first["loc"][1:], keep_last=is_unknown)
-        said = str(first["msg"]).removeprefix("Value error, ")
-        if is_unknown:
-            said = f"this server does not support the field {where!r}"
-        elif not where and first["type"] == "model_attributes_type":
-            said = "the body is no JSON object; send one with Content-Type: application/json"
-        elif not where and ": " in said:
-            where = said.split(":", 1)[0]
-        elif where:
-            said = f"{where}: {said}"
-        return error_response(400, said, where or None)
+        where = str(first["loc"][-1])
+        return error_response(400, f"{where}: {first['msg']}", where)
 
     app.add_exception_handler(HTTPException, on_http_error)  # type: ignore[arg-type]
 

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from pagoda.server.answers import ErrorResponse
+from pagoda.server.answers import ERRORS, ErrorResponse
+from pagoda.server.body import described_body, read_body
 from pagoda.server.errors import error_response
 from pagoda.server.protocol import AbortRequest
 from pagoda.server.state import state_of
@@ -98,10 +99,12 @@ async def model(name: str, http: Request) -> dict[str, Any]:
     return next(one for one in listed["data"] if one["id"] == name)
 
 
-@router.post("/abort_requests")
-async def abort_requests(body: AbortRequest, http: Request) -> dict[str, Any]:
+@router.post("/abort_requests", responses=ERRORS, openapi_extra=described_body(AbortRequest))
+async def abort_requests(http: Request) -> dict[str, Any]:
     """End these requests; unknown ids are ignored. Their callers get what there was, with finish_reason abort."""
-    aborted = await state_of(http).generator.llm.abort(body.request_ids)
+    state = state_of(http)
+    body = await read_body(http, AbortRequest, state.body_limits)
+    aborted = await state.generator.llm.abort(body.request_ids)
     return {"aborted": aborted}
 
 

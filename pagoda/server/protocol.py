@@ -1,22 +1,29 @@
 """The HTTP API's request bodies, in OpenAI's shape with the engine's sampling parameters as extra fields.
 
-Pydantic stops here: routes hand on SamplingParams and plain values. A field that is not named here is refused, so
-nothing a caller asks for is dropped in silence; `UNSUPPORTED` names OpenAI's fields we know and cannot serve, to say
-so in words. Answers are built as plain dicts by the routes, and described in answers.py for the OpenAPI page.
+The types say what a value may be on its own: msgspec checks them while it decodes and stops at the first error
+(body.py). What types cannot say is in `check`: fields against each other, counts and sizes against BodyLimits. A field
+that is not declared here is refused, so nothing a caller asks for is dropped in silence; `UNSUPPORTED` names OpenAI's
+fields that are known and cannot be served, to say so in words. Answers are built as plain dicts by the routes, and
+described in answers.py for the OpenAPI page.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.server.body_limits import BodyLimits
 
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-ShortText = Annotated[str, Field(max_length=256)]
-RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+ShortText = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=1000)]
 
 UNSUPPORTED = {
     "audio": "audio output",
@@ -29,41 +36,33 @@ UNSUPPORTED = {
     "best_of": "`best_of`; use `n`",
     "moderation": "moderation",
 }
+"""Fields declared as null below: any other value is refused with this text."""
 
 
-class Body(BaseModel):
+class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request body: unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_the_unsupported(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, what in UNSUPPORTED.items():
-                if data.get(name) is not None and name not in cls.model_fields:
-                    raise ValueError(f"{name}: this server does not support {what}")
-            return {k: v for k, v in data.items() if v is not None or k not in UNSUPPORTED or k in cls.model_fields}
-        return data
+    def check(self, limits: BodyLimits) -> None:
+        """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
 
 
-class StreamOptions(Body):
+class StreamOptions(Body, kw_only=True, frozen=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Body, kw_only=True, frozen=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(Body, kw_only=True, frozen=True):
     """What chat and text completions share."""
 
     model: str | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    n: int | None = Field(default=None, ge=1, le=128)
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     presence_penalty: float | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
@@ -82,10 +81,10 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool = False
     bad_words: list[str] | None = None
     allowed_token_ids: list[TokenId] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: TokenCount | None = None
     priority: Int32 = 0
     cache_salt: ShortText | None = None
     request_id: RequestId | None = None
@@ -93,6 +92,20 @@ class SamplingBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     return_timings: bool = False
+    # not served: see UNSUPPORTED
+    audio: None = None
+    modalities: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    web_search_options: None = None
+    suffix: None = None
+    best_of: None = None
+    moderation: None = None
+
+    def check(self, limits: BodyLimits) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options: needs stream to be true", "stream_options")
 
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
@@ -141,49 +154,66 @@ def _token_bias(bias: dict[str, float]) -> dict[int, float]:
         raise RequestError("logit_bias: keys are token ids, written as numbers", "logit_bias") from None
 
 
-class ToolFunction(Body):
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+class ToolFunction(Body, kw_only=True, frozen=True):
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
-    type: Literal["function"] = "function"
+class Tool(Body, kw_only=True, frozen=True):
     function: ToolFunction
-
-
-class NamedTool(Body):
     type: Literal["function"] = "function"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What chat templates read: the fields that have a value, `type` first."""
+        fields = ((name, getattr(self.function, name)) for name in self.function.__struct_fields__)
+        return {"type": self.type, "function": {name: value for name, value in fields if value is not None}}
+
+
+class NamedTool(Body, kw_only=True, frozen=True):
     function: dict[str, str]
+    type: Literal["function"] = "function"
 
 
-class ChatMessage(BaseModel):
-    """A message; content may be text or a list of text parts. Fields a template may read are kept."""
+class ChatMessage(Struct, kw_only=True, frozen=True):
+    """A message; content may be text or a list of text parts. Other fields are kept: a template may read them."""
 
-    model_config = ConfigDict(extra="allow")
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Name
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
-class ChatCompletionRequest(SamplingBody):
+Messages = list[dict[str, Any]]
+"""As sent, with every field; `check_messages` holds them to ChatMessage."""
+_DESCRIBED = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
+
+
+def check_messages(messages: Messages) -> None:
+    """Raise msgspec.ValidationError, with a path below `messages`, for a message that is no ChatMessage."""
+    msgspec.convert(messages, list[ChatMessage])
+
+
+def _without_nulls(messages: Messages) -> Messages:
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    messages: Annotated[Messages, Meta(min_length=1, extra_json_schema=_DESCRIBED)]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | UnsetType = UNSET
     continue_final_message: bool = False
     echo: bool = False
     include_reasoning: bool = True
@@ -195,41 +225,43 @@ class ChatCompletionRequest(SamplingBody):
     prompt_cache_key: str | None = None
     reasoning_effort: str | None = None
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "ChatCompletionRequest":
+    def check(self, limits: BodyLimits) -> None:
+        super().check(limits)
+        check_messages(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: needs logprobs to be true")
-        if (
-            self.continue_final_message
-            and self.add_generation_prompt
-            and "add_generation_prompt" in self.model_fields_set
-        ):
-            raise ValueError("continue_final_message: cannot go with add_generation_prompt")
+            raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt is True:
+            raise RequestError("continue_final_message: cannot go with add_generation_prompt", "continue_final_message")
         if self.tool_choice is not None and self.tool_choice != "none" and not self.tools:
-            raise ValueError("tool_choice: needs tools")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: needs stream to be true")
-        return self
+            raise RequestError("tool_choice: needs tools", "tool_choice")
+
+    @property
+    def opens_answer(self) -> bool:
+        """The rendered prompt ends with the opening of the assistant's turn."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    def rendered_messages(self) -> Messages:
+        """The messages for a chat template: without the fields that are null."""
+        return _without_nulls(self.messages)
 
 
-class CompletionRequest(SamplingBody):
+class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/completions"""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = 16
+    logprobs: NumLogprobs | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "CompletionRequest":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: needs stream to be true")
-        if self.prompt in ("", []):
-            raise ValueError("prompt: is empty")
+    def check(self, limits: BodyLimits) -> None:
+        super().check(limits)
+        if not self.prompt:
+            raise RequestError("prompt: is empty", "prompt")
+        if isinstance(self.prompt, list) and len(set(map(type, self.prompt))) > 1:
+            raise RequestError("prompt: expected strings only, token ids only, or lists of token ids only", "prompt")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 is of use only with echo")
-        return self
+            raise RequestError("max_tokens: 0 is of use only with echo", "max_tokens")
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, in order."""
@@ -237,15 +269,15 @@ class CompletionRequest(SamplingBody):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return self.prompt  # type: ignore[return-value]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Body, kw_only=True, frozen=True):
     """POST /tokenize: `prompt`, or `messages` through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[Messages, Meta(extra_json_schema=_DESCRIBED)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -254,21 +286,33 @@ class TokenizeRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "TokenizeRequest":
+    def check(self, limits: BodyLimits) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: give either prompt or messages")
-        return self
+            raise RequestError("prompt: give either prompt or messages", "prompt")
+        if self.messages is not None:
+            check_messages(self.messages)
+
+    @property
+    def opens_answer(self) -> bool:
+        """The rendered prompt ends with the opening of the assistant's turn."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+    def rendered_messages(self) -> Messages:
+        """The messages for a chat template: without the fields that are null."""
+        return _without_nulls(self.messages or [])
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Body, kw_only=True, frozen=True):
     """POST /detokenize"""
 
     model: str | None = None
     tokens: list[TokenId]
 
 
-class AbortRequest(Body):
+class AbortRequest(Body, kw_only=True, frozen=True):
     """POST /abort_requests"""
 
-    request_ids: list[str] = Field(min_length=1)
+    request_ids: Annotated[list[str], Meta(min_length=1)]
+
+
+REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from pagoda.engine.process_client import ProcessClient
+from pagoda.server.body_limits import BodyLimits
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
 from pagoda.server.tool_parsers import parser_for_template
@@ -17,7 +18,7 @@ class ServerState:
     """model_names: the first is the one we answer with.   chat_template: the model's own.
 
     tool_template: the one it uses with tools.   tool_parser: a name in TOOL_PARSERS, "none", or "auto".
-    trusts_templates: callers may send chat templates of their own.
+    trusts_templates: callers may send chat templates of their own.   body_limits: what one body may hold.
     """
 
     generator: Generator
@@ -27,6 +28,7 @@ class ServerState:
     tool_template: str | None
     tool_parser: str
     trusts_templates: bool = False
+    body_limits: BodyLimits = field(default_factory=BodyLimits)
     engine: ProcessClient | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
 

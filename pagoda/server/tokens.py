@@ -5,25 +5,28 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from pagoda.server.answers import ERRORS
+from pagoda.server.body import described_body, read_body
 from pagoda.server.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.server.state import state_of
 
 router = APIRouter()
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
+@router.post("/tokenize", responses=ERRORS, openapi_extra=described_body(TokenizeRequest))
+async def tokenize(http: Request) -> dict[str, Any]:
     """Token ids of a text, or of a conversation through the chat template."""
     state = state_of(http)
+    body = await read_body(http, TokenizeRequest, state.body_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
     llm = state.generator.llm
     if body.messages is not None:
         prompt = await llm.render_chat(
-            [message.model_dump(exclude_none=True) for message in body.messages],
+            body.rendered_messages(),
             chat_template=body.chat_template,
-            tools=[t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None,
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            tools=[tool.as_dict() for tool in body.tools] if body.tools else None,
+            add_generation_prompt=body.opens_answer,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
         )
@@ -36,10 +39,11 @@ async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
     return answer
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, str]:
+@router.post("/detokenize", responses=ERRORS, openapi_extra=described_body(DetokenizeRequest))
+async def detokenize(http: Request) -> dict[str, str]:
     """The text of token ids."""
     state = state_of(http)
+    body = await read_body(http, DetokenizeRequest, state.body_limits)
     state.check_model(body.model)
     return {"prompt": await state.generator.llm.detokenize(body.tokens)}
 

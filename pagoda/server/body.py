@@ -1,0 +1,152 @@
+"""Request bodies: from bytes to a typed struct, or an error that names the innermost input."""
+
+import functools
+import json
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from pagoda.base.errors import RequestError
+from pagoda.server.body_limits import BodyLimits
+from pagoda.server.protocol import REQUEST_BODIES, UNSUPPORTED, Body, ChatMessage
+
+B = TypeVar("B", bound=Body)
+
+MAX_SHOWN_CHARS = 100
+"""How much of a caller's own text an error may repeat."""
+_SEARCHED_BYTES = 64 * 2**10
+"""Bodies up to this size are searched for the string to blame."""
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+_PLACE = re.compile(r" - at `(?P<path>.*)`$", re.DOTALL)
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
+_TYPE_LIST = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
+_TYPE_NAMES = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+async def read_body(http: Request, kind: type[B], limits: BodyLimits) -> B:
+    """The request's body. Raises RequestError that names what is wrong with it, HTTPException as the Gate does."""
+    data = await http.body()
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not (content_type == "application/json" or content_type.endswith("+json")):
+        raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
+    return parse_body(data, kind, limits)
+
+
+def parse_body(data: bytes, kind: type[B], limits: BodyLimits) -> B:
+    """As `read_body`, for bytes."""
+    try:
+        body: B = _decoder(kind).decode(data)
+        body.check(limits)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _undecodable(data, error) from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    return body
+
+
+@functools.cache
+def _decoder(kind: type[Any]) -> "msgspec.json.Decoder[Any]":
+    # Not strict: clients send "5" for 5 and 1 for true.
+    return msgspec.json.Decoder(kind, strict=False)
+
+
+def described_body(kind: type[Body]) -> dict[str, Any]:
+    """For a route's `openapi_extra`: what it reads."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def body_schemas() -> dict[str, Any]:
+    """The OpenAPI page's components of all bodies, by name."""
+    return msgspec.json.schema_components([*REQUEST_BODIES, ChatMessage], ref_template="#/components/schemas/{name}")[1]
+
+
+# ---- errors
+
+
+def _explained(said: str, kind: type[Body]) -> RequestError:
+    """msgspec's "Expected `int`, got `str` - at `$.messages[3].role`" with the input named first."""
+    where = ""
+    if match := _PLACE.search(said):
+        where, said = _clip(match["path"].removeprefix("$").removeprefix(".")), said[: match.start()]
+    if where.startswith("["):  # a path of check_messages
+        where = f"messages{where}"
+    if match := _UNKNOWN_FIELD.match(said):
+        name = _clip(match[1], MAX_SHOWN_CHARS)
+        where = f"{where}.{name}" if where else name
+        return RequestError(f"this server does not support the field {where!r}", where)
+    if match := _MISSING_FIELD.match(said):
+        where = f"{where}.{match[1]}" if where else match[1]
+        return RequestError(f"{where}: is required", where)
+    if where in UNSUPPORTED and where in kind.__struct_fields__:
+        return RequestError(f"{where}: this server does not support {UNSUPPORTED[where]}", where)
+    said = _plain(said)
+    if not where:
+        return RequestError(f"the body is not a JSON object ({said}); send one with Content-Type: application/json")
+    return RequestError(f"{where}: {said}", where)
+
+
+def _undecodable(data: bytes, error: Exception) -> RequestError:
+    """For bytes that are not JSON. A lone surrogate is, by the grammar, but is no text: name the string that has it."""
+    if len(data) <= _SEARCHED_BYTES and _SURROGATE_ESCAPE.search(data):
+        try:
+            where = _lone_surrogate(json.loads(data), "")
+        except (ValueError, RecursionError):
+            where = None
+        if where is not None:
+            where = _clip(where)
+            return RequestError(f"{where or 'the body'}: not valid Unicode: half of a surrogate pair", where or None)
+    reason = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+    return RequestError(f"the body is not valid JSON: {_clip(reason)}")
+
+
+def _lone_surrogate(value: Any, path: str) -> str | None:
+    """The path of the first string (or object with a key) that UTF-8 cannot encode; None if there is none."""
+    match value:
+        case str() if not _is_encodable(value):
+            return path
+        case dict():
+            if not all(map(_is_encodable, value)):
+                return path
+            named = ((f"{path}.{key}" if path else key, item) for key, item in value.items())
+        case list():
+            named = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+        case _:
+            return None
+    return next((found for where, item in named if (found := _lone_surrogate(item, where)) is not None), None)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain(said: str) -> str:
+    """Types by their JSON names, in lower case."""
+
+    def in_words(match: re.Match[str]) -> str:
+        *most, last = [_TYPE_NAMES.get(name, name) for name in match[1].split(" | ")]
+        return f"{', '.join(most)} or {last}" if most else last
+
+    said = _TYPE_LIST.sub(in_words, _clip(said))
+    return said[:1].lower() + said[1:]
+
+
+def _clip(text: str, size: int = 2 * MAX_SHOWN_CHARS) -> str:
+    return text if len(text) <= size else f"{text[:size]}…"

@@ -1,0 +1,121 @@
+"""Request bodies: what is refused, how the error names the input, and what an error may repeat of it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pagoda.base.errors import RequestError
+from pagoda.server.body import body_schemas, parse_body
+from pagoda.server.body_limits import BodyLimits
+from pagoda.server.protocol import (
+    AbortRequest,
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+LIMITS = BodyLimits()
+USER = {"role": "user", "content": "hi"}
+CHAT = {"messages": [USER]}
+
+
+def refused(kind: type[Body], body: Any) -> RequestError:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(RequestError) as caught:
+        parse_body(data, kind, LIMITS)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "message"),
+    [
+        (CompletionRequest, {"prompt": [1, -1]}, "prompt[1]", "prompt[1]: expected an integer >= 0"),
+        (CompletionRequest, {"prompt": [[1], [2, "x"]]}, "prompt[1][1]", "expected an integer, got a string"),
+        (CompletionRequest, {"prompt": [1, "x"]}, "prompt", "strings only, token ids only"),
+        (CompletionRequest, {"prompt": []}, "prompt", "is empty"),
+        (CompletionRequest, {}, "prompt", "prompt: is required"),
+        (CompletionRequest, {"prompt": "x", "n": 1000}, "n", "expected an integer <= 128"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {"5": "x"}}, "logit_bias[...]", "expected a number"),
+        (CompletionRequest, {"prompt": "x", "best_of": 2}, "best_of", "does not support `best_of`"),
+        (CompletionRequest, {"prompt": "x", "stream_options": {"x": 1}}, "stream_options.x", "does not support"),
+        (CompletionRequest, {"prompt": "x", "stop": ["a", 5]}, "stop[1]", "stop[1]: expected a string, got an integer"),
+        (CompletionRequest, {"prompt": "x", "request_id": "a b"}, "request_id", "expected a string matching"),
+        (CompletionRequest, b'{"prompt": "x", "stop": ["a", "\\ud800"]}', "stop[1]", "half of a surrogate pair"),
+        (CompletionRequest, b'{"prompt": "x", "temperature": NaN}', None, "not valid JSON"),
+        (CompletionRequest, b'{"prompt": "x", "temperature": 1e999}', "temperature", "number out of range"),
+        (CompletionRequest, b'{"prompt": "\xff"}', None, "invalid UTF-8"),
+        (ChatCompletionRequest, {"messages": []}, "messages", "expected a list of length >= 1"),
+        (ChatCompletionRequest, {"messages": [USER, {"content": "x"}]}, "messages[1].role", "is required"),
+        (ChatCompletionRequest, {"messages": [{**USER, "content": [3]}]}, "messages[0].content[0]", "an object"),
+        (ChatCompletionRequest, {"messages": [{**USER, "content": 3}]}, "messages[0].content", "a string, a list or"),
+        (ChatCompletionRequest, {**CHAT, "tools": [{"function": {}}]}, "tools[0].function.name", "is required"),
+        (ChatCompletionRequest, {**CHAT, "tool_choice": "auto"}, "tool_choice", "needs tools"),
+        (ChatCompletionRequest, {**CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        (TokenizeRequest, {}, "prompt", "either prompt or messages"),
+        (DetokenizeRequest, {"tokens": [1, 2**31]}, "tokens[1]", "expected an integer <="),
+        (AbortRequest, {"request_ids": [1]}, "request_ids[0]", "expected a string, got an integer"),
+        (AbortRequest, [], None, "not a JSON object"),
+    ],
+)
+def test_an_error_names_the_innermost_input(kind: type[Body], body: Any, param: str | None, message: str) -> None:
+    error = refused(kind, body)
+    assert error.param == param
+    assert message in str(error)
+
+
+NESTED = {"[": "]", '{"a":': "}"}
+
+
+@pytest.mark.parametrize("opening", NESTED)
+def test_deep_nesting_is_an_error_of_the_caller(opening: str) -> None:
+    inner = opening * 50_000 + "1" + NESTED[opening] * 50_000
+    error = refused(
+        ChatCompletionRequest,
+        f'{{"messages": [{json.dumps(USER)}], "chat_template_kwargs": {{"a": {inner}}}}}'.encode(),
+    )
+    assert "nested too deeply" in str(error)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x", "y" * 2**20: 1},
+        {"prompt": "x", "stop": {"y" * 2**20: 1}},
+        {"prompt": "x", "response_format": {"type": "y" * 2**20}},
+        {"prompt": "x", "logit_bias": {"y" * 2**20: 1}},
+        {"prompt": "x", "logit_bias": {"1": "y" * 2**20}},
+        {"prompt": "x", "stream_options": {"y" * 2**20: 1}},
+        {"prompt": "x", "request_id": "y" * 2**20},
+        {"prompt": "x", "temperature": "y" * 2**20},
+    ],
+)
+def test_an_error_never_repeats_the_callers_megabytes(body: dict[str, Any]) -> None:
+    def ask() -> None:
+        parsed = parse_body(json.dumps(body).encode(), CompletionRequest, LIMITS)
+        parsed.sampling_params(1, None, None)
+
+    with pytest.raises(RequestError) as caught:
+        ask()
+    assert len(str(caught.value)) < 500
+    assert len(caught.value.param or "") < 250
+
+
+def test_null_means_not_given_where_a_field_is_not_served() -> None:
+    body = parse_body(b'{"prompt": "x", "audio": null, "best_of": null}', CompletionRequest, LIMITS)
+    assert body.prompts() == ["x"]
+
+
+def test_messages_keep_the_fields_that_templates_may_read() -> None:
+    sent = [{"role": "tool", "content": "4", "tool_call_id": "a", "weight": 3, "name": None}]
+    body = parse_body(json.dumps({"messages": sent}).encode(), ChatCompletionRequest, LIMITS)
+    assert body.rendered_messages() == [{"role": "tool", "content": "4", "tool_call_id": "a", "weight": 3}]
+
+
+def test_every_reference_on_the_openapi_page_is_defined() -> None:
+    schemas = body_schemas()
+    text = json.dumps(schemas)
+    for name in text.split('"#/components/schemas/')[1:]:
+        assert name.partition('"')[0] in schemas
