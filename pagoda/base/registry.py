@@ -1,17 +1,20 @@
-"""A name -> thing table whose misses say what was meant."""
+"""A table from names to things whose errors suggest the nearest known name."""
 
 import difflib
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 
 T = TypeVar("T")
 
+_LONGEST_COMPARED = 200  # characters: comparing strings takes time with the product of their lengths
+
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint for an unknown name: "; did you mean 'x'?", or the names there are. Empty when there are none."""
-    close = difflib.get_close_matches(name, known, n=1)
+    """Return a hint for an unknown name: "; did you mean 'x'?", or the known names. Empty if there are none."""
+    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_COMPARED else []
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(sorted(known))}" if known else ""
@@ -25,9 +28,9 @@ class Registry(Generic[T]):
         self._entries = dict(entries)
 
     def __getitem__(self, name: str) -> T:
-        """The entry, or ConfigError that names the nearest known one."""
+        """Return the entry; ConfigError suggests the nearest known name."""
         if name not in self._entries:
-            raise ConfigError(f"unknown {self.kind} {name!r}{nearest(name, list(self._entries))}")
+            raise ConfigError(f"unknown {self.kind} {abbreviate(name)}{nearest(name, list(self._entries))}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:

@@ -1,13 +1,16 @@
 """A tokenizer from a folder: tokenizer.json, and what tokenizer_config.json and its like say beside it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError
-from pagoda.engine.tokenizer import LibraryTokenizer, bos_eos_template, make_facts
+from pagoda.engine.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
+from pagoda.engine.tokenizer_regexes import check_regexes
+from pagoda.loading.json_file import read_json_object
+from pagoda.models.config_reader import ConfigReader
 
 
 def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> LibraryTokenizer:
@@ -18,14 +21,19 @@ def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> Lib
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{path}: cannot be read as a tokenizer: {error}") from None
+        backend.encode("a")  # some faults show only here, as panics
+    except BaseException as error:
+        raise library_failure(error, f"{path}: cannot be read as a tokenizer") from None
     backend.no_truncation()
     backend.no_padding()
+    check_regexes(backend, str(path))
     config = _read_json(folder / "tokenizer_config.json")
-    _add_configured_tokens(backend, config)
-    if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
-        _obey_bos_and_eos_flags(backend, config)
+    try:
+        _add_configured_tokens(backend, config)
+        if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
+            _obey_bos_and_eos_flags(backend, config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'tokenizer_config.json'}: {error}") from None
     names = _special_token_texts(config, _read_json(folder / "special_tokens_map.json"))
     eos = _ids_of(folder, backend, names.get("eos_token"))
     bos_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
@@ -34,16 +42,8 @@ def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> Lib
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+    """Return the object in `path`, {} if there is no such file."""
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _text_of(entry: object) -> str | None:
@@ -67,17 +67,31 @@ def _special_token_texts(*configs: dict[str, Any]) -> dict[str, str]:
 def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """tokenizer_config.json may name added tokens that tokenizer.json lacks, or mark as special what it does not."""
     entries = config.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict):
+        raise ConfigError(f"added_tokens_decoder = {abbreviate(entries)}, expected an object")
     known = backend.get_added_tokens_decoder()
-    for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
-        token_id, token = int(key), tokenizers.AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
+    for token_id, token in sorted((_added_token(*item) for item in entries.items()), key=lambda pair: pair[0]):
         if token_id in known and known[token_id].special == token.special:
             continue
         added = backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
         if added and backend.token_to_id(token.content) != token_id:
             raise ConfigError(
-                f"tokenizer_config.json gives {token.content!r} the id {token_id}, "
+                f"added_tokens_decoder gives {abbreviate(token.content)} the id {token_id}, "
                 f"tokenizer.json has room for it only at {backend.token_to_id(token.content)}"
             )
+
+
+def _added_token(key: str, entry: object) -> tuple[int, tokenizers.AddedToken]:
+    if not key.isascii() or not key.isdigit() or len(key) > 9:
+        raise ConfigError(f"added_tokens_decoder has the key {abbreviate(key)}, expected a token id")
+    if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        raise ConfigError(
+            f"added_tokens_decoder[{key}] = {abbreviate(entry)}, expected an object with a string content"
+        )
+    try:
+        return int(key), tokenizers.AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
+    except TypeError as error:
+        raise ConfigError(f"added_tokens_decoder[{key}] = {abbreviate(entry)}: {shorten(str(error))}") from None
 
 
 def _obey_bos_and_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
@@ -98,9 +112,9 @@ def _ids_of(folder: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -
     if eos_text is not None and (token_id := backend.token_to_id(eos_text)) is not None:
         ids.append(token_id)
     for file in ("generation_config.json", "config.json"):
-        stated = _read_json(folder / file).get("eos_token_id")
-        if stated is not None:
-            ids.extend(stated if isinstance(stated, list) else [stated])
+        stated = ConfigReader(_read_json(folder / file), str(folder / file)).ids("eos_token_id")
+        if stated:
+            ids.extend(stated)
             break
     return tuple(dict.fromkeys(ids))
 
@@ -115,5 +129,9 @@ def _folder_chat_template(folder: Path, config: dict[str, Any]) -> "str | dict[s
             raise ConfigError(f"{path}: cannot be read: {error}") from None
     stated = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(stated, list):
-        return {entry["name"]: entry["template"] for entry in stated}
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in stated):
+            raise ConfigError(
+                f"{folder}: chat_template = {abbreviate(stated)}, expected objects with name and template"
+            )
+        return {str(entry["name"]): entry["template"] for entry in stated}
     return stated

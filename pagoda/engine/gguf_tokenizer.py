@@ -10,14 +10,17 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import Registry
-from pagoda.engine.tokenizer import LibraryTokenizer, bos_eos_template, make_facts
+from pagoda.engine.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
+from pagoda.engine.tokenizer_regexes import GPT2, GPT4O, LLAMA3, QWEN2, TEKKEN
 from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
+_MAX_TOKEN_CHARS = 4096  # rebuilding merges takes time with the square of it
 
 
 def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
@@ -34,8 +37,8 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
         backend = _FAMILIES[kind](file, tokens)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{path}: the tokenizer inside is inconsistent: {error}") from None
+    except BaseException as error:
+        raise library_failure(error, f"{path}: the tokenizer inside is inconsistent") from None
     names = _special_names(file, tokens)
     _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
@@ -77,6 +80,11 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     if is_gemma:
         # Runs of spaces are written as real spaces there, though the text being matched has U+2581.
         tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
+    if unknown is not None and not 0 <= unknown < len(tokens):
+        raise ConfigError(f"unknown_token_id {unknown} is outside the vocabulary of {len(tokens)} tokens")
+    longest = max(map(len, tokens))
+    if longest > _MAX_TOKEN_CHARS:
+        raise ConfigError(f"a token of {longest} characters is not supported; at most {_MAX_TOKEN_CHARS}")
     vocab = {token: index for index, token in enumerate(tokens)}
     explicit = file.strings("tokenizer.ggml.merges")
     pairs = (
@@ -109,7 +117,7 @@ def _pair(merge: str) -> tuple[str, str]:
     """A merge is written "left right"; the left may itself begin with a space."""
     at = merge.find(" ", 1)
     if at < 0:
-        raise ConfigError(f"the merge {merge!r} has no space between its parts")
+        raise ConfigError(f"the merge {abbreviate(merge)} has no space between its parts")
     return merge[:at], merge[at + 1 :]
 
 
@@ -186,18 +194,6 @@ def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, n
 
 # ---- how a text is cut into words before BPE: published patterns, by the names GGUF files use
 
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CASED_WORD = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX"
-)
-_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = _CASED_WORD.replace("SUFFIX", "") + r"|\p{N}" + _CASED_REST
-_GPT4O = _CASED_WORD.replace("SUFFIX", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_REST
-
 
 class _Cut:
     """Pre-tokenizers made when asked for: a pattern, after single digits where the model wants those alone."""
@@ -215,15 +211,15 @@ class _Cut:
 _PRE_TOKENIZERS = Registry(
     "GGUF pre-tokenizer",
     {
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _Cut(_LLAMA3)),
-        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _Cut(_QWEN2)),
-        **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "default", "exaone4"), _Cut(_GPT2)),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _Cut(LLAMA3)),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _Cut(QWEN2)),
+        **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "default", "exaone4"), _Cut(GPT2)),
         **dict.fromkeys(
             ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-            _Cut(_GPT2, single_digits=True),
+            _Cut(GPT2, single_digits=True),
         ),
-        "tekken": _Cut(_TEKKEN),
-        **dict.fromkeys(("gpt-4o", "llama4"), _Cut(_GPT4O)),
+        "tekken": _Cut(TEKKEN),
+        **dict.fromkeys(("gpt-4o", "llama4"), _Cut(GPT4O)),
     },
 )
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}

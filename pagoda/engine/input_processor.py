@@ -74,6 +74,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
+        # A tokenizer may name ids that the model has no logits for; the sampler indexes logits by these.
+        self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
         self._next_handle = 0
 
     def process(
@@ -118,7 +120,7 @@ class InputProcessor:
             priority=priority,
             handle=self._next_handle,
             seed=self._seed(params.seed),
-            eos_token_ids=self.tokenizer.facts.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
             cache_salt=cache_salt,
         )
 

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError
 from pagoda.engine.folder_tokenizer import load_folder_tokenizer
 from pagoda.engine.gguf_tokenizer import load_gguf_tokenizer
 from pagoda.engine.tokenizer import LibraryTokenizer
 from pagoda.loading.model_files import ModelFiles, identify
+from pagoda.loading.paths import exists
 
 
 def load_tokenizer(
@@ -21,8 +23,8 @@ def load_tokenizer(
     source = files.path
     if tokenizer_override is not None:
         source = Path(tokenizer_override).expanduser()
-        if not source.exists():
-            raise ConfigError(f"tokenizer {tokenizer_override!r}: {source} does not exist")
+        if not exists(source):
+            raise ConfigError(f"tokenizer {abbreviate(tokenizer_override)}: {shorten(str(source))} does not exist")
     template_text = _read_chat_template(chat_template) if chat_template is not None else None
     if source.suffix == ".gguf":
         return load_gguf_tokenizer(source, template_text)
@@ -44,5 +46,8 @@ def _read_chat_template(given: str) -> str:
     path = Path(given).expanduser()
     try:
         return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={given!r} is neither a template nor a readable file: {error}") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else shorten(str(error))
+        raise ConfigError(
+            f"chat_template={abbreviate(given)} is neither a template nor a readable file: {why}"
+        ) from None

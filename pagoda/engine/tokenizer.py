@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from pagoda.base.errors import ConfigError
+from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.errors import ConfigError, PagodaError, RequestError
 from pagoda.engine.chat_template import ChatTemplate
 
 
@@ -58,7 +59,12 @@ class LibraryTokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:  # its regular expressions give up after so many steps, by a panic
+            if not is_panic(error):
+                raise
+            raise RequestError(f"the tokenizer cannot split this text: {shorten(str(error))}", "prompt") from None
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """As `encode` for each, on all cores."""
@@ -154,11 +160,23 @@ def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
                 spelling["word_prefix"] = prefix
                 spelling["strips_first_space"] = True
             case _:
-                raise ConfigError(f"the tokenizer's decoder step {step.get('type')!r} is not supported")
+                raise ConfigError(f"the tokenizer's decoder step {abbreviate(step.get('type'))} is not supported")
     return _Spelling(**spelling)
 
 
 # ---- what every way of loading ends with
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether `error` is a panic of a Rust library, which is no Exception and cannot be imported by name."""
+    return type(error).__name__ == "PanicException"
+
+
+def library_failure(error: BaseException, where: str) -> BaseException:
+    """Return the ConfigError for what the tokenizers library raised while loading; other exceptions as they are."""
+    if isinstance(error, PagodaError) or not (isinstance(error, Exception) or is_panic(error)):
+        return error
+    return ConfigError(f"{where}: {shorten(str(error), 300)}")
 
 
 def make_facts(
@@ -171,9 +189,20 @@ def make_facts(
     """Facts of a backend whose special tokens are all added. Raises ConfigError for a broken chat template."""
     added = backend.get_added_tokens_decoder()
     size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-    template = ChatTemplate(template_text, special_names) if template_text else None
+    template = _template_of(template_text, special_names) if template_text else None
     special = frozenset(token_id for token_id, token in added.items() if token.special)
     return TokenizerFacts(size, bos_id, eos_ids, special, template)
+
+
+def _template_of(source: object, special_names: dict[str, str]) -> ChatTemplate:
+    """Compile a chat template. Raises ConfigError for one that is no template at all, or that no compiler can take."""
+    named = {"default": source} if isinstance(source, str) else source
+    if not isinstance(named, dict) or not all(isinstance(text, str) for text in named.values()):
+        raise ConfigError(f"the chat template is {abbreviate(source)}, expected a string or strings by name")
+    try:
+        return ChatTemplate(named, special_names)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # from Python's own compiler
+        raise ConfigError(f"the chat template is nested too deeply ({type(error).__name__})") from None
 
 
 def bos_eos_template(
@@ -182,6 +211,9 @@ def bos_eos_template(
     """A post-processor that puts these around a text (None: nothing)."""
     before, after = ([bos] if bos else []), ([eos] if eos else [])
     specials = [(token, backend.token_to_id(token)) for token in {*before, *after}]
+    for token, token_id in specials:
+        if token_id is None:
+            raise ConfigError(f"the special token {abbreviate(token)} is not in the vocabulary")
     return tokenizers.processors.TemplateProcessing(
         single=[*before, "$A", *after], pair=[*before, "$A", *after, *before, "$B", *after], special_tokens=specials
     )

@@ -1,13 +1,14 @@
 """Model folders from a hub: Hugging Face's, or ModelScope's by a switch. What is cached complete needs no network."""
 
 import errno
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.registry import nearest
+from pagoda.loading.safetensors_header import shard_files
 
 logger = logging.getLogger("pagoda.fetch")
 
@@ -44,7 +45,7 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
     full).
     """
     if source not in SOURCES:
-        raise ConfigError(f"source={source!r} is not a hub{nearest(source, list(SOURCES))}")
+        raise ConfigError(f"source={abbreviate(source)} is not a hub{nearest(source, list(SOURCES))}")
     snapshot = _from_huggingface if source == "huggingface" else _from_modelscope
     try:
         cached = snapshot(model, cache_dir, True)
@@ -74,10 +75,10 @@ def is_complete(folder: Path, model: HubModel) -> bool:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
-            return False  # cut short; fetching replaces it
-        weights = all((folder / shard).is_file() for shard in shards)
+            shards = shard_files(folder)
+        except ConfigError:
+            return False  # cut short, or a shard is missing; fetching replaces it
+        weights = bool(shards)
     else:
         weights = any(folder.glob("*.safetensors"))
     return weights and (folder / "config.json").is_file()
@@ -99,15 +100,15 @@ def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool)
             local_files_only=local_only,
         )
     except errors.HFValidationError as error:
-        raise ConfigError(f"model {model.repo_id!r} is not a hub id: {error}") from None
+        raise ConfigError(f"model {abbreviate(model.repo_id)} is not a hub id: {shorten(str(error), 300)}") from None
     except errors.GatedRepoError:
         raise ConfigError(f"{model} is gated: accept its terms on the hub, then log in with `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
-            f"unknown model: the hub has no {model.repo_id!r}, or it is private; check the name, or log in"
+            f"unknown model: the hub has no {abbreviate(model.repo_id)}, or it is private; check the name, or log in"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{model.repo_id} has no revision {model.revision!r}") from None
+        raise ConfigError(f"{model.repo_id} has no revision {abbreviate(model.revision)}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, httpx.HTTPError) as error:
         if local_only:
             return None

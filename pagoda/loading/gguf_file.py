@@ -14,9 +14,11 @@ from typing import TypeVar
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 
 _VERSIONS = (2, 3)
+_LARGEST_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS: dict[int, str] = {
     0: "<B",
@@ -107,20 +109,24 @@ class GGUFFile:
             name = cursor.text()
             num_dims = cursor.scalar("<I")
             if num_dims > _MAX_DIMENSIONS:
-                raise ConfigError(f"{self.path}: corrupt GGUF: tensor {name!r} has {num_dims} dimensions")
+                raise ConfigError(f"{self.path}: corrupt GGUF: tensor {abbreviate(name)} has {num_dims} dimensions")
             shape = tuple(int(cursor.scalar("<Q")) for _ in range(int(num_dims)))[::-1]
             type_id, offset = int(cursor.scalar("<I")), int(cursor.scalar("<Q"))
             if type_id not in GGMLQuantizationType._value2member_map_:
-                raise ConfigError(f"{self.path}: tensor {name!r} has the unknown quantisation type {type_id}")
+                raise ConfigError(f"{self.path}: tensor {abbreviate(name)} has the unknown quantisation type {type_id}")
             heads.append((name, shape, GGMLQuantizationType(type_id), offset))
         alignment = self.get("general.alignment", int) or 32
+        if not 1 <= alignment <= _LARGEST_ALIGNMENT:
+            raise ConfigError(
+                f"{self.path}: corrupt GGUF: general.alignment = {alignment}, expected 1 .. {_LARGEST_ALIGNMENT}"
+            )
         base = -(-cursor.offset // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in heads:
             num_bytes = self._num_bytes(name, shape, kind)
             if base + offset + num_bytes > self._size:
                 raise ConfigError(
-                    f"{self.path}: truncated: tensor {name!r} ends at byte {base + offset + num_bytes}, "
+                    f"{self.path}: truncated: tensor {abbreviate(name)} ends at byte {base + offset + num_bytes}, "
                     f"the file at {self._size}; fetch it again"
                 )
             tensors[name] = GGUFTensor(name, shape, kind, base + offset, num_bytes)
@@ -133,7 +139,7 @@ class GGUFFile:
             count *= size
         if not shape or shape[-1] % block:
             raise ConfigError(
-                f"{self.path}: corrupt GGUF: tensor {name!r} {shape} does not divide into {kind.name} blocks"
+                f"{self.path}: corrupt GGUF: tensor {abbreviate(name)} {shape} does not divide into {kind.name} blocks"
             )
         return count // block * block_bytes
 
@@ -208,12 +214,14 @@ class _Cursor:
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
-            raise ConfigError(f"{self._path}: corrupt GGUF: {key!r} has the unknown type {kind}")
+            raise ConfigError(f"{self._path}: corrupt GGUF: {abbreviate(key)} has the unknown type {kind}")
         item_kind, count = int(self.scalar("<I")), int(self.scalar("<Q"))
         if item_kind == _STRING:
             return self._strings(count)
         if item_kind not in _SCALARS:
-            raise ConfigError(f"{self._path}: {key!r} is an array of type {item_kind}, which is not supported")
+            raise ConfigError(
+                f"{self._path}: {abbreviate(key)} is an array of type {item_kind}, which is not supported"
+            )
         item = np.dtype(_SCALARS[item_kind])
         self._claim(count * item.itemsize)
         array = np.frombuffer(self._data, item, count, self.offset)

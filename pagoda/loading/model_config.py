@@ -1,21 +1,20 @@
 """A model's facts, read without torch and without its weights: shapes, rope, norms, and what the weights weigh."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.json_file import read_json_object
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.models.architecture import ArchConfig, Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
-
-_MAX_JSON_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _read_folder(folder: Path) -> tuple[Architecture, ArchConfig]:
-    config = ConfigReader(_read_json(folder / "config.json"), str(folder / "config.json"))
+    config = ConfigReader(read_json_object(folder / "config.json"), str(folder / "config.json"))
     names = config.texts("architectures")
     if not names:
         raise ConfigError(f"{config.origin}: 'architectures' is missing; it should name the model's class")
@@ -84,29 +83,15 @@ def _read_folder(folder: Path) -> tuple[Architecture, ArchConfig]:
         section = config.section("quantization_config")
         method = section.values.get("quant_method") if section else None
         raise ConfigError(
-            f"{config.origin}: weights quantised by {method!r} are not supported; use bf16 weights or a GGUF"
+            f"{config.origin}: weights quantised by {abbreviate(method)} are not supported; use bf16 weights or a GGUF"
         )
     facts = architecture.read(config)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = ConfigReader(_read_json(generation), str(generation)).ids("eos_token_id")
+        eos = ConfigReader(read_json_object(generation), str(generation)).ids("eos_token_id")
         if eos:
             facts = replace(facts, spec=replace(facts.spec, eos_token_ids=tuple(dict.fromkeys(eos))))
     return architecture, facts
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes is no settings file")
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: corrupt JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
 
 
 # The words of a GGUF behind "{architecture}." and what config.json calls the same.

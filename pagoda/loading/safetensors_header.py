@@ -1,12 +1,14 @@
 """What a folder of safetensors files holds, read from their headers: names, dtypes, shapes, and the file of each."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError
+from pagoda.loading.json_file import read_json_object
+from pagoda.loading.paths import is_file
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -38,12 +40,14 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
                 for name in opened.keys():  # noqa: SIM118  (a handle, not a dict)
                     if name in entries:
                         raise ConfigError(
-                            f"{folder}: tensor {name!r} is in {entries[name].file.name} and in {file.name}"
+                            f"{folder}: tensor {shorten(name)!r} is in {entries[name].file.name} and in {file.name}"
                         )
                     part = opened.get_slice(name)
                     entries[name] = TensorEntry(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file}: truncated or corrupt safetensors: {error}; fetch it again") from None
+            raise ConfigError(
+                f"{file}: truncated or corrupt safetensors: {shorten(str(error))}; fetch it again"
+            ) from None
     return entries
 
 
@@ -62,14 +66,15 @@ def shard_files(folder: Path) -> list[Path]:
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-        files = [index.parent / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index}: corrupt index of shards: {type(error).__name__}: {error}") from None
+        weight_map = read_json_object(index).get("weight_map")
+    except ConfigError as error:
+        raise ConfigError(f"{index}: corrupt index of shards: {error}") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{index}: corrupt index of shards: weight_map must map tensor names to file names")
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if file.parent != index.parent:
-            raise ConfigError(f"{index}: names a file outside its folder: {file.name}")
-        if not file.is_file():
-            raise ConfigError(f"{index}: shard {file.name} is not there; fetch the model again")
+            raise ConfigError(f"{index}: names a file outside its folder: {shorten(file.name)}")
+        if not is_file(file):
+            raise ConfigError(f"{index}: shard {shorten(file.name)} is not there; fetch the model again")
     return files

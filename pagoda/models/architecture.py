@@ -6,6 +6,7 @@ No torch: `pagoda plan` reads a model's facts without loading it.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.layers.activation import Activation
@@ -13,6 +14,7 @@ from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.config_reader import ConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_MOST_POSITIONS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ def read_spec(
     head_dim = config.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{config.origin}: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    if max_position > _MOST_POSITIONS:
+        raise ConfigError(f"{config.origin}: {max_position} positions; at most {_MOST_POSITIONS} are supported")
     num_layers = config.num_layers()
     bos = config.ids("bos_token_id")
     windows = layer_windows if layer_windows is not None else (0,) * num_layers
@@ -189,7 +193,8 @@ def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], w
     for layer, kind in enumerate(layer_types):
         if kind not in (FULL, SLIDING):
             raise ConfigError(
-                f"{config.origin}: layer_types[{layer}] {kind!r} is not supported; supported: {FULL}, {SLIDING}"
+                f"{config.origin}: layer_types[{layer}] {abbreviate(kind)} is not supported; "
+                f"supported: {FULL}, {SLIDING}"
             )
     return tuple(window if kind == SLIDING else 0 for kind in layer_types)
 

@@ -51,13 +51,13 @@ def read(config: ConfigReader) -> ArchConfig:
     attention_bias = config.flag("attention_bias", False)
     return ArchConfig(
         spec=spec,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
         activation=read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         rope_full=_read_rope(config, FULL, "rope_theta", 1_000_000.0),
         rope_window=_read_rope(config, SLIDING, "rope_local_base_freq", 10_000.0),
-        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=config.number("attn_logit_softcapping", 0.0),
-        logit_softcap=config.number("final_logit_softcapping", 0.0),
+        attention_scale=config.positive("query_pre_attn_scalar") ** -0.5,
+        attention_softcap=config.not_negative("attn_logit_softcapping", 0.0),
+        logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
         unit_offset_norms=True,
         qkv_bias=attention_bias,

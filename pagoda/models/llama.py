@@ -11,7 +11,7 @@ def read(config: ConfigReader) -> ArchConfig:
     attention_bias = config.flag("attention_bias", False)
     return ArchConfig(
         spec=spec,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
         activation=read_activation(config),
         rope_full=rope,
         rope_window=rope,

@@ -1,0 +1,104 @@
+"""Regular expressions of a tokenizer: ones that nobody published are tried out before the tokenizer is used.
+
+The `tokenizers` library matches with a backtracking engine, so a pattern from a hostile file can take time exponential
+in the length of a text. There is no way to stop a match from within a process; hence unknown patterns run once in a
+child process with a deadline, over texts that make bad patterns explode.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import tokenizers
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import ConfigError
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASED_WORD = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX"
+)
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = _CASED_WORD.replace("SUFFIX", "") + r"|\p{N}" + _CASED_REST
+GPT4O = _CASED_WORD.replace("SUFFIX", CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_REST
+PUBLISHED = frozenset({LLAMA3, QWEN2, GPT2, TEKKEN, GPT4O})
+"""Patterns by which published models cut text into words."""
+
+DEADLINE_S = 10.0
+_MAX_PATTERN_CHARS = 20_000
+
+
+def check_regexes(backend: tokenizers.Tokenizer, origin: str, deadline_s: float = DEADLINE_S) -> None:
+    """Raise ConfigError for a pattern of the tokenizer's normalizer or pre-tokenizer that takes too long to match.
+
+    origin: the file, for the message.   deadline_s: for one unknown pattern, start of the child process included.
+    """
+    for step in (backend.normalizer, backend.pre_tokenizer):
+        if step is None:
+            continue
+        for pattern in dict.fromkeys(_patterns(json.loads(step.__getstate__()))):
+            if pattern not in PUBLISHED:
+                _try_out(pattern, origin, deadline_s)
+
+
+def _patterns(described: object) -> Iterator[str]:
+    """All values of a key "Regex", at any depth."""
+    stack = [described]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            if isinstance(pattern := item.get("Regex"), str):
+                yield pattern
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+
+
+def _try_out(pattern: str, origin: str, deadline_s: float) -> None:
+    named = f"{origin}: the regular expression {abbreviate(pattern)}"
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise ConfigError(f"{named} is too long ({len(pattern)} characters; at most {_MAX_PATTERN_CHARS})")
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-I", "-c", _PROBE],
+            input=json.dumps({"pattern": pattern, "path": sys.path}),
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        why = f"takes more than {deadline_s:g} s to match short texts"
+    else:
+        if ran.returncode == 0:
+            return
+        lines = [line for line in ran.stderr.splitlines() if line.strip()]
+        why = f"cannot be matched: {abbreviate(lines[-1] if lines else f'exit code {ran.returncode}')}"
+    raise ConfigError(f"{named} {why}; correct it, or name another tokenizer (option tokenizer)")
+
+
+# Runs of one character are what nested repetitions explode on: of the usual kinds, and of what the pattern names.
+_PROBE = r"""
+import json, sys
+given = json.load(sys.stdin)
+sys.path[:] = given["path"]
+from tokenizers import Regex, pre_tokenizers
+pattern = given["pattern"]
+split = pre_tokenizers.Split(Regex(pattern), "isolated")
+kinds = dict.fromkeys("aA1 \n\t!'_-.\u00e9\u4e2d" + pattern[:200])
+try:
+    for kind in kinds:
+        for length in (40, 120, 2000):
+            for end in ("", "!", "\x00", "b", " 1"):
+                split.pre_tokenize_str(kind * length + end)
+    for first in "aA1 \n":
+        for second in "aA1 \n!":
+            split.pre_tokenize_str((first + second) * 200 + "\x00")
+except BaseException as error:
+    sys.exit(str(error))
+"""
