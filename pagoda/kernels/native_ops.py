@@ -8,14 +8,16 @@ from functools import partial
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.linear.packed import PackedLinears, PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.moe import by_expert
+from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native.library import NativeLibrary
-from pagoda.kernels.ops import KVLayer, LinearWeight
 from pagoda.kernels.rows import reference as rows
 from pagoda.kernels.sampling.native import NativeSampling
+from pagoda.ops.tensor import ExpertWeights, LinearWeight
 
 _INT, _LONG, _FLOAT, _PTR = c_int, c_int64, c_float, c_void_p
 MAX_HEAD_DIM = 512
@@ -114,6 +116,22 @@ class NativeOps:
     def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, PackedWeight)
         return self.linears.logits(x, weight)
+
+    def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
+        return ExpertList(tuple(experts))
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        top_k: int,
+        renormalize: bool,
+    ) -> torch.Tensor:
+        assert isinstance(gate_up, ExpertList)
+        assert isinstance(down, ExpertList)
+        return by_expert.moe(x, router_logits, gate_up, down, top_k, renormalize, self.linear, self.silu_mul)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         if scale != 1.0:

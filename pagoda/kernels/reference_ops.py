@@ -1,5 +1,7 @@
 """ReferenceOps: every op as its reference defines it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -9,12 +11,13 @@ from pagoda.kernels.embedding import reference as embedding
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import reference as linear
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.moe import reference as moe
 from pagoda.kernels.norm import reference as norm
-from pagoda.kernels.ops import LinearWeight
 from pagoda.kernels.rotary import reference as rotary
 from pagoda.kernels.rows import reference as rows
 from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
+from pagoda.ops.tensor import ExpertWeights, LinearWeight
 
 
 class ReferenceOps:
@@ -38,6 +41,10 @@ class ReferenceOps:
         assert isinstance(weight, linear.PlainLinear)
         return linear.logits(x, weight)
 
+    def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
+        return moe.ExpertList(tuple(experts))
+
+    moe = staticmethod(moe.moe)
     embedding = staticmethod(embedding.embedding)
     rms_norm = staticmethod(norm.rms_norm)
     add_rms_norm = staticmethod(norm.add_rms_norm)

@@ -1,6 +1,7 @@
 """Which Ops a device gets: the one place that chooses between the native, torch and reference kernels."""
 
 import logging
+from typing import cast
 
 import torch
 
@@ -22,20 +23,21 @@ def select_ops(name: str, device: torch.device, threads: int) -> Ops:
     """The kernels called `name` ("auto", "native", "torch", "reference") for `device`.
 
     threads: how many the native kernels may use. "auto" is native where it compiles, else torch with one warning that
-    says what to install. Raises ConfigError for an unknown name, and for "native" where it cannot be had.
+    says what to install. The casts are where opaque tensors become torch's: these classes take torch.Tensor where
+    ForwardOps says Tensor. Raises ConfigError for an unknown name, and for "native" where it cannot be had.
     """
     if name == "reference":
-        return ReferenceOps()
+        return cast(Ops, ReferenceOps())
     if name == "torch" or (name == "auto" and device.type != "cpu"):
-        return TorchOps()
+        return cast(Ops, TorchOps())
     if name not in NAMES:
         raise ConfigError(f"unknown kernels {name!r}{nearest(name, list(NAMES))}")
     if device.type != "cpu":
         raise ConfigError(f"kernels='native' run on a CPU, not on {device}; take 'auto'")
     try:
-        return NativeOps(load(), threads)
+        return cast(Ops, NativeOps(load(), threads))
     except NativeUnavailable as error:
         if name == "native":
             raise ConfigError(f"kernels='native': {error}") from error
         logger.warning("running on torch's kernels, slower than the native ones: %s", error)
-        return TorchOps()
+        return cast(Ops, TorchOps())

@@ -1,5 +1,7 @@
 """TorchOps: decent speed wherever torch runs, with nothing to compile."""
 
+from collections.abc import Sequence
+
 import torch
 
 from pagoda.kernels.activation import reference as activation
@@ -8,12 +10,14 @@ from pagoda.kernels.embedding import reference as embedding
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import library
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.moe import by_expert
+from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.norm import reference as norm
-from pagoda.kernels.ops import LinearWeight
 from pagoda.kernels.rotary import reference as rotary
 from pagoda.kernels.rows import reference as rows
 from pagoda.kernels.sampling import batched as sampling
 from pagoda.kernels.sampling import logprobs
+from pagoda.ops.tensor import ExpertWeights, LinearWeight
 
 
 class TorchOps:
@@ -36,6 +40,22 @@ class TorchOps:
     def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, library.LibraryLinear)
         return library.logits(x, weight)
+
+    def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
+        return ExpertList(tuple(experts))
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        top_k: int,
+        renormalize: bool,
+    ) -> torch.Tensor:
+        assert isinstance(gate_up, ExpertList)
+        assert isinstance(down, ExpertList)
+        return by_expert.moe(x, router_logits, gate_up, down, top_k, renormalize, self.linear, self.silu_mul)
 
     embedding = staticmethod(embedding.embedding)
     rms_norm = staticmethod(norm.rms_norm)

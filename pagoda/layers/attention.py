@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from pagoda.kernels.batch import AttentionMetadata
-from pagoda.kernels.ops import KVLayer, LinearWeight, Ops
 from pagoda.layers.rotary import RotaryTable
+from pagoda.ops.batch import AttentionMetadata, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import LinearWeight, Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,8 +18,8 @@ class Attention:
 
     qkv: LinearWeight
     out: LinearWeight
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     rotary: RotaryTable
     num_heads: int
     num_kv_heads: int
@@ -32,8 +31,8 @@ class Attention:
     unit_offset_norms: bool
 
     def queries(
-        self, ops: Ops, x: torch.Tensor, positions: torch.Tensor, kv: KVLayer, metadata: AttentionMetadata
-    ) -> torch.Tensor:
+        self, ops: ForwardOps, x: Tensor, positions: Tensor, kv: KVLayer, metadata: AttentionMetadata
+    ) -> Tensor:
         """x [T, hidden] -> [T, H, D]; writes the tokens' K and V into the cache."""
         q, k, v = ops.split_qkv(ops.linear(x, self.qkv), self.num_heads, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None:
@@ -42,7 +41,7 @@ class Attention:
             k = ops.rms_norm(k, self.k_norm, self.norm_eps, self.unit_offset_norms)
         return ops.rotary_write_kv(q, k, v, positions, self.rotary.cos, self.rotary.sin, kv, metadata)
 
-    def attend(self, ops: Ops, q: torch.Tensor, kv: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(self, ops: ForwardOps, q: Tensor, kv: KVLayer, metadata: AttentionMetadata) -> Tensor:
         """q [T, H, D] -> [T, hidden]: what the queries find in the cache, and the output projection."""
         attended = ops.attention(q, kv, metadata, self.scale, self.window, self.softcap)
         return ops.linear(attended, self.out)

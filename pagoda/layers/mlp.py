@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from pagoda.kernels.ops import LinearWeight, Ops
 from pagoda.layers.activation import Activation
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import LinearWeight, Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +15,7 @@ class GatedMLP:
     down: LinearWeight
     activation: Activation
 
-    def __call__(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         gate_up = ops.linear(x, self.gate_up)
         act = ops.silu_mul(gate_up) if self.activation is Activation.SILU else ops.gelu_tanh_mul(gate_up)

@@ -7,7 +7,7 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
-from pagoda.kernels.ops import LinearWeight, Ops
+from pagoda.kernels.ops import Ops
 from pagoda.layers.attention import Attention
 from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.rotary import RotaryTable, build_rotary_table
@@ -18,6 +18,7 @@ from pagoda.loading.weights import Weights, open_weights
 from pagoda.models.architecture import ArchConfig, Architecture, CheckpointKeys
 from pagoda.models.base import Model
 from pagoda.models.decoder import Decoder, DecoderLayer
+from pagoda.ops.tensor import LinearWeight
 
 _ROPE_FACTORS = "rope_freqs.weight"  # llama.cpp's place for Llama 3's rope scaling
 
@@ -101,7 +102,7 @@ class _Builder:
         # Tied: made from the embedding in memory, unless the codes it is stored in are wanted.
         table = embedding if spec.tie_embeddings else None
         lm_head = self.linear("", (lm_head_key,), (spec.vocab_size,), spec.hidden_size, weight=table)
-        return Decoder(self.ops, self.config, embedding, layers, final_norm, lm_head)
+        return Decoder(self.config, embedding, layers, final_norm, lm_head)
 
     def rotary_tables(self, num_positions: int) -> tuple[RotaryTable, RotaryTable]:
         head_dim = self.spec.head_dim

@@ -1,24 +1,20 @@
-"""Model: what the model runner asks of one."""
+"""Model: what runs a forward asks of one."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from pagoda.base.model_spec import ModelSpec
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.kernels.batch import ForwardBatch
-from pagoda.kernels.ops import KVLayer, Ops
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
 
 
 class Model(Protocol):
-    """A loaded model.
+    """A loaded model: weights and the order of its ops. It receives the ops with every call and keeps none.
 
-    ops: every computation of `forward` and `compute_logits` goes through it; replacing it by a recorder records the
-    layer program.   kv_groups: which layers share a block table; a batch brings one AttentionMetadata for each.
+    kv_groups: which layers share a block table; a batch has one AttentionMetadata for each.
     """
-
-    ops: Ops
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -26,13 +22,14 @@ class Model(Protocol):
     @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """Final hidden states of the batch's tail, [num_tail, hidden], normed.
 
-        The K and V of all its tokens are in `kv` (one per model layer) afterwards.
+        Writes the K and V of all its tokens to `kv` (one per model layer). Computes with `ops` alone, so that a
+        recorder given as `ops` records the forward.
         """
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result [S, hidden] -> float32 [S, vocab]."""
         ...

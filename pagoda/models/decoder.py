@@ -3,45 +3,42 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from pagoda.base.model_spec import ModelSpec
-from pagoda.kernels.batch import ForwardBatch
-from pagoda.kernels.ops import KVLayer, LinearWeight, Ops
 from pagoda.layers.attention import Attention
 from pagoda.layers.mlp import GatedMLP
 from pagoda.models.architecture import ArchConfig
 from pagoda.models.kv_layout import group_layers
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import LinearWeight, Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
     """One layer. Norm weights are [hidden]; post norms (on a block's output) are None where there are none."""
 
-    attention_norm: torch.Tensor
+    attention_norm: Tensor
     attention: Attention
-    post_attention_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
     mlp: GatedMLP
-    post_mlp_norm: torch.Tensor | None
+    post_mlp_norm: Tensor | None
 
 
 class Decoder:
-    """A decoder-only model (see `models.base.Model`): weights and calls of `ops`, no device and no cache.
+    """A decoder-only model (see `models.base.Model`): weights and the order of ops; no device, no cache.
 
     embedding: [vocab, hidden] in compute dtype.   final_norm: [hidden].   lm_head: [vocab, hidden].
     """
 
     def __init__(
         self,
-        ops: Ops,
         config: ArchConfig,
-        embedding: torch.Tensor,
+        embedding: Tensor,
         layers: Sequence[DecoderLayer],
-        final_norm: torch.Tensor,
+        final_norm: Tensor,
         lm_head: LinearWeight,
     ) -> None:
-        self.ops = ops
         self.config = config
         self.embedding = embedding
         self.layers = tuple(layers)
@@ -55,9 +52,9 @@ class Decoder:
     def spec(self) -> ModelSpec:
         return self.config.spec
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """See `models.base.Model`. Once all K and V are written, the last layer goes on with the tail alone."""
-        ops, eps, unit_offset = self.ops, self.config.rms_norm_eps, self.config.unit_offset_norms
+        eps, unit_offset = self.config.rms_norm_eps, self.config.unit_offset_norms
         residual = ops.embedding(batch.token_ids, self.embedding, self.config.embedding_scale)
         x = ops.rms_norm(residual, self.layers[0].attention_norm, eps, unit_offset)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
@@ -78,8 +75,8 @@ class Decoder:
             x, residual = ops.add_rms_norm(x, residual, next_norm, eps, unit_offset)
         return x
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """[S, hidden] -> float32 [S, vocab], softcap included."""
-        logits = self.ops.logits(hidden, self.lm_head)
+        logits = ops.logits(hidden, self.lm_head)
         cap = self.config.logit_softcap
-        return self.ops.softcap(logits, cap) if cap else logits
+        return ops.softcap(logits, cap) if cap else logits

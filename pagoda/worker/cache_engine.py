@@ -9,7 +9,7 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupSpec, layers_per_block
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.ops import KVLayer
+from pagoda.kernels.batch import KVLayer
 
 
 class CacheEngine:

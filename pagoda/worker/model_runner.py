@@ -8,9 +8,9 @@ import torch
 
 from pagoda.base.errors import WorkerDied
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
-from pagoda.models.base import Model
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.step_times import StepTimes
@@ -25,9 +25,14 @@ class ModelRunner:
     """Executes steps one after the other; holds no state but the table and the KV pools."""
 
     def __init__(
-        self, model: Model, table: DeviceTable, cache: CacheEngine, device: torch.device, sampler: Sampler | None = None
+        self,
+        forward: ForwardPass,
+        table: DeviceTable,
+        cache: CacheEngine,
+        device: torch.device,
+        sampler: Sampler | None = None,
     ) -> None:
-        self._model = model
+        self._forward = forward
         self._table = table
         self._cache = cache
         self._device = device
@@ -45,7 +50,7 @@ class ModelRunner:
         one = np.ones(1, np.int32)
         output = SchedulerOutput(0, nothing_yet, nothing_yet, one, nothing_yet, nothing_yet, 1)
         inputs = build_inputs(self._table, output, self._device)
-        self._model.compute_logits(self._model.forward(inputs.batch, self._cache.layers))
+        self._forward.compute_logits(self._forward.forward(inputs.batch, self._cache.layers))
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -62,10 +67,10 @@ class ModelRunner:
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
         inputs = build_inputs(self._table, output, self._device)
         self.times.lap("inputs")
-        hidden = self._model.forward(inputs.batch, self._cache.layers)
+        hidden = self._forward.forward(inputs.batch, self._cache.layers)
         self.times.lap("forward")
         if not inputs.takes_all_logits:
-            hidden = self._model.ops.select_rows(hidden, inputs.batch.logits_index)
+            hidden = self._forward.select_rows(hidden, inputs.batch.logits_index)
         sampled, num_sampled, logprobs, failed = self._sample(inputs, output, hidden)
         self.times.lap("sampling")
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
@@ -97,7 +102,7 @@ class ModelRunner:
         """Tokens of the step's draws, committed to the table, in the form of ModelRunnerOutput."""
         if not inputs.draw_rows.size:
             return _NO_TOKENS, _NO_COUNTS, None, {}
-        logits = self._model.compute_logits(hidden[: inputs.num_logits])
+        logits = self._forward.compute_logits(hidden[: inputs.num_logits])
         self.times.lap("lm_head")
         if inputs.draw_logits is not None:
             logits = logits[torch.from_numpy(inputs.draw_logits).to(logits.device)]
@@ -124,7 +129,7 @@ class ModelRunner:
             k = int(self._table.num_prompt_logprobs[row])
             parts = []
             for begin, end in _spans(count, _PROMPT_LOGITS_ROWS):
-                logits = self._model.compute_logits(hidden[offset + begin : offset + end])
+                logits = self._forward.compute_logits(hidden[offset + begin : offset + end])
                 following = self._table.token_ids[row, first + begin + 1 : first + end + 1]
                 parts.append(self._sampler.top_logprobs(logits, following, k))
             found[row] = LogprobColumns(

@@ -14,11 +14,10 @@ from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles
-from pagoda.models.base import Model
-from pagoda.models.replay_model import ReplayModel
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices import select_device
+from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
 
@@ -70,7 +69,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
-        self._model: Model | None = None
+        self._forward: ForwardPass | None = None
 
     def start(self) -> None:
         """Load the weights and reserve the KV pools. Raises ConfigError for what the device cannot do."""
@@ -82,9 +81,10 @@ class Worker:
         dtype = _DTYPES[config.dtype]
         # A step in flight past the end may still write its tokens: there are places and positions for them.
         max_len = config.max_model_len + config.max_drafts + 1
-        model: Model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
+        model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
+        forward: ForwardPass = EagerForward(model, ops)
         if isinstance(ops, NativeOps):
-            model = ReplayModel(model, ops, dtype)
+            forward = ReplayedForward(model, ops, dtype)
             # The native kernels have threads of their own. torch's, woken for a small op in between, would wait awake
             # for milliseconds on the cores those need.
             torch.set_num_threads(1)
@@ -104,8 +104,8 @@ class Worker:
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
-        self._model = model
-        self._runner = ModelRunner(model, table, cache, device.device, Sampler(ops))
+        self._forward = forward
+        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops))
         self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",
@@ -139,20 +139,20 @@ class Worker:
         """Count from now on where the time of steps goes, op by op where the forward is recorded."""
         assert self._runner is not None, "a worker is measured when it runs"
         self._runner.times.clear()
-        if isinstance(self._model, ReplayModel) and self._model.program is not None:
-            self._model.program.measure()
+        if isinstance(self._forward, ReplayedForward) and self._forward.program is not None:
+            self._forward.program.measure()
 
     def profile(self) -> StepProfile:
         """Where the time went since `measure`."""
         assert self._runner is not None
         ops: dict[str, float] = {}
         num_ops, region_s = 0, 0.0
-        if isinstance(self._model, ReplayModel) and self._model.program is not None:
-            ops = {op.name.lower(): seconds for op, seconds in self._model.program.seconds().items() if seconds}
-            num_ops, region_s = self._model.program.num_steps, self._model.program.region_seconds()
+        if isinstance(self._forward, ReplayedForward) and self._forward.program is not None:
+            ops = {op.name.lower(): seconds for op, seconds in self._forward.program.seconds().items() if seconds}
+            num_ops, region_s = self._forward.program.num_steps, self._forward.program.region_seconds()
         times = self._runner.times
         return StepProfile(times.num_steps, dict(times.seconds), ops, num_ops, region_s)
 
     def shutdown(self) -> None:
         """Drop model and pools; idempotent."""
-        self._runner = self._model = None
+        self._runner = self._forward = None

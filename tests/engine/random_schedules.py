@@ -18,8 +18,8 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.model_files import ModelFiles
-from pagoda.models.replay_model import ReplayModel
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.forward_pass import ReplayedForward
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request
@@ -108,8 +108,8 @@ def make_engine(
     core = build_engine_core(setup, wrap_executor=wrap)
     runner = workers[0]._runner
     assert runner is not None
-    assert isinstance(runner._model, ReplayModel)
-    assert runner._model.program is not None, "the forward is not recorded"
+    assert isinstance(runner._forward, ReplayedForward)
+    assert runner._forward.program is not None, "the forward is not recorded"
     tap = TappedSampler(runner._sampler)
     runner._sampler = tap  # type: ignore[assignment]
     return core, tap.trace

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata
-from pagoda.kernels.ops import KVLayer, Ops
+from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.ops import Ops
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, quantize_rows
 from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.ops import LinearWeight
 from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.ops.tensor import LinearWeight
 
 SHAPES = [(576, 960), (1536, 576), (100, 17), (17, 100), (1, 1), (33, 65), (130, 49)]  # in, out
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 
 from pagoda.core.kv_specs import layers_per_block
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
-from pagoda.kernels.ops import KVLayer
-from pagoda.models.base import Model
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
+from pagoda.worker.forward_pass import ForwardPass
 
 
 class PagedRunner:
@@ -17,7 +16,9 @@ class PagedRunner:
     Blocks are dealt in a shuffled order. Block 0 is full of NaN, and stands in the tables wherever a window has passed.
     """
 
-    def __init__(self, model: Model, num_rows: int, max_len: int, dtype: torch.dtype, block_size: int = 4) -> None:
+    def __init__(
+        self, model: ForwardPass, num_rows: int, max_len: int, dtype: torch.dtype, block_size: int = 4
+    ) -> None:
         self.model, self.block_size = model, block_size
         groups, spec = model.kv_groups, model.spec
         blocks_per_row = -(-max_len // block_size)

@@ -11,6 +11,7 @@ from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, summarize_weights, weight_bytes
 from pagoda.loading.model_files import identify
+from pagoda.worker.forward_pass import EagerForward
 from tests.models.gguf_writer import write_gguf
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import VOCAB, make_model, save
@@ -34,7 +35,8 @@ CASES = [
 
 def logits(path: Path) -> torch.Tensor:
     with torch.inference_mode():
-        model = load_model(identify(path), select_ops("torch", CPU, 1), torch.float32, CPU)
+        ops = select_ops("torch", CPU, 1)
+        model = EagerForward(load_model(identify(path), ops, torch.float32, CPU), ops)
         return PagedRunner(model, 1, 40, torch.float32).logits([(0, 0, PROMPT)])
 
 

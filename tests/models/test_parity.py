@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
-from pagoda.models.base import Model
+from pagoda.models.decoder import Decoder
+from pagoda.worker.forward_pass import EagerForward
 from tests.models.paged_runner import PagedRunner, generate
 from tests.models.tiny import CONFIGS, VOCAB, greedy, make_model, save
 
@@ -43,8 +44,9 @@ def reference(name: str) -> PreTrainedModel:
     return make_model(name)
 
 
-def load(folder: Path, kernels: str = "torch", dtype: torch.dtype = torch.float32) -> Model:
-    return load_model(identify(folder), select_ops(kernels, CPU, 1), dtype, CPU)
+def load(folder: Path, kernels: str = "torch", dtype: torch.dtype = torch.float32) -> EagerForward:
+    ops = select_ops(kernels, CPU, 1)
+    return EagerForward(load_model(identify(folder), ops, dtype, CPU), ops)
 
 
 def prompts() -> list[list[int]]:
@@ -100,11 +102,13 @@ def test_hidden_states_close_layer_by_layer(name: str, folders):
     prompt = prompts()[3]
     theirs = reference(name)
     states = theirs(torch.tensor([prompt]), output_hidden_states=True).hidden_states
-    model = load(folders(name))
+    run = load(folders(name))
+    model = run.model
+    assert isinstance(model, Decoder)
     all_layers = model.layers
     for count in range(1, len(all_layers)):
         model.layers = all_layers[:count]
-        ours = PagedRunner(model, 1, 40, torch.float32).hidden([(0, 0, prompt)])
+        ours = PagedRunner(run, 1, 40, torch.float32).hidden([(0, 0, prompt)])
         torch.testing.assert_close(ours[0], theirs.model.norm(states[count])[0, -1], rtol=1e-4, atol=1e-4)
 
 
@@ -113,7 +117,9 @@ def test_int8_stays_near_fp32(kernels: str, folders):
     """Linear layers in 8-bit groups: close to the model, and not the same."""
     prompt = prompts()[2]
     ops = select_ops(kernels, CPU, 1)
-    model = load_model(identify(folders("llama-tied-biased")), ops, torch.float32, CPU, quantization="int8")
+    model = EagerForward(
+        load_model(identify(folders("llama-tied-biased")), ops, torch.float32, CPU, quantization="int8"), ops
+    )
     ours = PagedRunner(model, 1, 40, torch.float32, block_size=8).logits([(0, 0, prompt)])[0]
     exact = reference("llama-tied-biased")(torch.tensor([prompt])).logits[0, -1]
     assert 0 < (ours - exact).norm() < 0.05 * exact.norm()

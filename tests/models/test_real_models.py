@@ -7,6 +7,7 @@ from pagoda.engine.load_tokenizer import load_tokenizer
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles
+from pagoda.worker.forward_pass import EagerForward
 from tests.cached_models import cached_model, transformers_model
 from tests.models.paged_runner import PagedRunner, generate
 
@@ -47,7 +48,8 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
 
     None at all means, by induction, that its own greedy answer is the same.
     """
-    model = load_model(files, select_ops("auto", CPU, 1), torch.float32, CPU, num_positions=2048)
+    ops = select_ops("auto", CPU, 1)
+    model = EagerForward(load_model(files, ops, torch.float32, CPU, num_positions=2048), ops)
     prompts = prompts_of(files, texts)
     longest = max(len(prompt) for prompt in prompts)
     runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, block_size=16)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
 from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.ops import KVLayer
 from pagoda.kernels.replay.program import Op, Step, Value, View, assign_slots
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.models.base import Model
-from pagoda.models.replay_model import ReplayModel
+from pagoda.ops.forward import ForwardOps
+from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
@@ -46,9 +46,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 
 def both(
     folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None
-) -> tuple[Model, ReplayModel]:
+) -> tuple[EagerForward, ReplayedForward]:
     model = load_model(identify(folder), ops, dtype, CPU, quantization)
-    return model, ReplayModel(model, ops, dtype)
+    return EagerForward(model, ops), ReplayedForward(model, ops, dtype)
 
 
 def in_int8(layer: KVLayer) -> KVLayer:
@@ -57,7 +57,7 @@ def in_int8(layer: KVLayer) -> KVLayer:
     return KVLayer(*pages, *(torch.zeros(layer.k.shape[:3]) for _ in range(2)))
 
 
-def run(model: Model, dtype: torch.dtype, int8_cache: bool = False) -> list[torch.Tensor]:
+def run(model: ForwardPass, dtype: torch.dtype, int8_cache: bool = False) -> list[torch.Tensor]:
     """The logits of every step; each model has a cache of its own."""
     torch.manual_seed(0)
     runner = PagedRunner(model, num_rows=3, max_len=32, dtype=dtype, block_size=8)
@@ -69,7 +69,7 @@ def run(model: Model, dtype: torch.dtype, int8_cache: bool = False) -> list[torc
         return [runner.logits(step) for step in steps]
 
 
-def one_token(model: ReplayModel) -> tuple[ForwardBatch, Sequence[KVLayer]]:
+def one_token(model: ReplayedForward) -> tuple[ForwardBatch, Sequence[KVLayer]]:
     """A decode of one row, and the cache the model was recorded with."""
     assert model.kv is not None
     one = torch.ones(1, dtype=torch.int32)
@@ -79,7 +79,7 @@ def one_token(model: ReplayModel) -> tuple[ForwardBatch, Sequence[KVLayer]]:
     return ForwardBatch(one, one - 1, groups, Tail(torch.tensor([0]), groups), torch.tensor([0])), model.kv
 
 
-def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ReplayModel:
+def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ReplayedForward:
     plain, replayed = both(folder, ops, dtype, quantization)
     for got, expected in zip(run(replayed, dtype), run(plain, dtype), strict=True):
         assert torch.equal(got, expected)
@@ -179,23 +179,22 @@ def test_another_cache_is_recorded_anew(library, folders) -> None:
 
 
 def assert_runs_op_by_op(model: Model, ops: NativeOps) -> None:
-    """Under ReplayModel it computes what it does alone, and has its own ops back."""
-    expected = run(model, torch.float32)
-    replayed = ReplayModel(model, ops, torch.float32)
+    """Under ReplayedForward it computes what it does alone."""
+    expected = run(EagerForward(model, ops), torch.float32)
+    replayed = ReplayedForward(model, ops, torch.float32)
     for step, wanted in zip(run(replayed, torch.float32), expected, strict=True):
         assert torch.equal(step, wanted)
     assert replayed.program is None
-    assert model.ops is ops
 
 
 def test_what_cannot_be_recorded_runs_op_by_op(library, folders, caplog: pytest.LogCaptureFixture) -> None:
     """A model that does sums of its own between the ops."""
     ops = NativeOps(library, threads=1)
-    model, _ = both(folders("llama"), ops, torch.float32)
+    model = both(folders("llama"), ops, torch.float32)[0].model
     forward = model.forward
 
-    def doubled(batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        return forward(batch, kv) * 2
+    def doubled(ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        return forward(ops, batch, kv) * 2
 
     model.forward = doubled  # type: ignore[method-assign]
     assert_runs_op_by_op(model, ops)
@@ -205,11 +204,11 @@ def test_what_cannot_be_recorded_runs_op_by_op(library, folders, caplog: pytest.
 def test_other_positions_than_the_batchs_are_not_recorded(library, folders, caplog: pytest.LogCaptureFixture) -> None:
     """A model that counts its positions from 1: a program would read the batch's own."""
     ops = NativeOps(library, threads=1)
-    model, _ = both(folders("llama"), ops, torch.float32)
+    model = both(folders("llama"), ops, torch.float32)[0].model
     forward = model.forward
 
-    def shifted(batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        return forward(replace(batch, positions=batch.positions + 1), kv)
+    def shifted(ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        return forward(ops, replace(batch, positions=batch.positions + 1), kv)
 
     model.forward = shifted  # type: ignore[method-assign]
     assert_runs_op_by_op(model, ops)

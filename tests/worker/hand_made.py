@@ -9,9 +9,8 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.sampling_params import PoolingParams, SamplingParams
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
-from pagoda.kernels.batch import ForwardBatch
-from pagoda.kernels.ops import KVLayer, Ops
-from pagoda.kernels.torch_ops import TorchOps
+from pagoda.kernels.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
 
 VOCAB = 97
 GREEDY = SamplingParams(temperature=0.0)
@@ -76,12 +75,11 @@ class PagedSumModel:
     """
 
     def __init__(self, broken_token: int = -1) -> None:
-        self.ops: Ops = TorchOps()
         self.kv_groups = (KVGroupSpec(layers=(0,)),)
         self.spec = ModelSpec("paged_sum", VOCAB, 1, 1, 1, 1, 1, 2, 4096, (0,))
         self.broken_token = broken_token
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         metadata, cache = batch.metadata[0], kv[0]
         size = metadata.block_size
         for token, slot in zip(batch.token_ids.tolist(), metadata.slot_mapping.tolist(), strict=True):
@@ -98,7 +96,7 @@ class PagedSumModel:
                     hidden[-1] = float("nan")
         return torch.tensor(hidden)[batch.tail.index].unsqueeze(1)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, ops: ForwardOps, hidden: torch.Tensor) -> torch.Tensor:
         target = torch.nan_to_num(hidden) % VOCAB
         logits = -(torch.arange(VOCAB) - target).abs()
         return torch.where(hidden.isnan(), hidden, logits)

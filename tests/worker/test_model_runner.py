@@ -7,8 +7,10 @@ import torch
 from pagoda.base.errors import WorkerDied
 from pagoda.base.sampling_params import PoolingParams, SamplingParams
 from pagoda.core.scheduler_output import BlockDelta, RowFork
+from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.model_runner import ModelRunner
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 
@@ -19,7 +21,7 @@ BLOCK = 4
 def runner(broken_token: int = -1) -> ModelRunner:
     model = PagedSumModel(broken_token)
     cache = CacheEngine(model.kv_groups, 1, 2, BLOCK, 30, 10, torch.float32, CPU)
-    return ModelRunner(model, DeviceTable(8, 64, BLOCK, 1), cache, CPU)
+    return ModelRunner(EagerForward(model, TorchOps()), DeviceTable(8, 64, BLOCK, 1), cache, CPU)
 
 
 def continued(prompt: list[int], count: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata
-from pagoda.kernels.ops import KVLayer
+from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 CHUNK_TOKENS = 512
 """Positions of context that are gathered and scored at once."""

@@ -2,8 +2,7 @@
 
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata
-from pagoda.kernels.ops import KVLayer
+from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 
 def attention(

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata
-from pagoda.kernels.ops import KVLayer
+from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.rotary.reference import rotary
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from pagoda.core.scheduler_output import LogprobColumns
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer
 from pagoda.kernels.linear.packed import PANEL, PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native_ops import NativeOps, check_page_shape
-from pagoda.kernels.ops import KVLayer, LinearWeight
 from pagoda.kernels.replay.program import Gate, Op, Program, Step, Value, View
+from pagoda.ops.tensor import ExpertWeights, LinearWeight
 
 
 class NotRecordable(Exception):
@@ -59,6 +59,20 @@ class RecordingOps:
         assert weight.dtype in (None, self._dtype)
         self._kept.append(weight)
         return self._record(Op.LINEAR, [x], [weight.out_features], pointers=[weight.address], numbers=[Gate.NONE])[0]
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        top_k: int,
+        renormalize: bool,
+    ) -> torch.Tensor:
+        raise NotRecordable("moe, which has no native kernel yet")
+
+    def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
+        raise NotRecordable("prepare_experts within a forward")
 
     def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         raise NotRecordable("logits within a forward")

@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, grouped expert products, and their weighted sum."""

@@ -1,0 +1,73 @@
+"""One step's input to a model: token rows, attention metadata per KV group, and the paged cache of a layer."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+from pagoda.ops.tensor import TensorT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer(Generic[TensorT]):
+    """One layer's paged cache: `k` and `v`, [num_blocks + 1, K, block_size, D]; block 0 is the null block.
+
+    Only kernels look inside; everything else moves whole blocks along dimension 0.
+    k_scale, v_scale: float32 [num_blocks + 1, K, block_size], for an int8 cache, else None.
+    """
+
+    k: TensorT
+    v: TensorT
+    k_scale: TensorT | None = None
+    v_scale: TensorT | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata(Generic[TensorT]):
+    """The batch as one KV group sees it. The tokens of a row are consecutive in the token dimension.
+
+    query_start: int32 [num_rows + 1], row i's tokens are query_start[i] .. query_start[i+1] - 1.
+    seq_lens: int32 [num_rows], tokens in the cache once this step's KV is written (start + num_new);
+        the last query of row i is at position seq_lens[i] - 1.
+    block_table: int32 [num_rows, max_blocks]; entries that a window has passed may be 0 (null block), they are never
+        read.
+    slot_mapping: int64 [num_tokens], block_id * block_size + offset, where each token's K and V are written.
+    block_size: tokens per block.   max_query_len, max_seq_len: largest of the batch.
+    """
+
+    query_start: TensorT
+    seq_lens: TensorT
+    block_table: TensorT
+    slot_mapping: TensorT
+    block_size: int
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail(Generic[TensorT]):
+    """The tokens whose final hidden states are wanted: the last few of some rows, at least one in all.
+
+    The other tokens only leave their K and V in the last layer's cache.
+
+    index: int64 [num_tail], which of the batch's tokens, ascending.
+    metadata: one per KV group, the batch as if it were these tokens alone; its slot_mapping is still the whole batch's.
+    """
+
+    index: TensorT
+    metadata: tuple[AttentionMetadata[TensorT], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch(Generic[TensorT]):
+    """One step's input to a model.
+
+    token_ids: int32 [num_tokens].   positions: int32 [num_tokens], for the rotary embedding; where K and V are written
+        is slot_mapping's business.
+    metadata: one per KV group, in the order of the model's kv_groups.
+    tail: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
+    """
+
+    token_ids: TensorT
+    positions: TensorT
+    metadata: tuple[AttentionMetadata[TensorT], ...]
+    tail: Tail[TensorT]
+    logits_index: TensorT

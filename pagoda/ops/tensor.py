@@ -1,0 +1,43 @@
+"""Opaque types: what models and layers pass from op to op without looking inside."""
+
+from typing import Protocol
+
+from typing_extensions import TypeVar
+
+
+class Tensor(Protocol):
+    """An activation, or a weight as it was loaded: only the kernels floor knows what it is.
+
+    A torch.Tensor is one, and so is the stand-in that a recorded forward passes around. Nothing but ops may compute
+    with it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+TensorT = TypeVar("TensorT", bound=Tensor, default=Tensor, covariant=True)
+"""The kind of tensor a noun holds. The kernels floor fills in torch.Tensor; models leave it out."""
+
+
+class LinearWeight(Protocol):
+    """A weight [out_features, in_features] prepared for `linear` (packed, quantised, ...), with its bias."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+
+class ExpertWeights(Protocol):
+    """Linear weights of equal shape, one per expert, prepared for `moe`."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
