@@ -166,6 +166,11 @@ class AsyncLLM:
         self._deliver(self._outputs.abort(live, self._clock.now()))
         return live
 
+    def fail_running(self, error: Exception) -> None:
+        """End every running request: its reader gets `error` after the output it has not read yet."""
+        for mailbox in self._readers.values():
+            mailbox.fail(error)
+
     def _check_is_new(self, request_id: str) -> None:
         if request_id in self._outputs:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")

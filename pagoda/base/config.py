@@ -150,8 +150,8 @@ class ServerConfig:
     trust_request_chat_template: callers may send chat templates of their own (sandboxed, but free to loop).
     max_connections: open at once; one more hears 503.   header_timeout_s, body_timeout_s: until a request's head, and
     then its body, are complete.   send_timeout_s: for how long a client may take nothing of what it is sent.
-    drain_timeout_s: how long streams may go on after SIGTERM.   step_timeout_s: a step that takes longer counts as an
-    engine's death.
+    drain_timeout_s: how long running requests may go on after SIGTERM.   step_timeout_s: a step that takes longer
+    counts as an engine's death.
     """
 
     host: str = "127.0.0.1"

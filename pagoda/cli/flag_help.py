@@ -75,7 +75,7 @@ HELP: dict[str, str] = {
     "header_timeout_s": "Seconds until a request's headers must be complete (0: no limit).",
     "body_timeout_s": "Seconds until a request's body must be complete (0: no limit).",
     "send_timeout_s": "Seconds for which a client may read nothing of its answer (0: no limit).",
-    "drain_timeout_s": "Seconds that streams may go on after SIGTERM.",
+    "drain_timeout_s": "Seconds that running requests may take to finish after SIGTERM.",
     "step_timeout_s": "A step that takes longer counts as the engine's death.",
     "access_log": "One JSON line per request on standard output.",
     # sampling

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 
-from pagoda.base.errors import WorkerDied
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.output_processor import OutputKind
 
@@ -14,7 +13,7 @@ class Mailbox:
     def __init__(self, kind: OutputKind) -> None:
         self._kind = kind
         self._output: RequestOutput | None = None
-        self._died: WorkerDied | None = None
+        self._error: Exception | None = None
         self._filled = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
@@ -23,9 +22,9 @@ class Mailbox:
         self._output = output
         self._filled.set()
 
-    def fail(self, error: WorkerDied) -> None:
-        """What is in the box can still be fetched; then the reader hears this."""
-        self._died = error
+    def fail(self, error: Exception) -> None:
+        """Make `get` raise `error` once the waiting output has been fetched."""
+        self._error = error
         self._filled.set()
 
     async def get(self) -> RequestOutput:
@@ -34,9 +33,9 @@ class Mailbox:
         self._filled.clear()
         output, self._output = self._output, None
         if output is None:
-            assert self._died is not None
-            raise self._died
-        if self._died is not None:
+            assert self._error is not None
+            raise self._error
+        if self._error is not None:
             self._filled.set()
         return output
 

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import logging
-import math
 import socket
 import sys
 from importlib.metadata import version
@@ -18,6 +17,8 @@ from starlette.types import ASGIApp
 from pagoda.base.config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, tokens
 from pagoda.server.body import body_schemas
+from pagoda.server.draining import RETRY_AFTER_S
+from pagoda.server.errors import ApiError
 from pagoda.server.http_protocol import BoundedHttpProtocol
 from pagoda.server.middleware import OPEN_PATHS, AccessLog, Gate
 from pagoda.server.state import ServerState
@@ -36,7 +37,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     for part in (chat, completions, tokens, operations):
         app.include_router(part.router)
     _describe(app, has_keys=bool(config.api_keys))
-    layers: ASGIApp = Gate(app, config)
+    layers: ASGIApp = Gate(app, config, state.drain)
     if config.cors_origins:
         # Around the gate: a browser shows a page only answers that carry these headers, refusals included, and asks
         # for them (OPTIONS) without the key.
@@ -71,15 +72,25 @@ def _describe(app: FastAPI, has_keys: bool) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-class _Server(uvicorn.Server):
-    """SIGTERM and Ctrl-C: new work is refused, streams go on until the deadline; a second signal ends at once."""
+LAST_ANSWERS_S = 1.0
+"""After the drain's deadline: how long clients have to read that their requests were ended."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, url: str) -> None:
+
+class _Server(uvicorn.Server):
+    """Drains at SIGTERM and Ctrl-C before uvicorn, which closes its listener first, shuts down.
+
+    A second signal ends the drain.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, url: str, drain_timeout_s: float) -> None:
         super().__init__(config)
         self._state = state
         self._url = url
+        self._drain_timeout_s = drain_timeout_s
+        self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         print(
             f"pagoda {version('pagoda-llm')} ready at {self._url}  (docs at {self._url}/docs)",
@@ -88,14 +99,43 @@ class _Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Not the parent's: it would raise the signal once more after the drain, and the engine would not be ended.
-        self.drain()
+        # Not the parent's: it would raise the signal again after the drain, and the engine would not be shut down.
+        if self._state.drain.is_draining:
+            self.force_exit = self.should_exit = True
+        self._state.drain.begin()
+        self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        self._state.generator.is_draining = True
-        if self.should_exit:
-            self.force_exit = True
+        """Finish running requests, then exit. Idempotent."""
+        self._state.drain.begin()
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain_then_exit())
+
+    async def _drain_then_exit(self) -> None:
+        drain = self._state.drain
+        if not await drain.wait_until_idle(self._drain_timeout_s):
+            text = "the server is shutting down; the request was ended before it was complete"
+            self._state.generator.llm.fail_running(ApiError(503, text, retry_after_s=RETRY_AFTER_S))
+            if not await drain.wait_until_idle(LAST_ANSWERS_S):
+                # What is left is either a stream whose client does not read, or a request that has not begun to run.
+                for connection in list(self.server_state.connections):
+                    if connection.cycle is not None and connection.cycle.response_started:  # type: ignore[union-attr]
+                        connection.transport.abort()  # type: ignore[union-attr]
+                drain.cancel_rest()
+                await drain.wait_until_idle(LAST_ANSWERS_S)
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        deadline_s = self._loop.time() + LAST_ANSWERS_S
+        while self.server_state.connections and not self.force_exit and self._loop.time() < deadline_s:
+            await asyncio.sleep(0.01)  # the last bytes leave
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
 
 
 async def serve(state: ServerState, config: ServerConfig, listener: socket.socket) -> None:
@@ -114,12 +154,13 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
             ssl_keyfile=config.ssl_keyfile,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=math.ceil(config.drain_timeout_s),
+            timeout_graceful_shutdown=1,
             server_header=False,
             lifespan="off",
         ),
         state,
         url,
+        config.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
     try:

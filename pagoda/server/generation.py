@@ -150,7 +150,6 @@ class Generator:
         self.admission = admission
         self._salt_secret = secrets.token_bytes(16)
         self._live_ids: set[str] = set()
-        self.is_draining = False
 
     def is_live(self, request_id: str) -> bool:
         """A generation begun under this id has not ended."""
@@ -163,8 +162,6 @@ class Generator:
 
         Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied. The caller closes what it gets.
         """
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down", retry_after_s=5)
         if self.llm.died is not None:
             raise self.llm.died
         if body.wants_structure:

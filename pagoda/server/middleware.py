@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.base.config import ServerConfig
+from pagoda.server.draining import OPEN_WHILE_DRAINING, RETRY_AFTER_S, Drain
 from pagoda.server.errors import error_response
 
 access_log = logging.getLogger("pagoda.access")
@@ -67,11 +68,13 @@ class Gate:
     config.api_keys: empty lets everybody in. Keys are compared in constant time.
     config.max_body_bytes, max_header_bytes: larger requests get 413 and 431.
     config.body_timeout_s: a body that is not complete by then gets 408, and its connection is closed.
+    drain: while the server drains, new requests get 503; what outlives the drain's deadline without an answer, too.
     It leaves in scope["state"]: key, "" or the key's digest, safe to log.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, drain: Drain) -> None:
         self._app = app
+        self._drain = drain
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
         self._max_body_bytes = config.max_body_bytes
         self._max_header_bytes = config.max_header_bytes
@@ -83,7 +86,27 @@ class Gate:
         refusal = self._refusal(scope, scope["state"])
         if refusal is not None:
             return await refusal(scope, receive, send)
-        return await self._app(scope, self._limited(receive), send)
+        if scope["path"] in OPEN_WHILE_DRAINING:
+            return await self._app(scope, self._limited(receive), send)
+        with self._drain.hold():
+            return await self._run(scope, self._limited(receive), send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the drain's deadline passes before the answer begins."""
+        has_begun = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        except asyncio.CancelledError:
+            if not self._drain.is_over:
+                raise
+            if not has_begun:
+                await _shutting_down()(scope, receive, send)
 
     def _refusal(self, scope: Scope, state: dict[str, Any]) -> ASGIApp | None:
         headers = scope["headers"]
@@ -101,7 +124,7 @@ class Gate:
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
             state["key"] = digest.hex()[:16]
-        return None
+        return _shutting_down() if self._drain.refuses(scope["path"]) else None
 
     def _key_digest(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
         """Digest of the key given, if it is a known one. Looks at all keys whatever matches, so time tells nothing."""
@@ -139,6 +162,13 @@ class Gate:
             return message
 
         return limited
+
+
+def _shutting_down() -> ASGIApp:
+    """503 on a connection that closes: its client should go to another server."""
+    response = error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
+    response.headers["Connection"] = "close"
+    return response
 
 
 def _log(scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:

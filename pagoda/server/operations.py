@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pagoda.server.answers import ERRORS, ErrorResponse
 from pagoda.server.body import described_body, read_body
+from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import error_response
 from pagoda.server.protocol import AbortRequest
 from pagoda.server.state import state_of
@@ -39,8 +40,8 @@ async def health(http: Request) -> Response:
         return error_response(503, "the engine process is starting", retry_after_s=2)
     if state.engine is not None and state.engine.stuck_for_s() > STUCK_AFTER_S:
         return error_response(503, "the engine has made no progress for too long", retry_after_s=5)
-    if state.generator.is_draining:
-        return error_response(503, "the server is shutting down", retry_after_s=5)
+    if state.drain.is_draining:
+        return error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
     return Response()
 
 

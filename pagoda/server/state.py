@@ -8,6 +8,7 @@ from fastapi import Request
 
 from pagoda.engine.process_client import ProcessClient
 from pagoda.server.body_limits import BodyLimits
+from pagoda.server.draining import Drain
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
 from pagoda.server.tool_parsers import parser_for_template
@@ -30,6 +31,7 @@ class ServerState:
     trusts_templates: bool = False
     body_limits: BodyLimits = field(default_factory=BodyLimits)
     engine: ProcessClient | None = None
+    drain: Drain = field(default_factory=Drain)
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:

@@ -59,8 +59,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             known = as_api_error(error)
-            if known.status >= 500:
-                logger.exception("a stream ended with an error")
+            if known.status == 500:  # others are refusals that a client may meet at any time
+                logger.error("a stream ended with an error", exc_info=error)
             await send(
                 {
                     "type": "http.response.body",

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pagoda.base.config import ServerConfig
+from pagoda.server.draining import Drain
 from pagoda.server.errors import on_http_error
 from pagoda.server.http_protocol import BoundedHttpProtocol
 from pagoda.server.middleware import AccessLog, Gate
@@ -62,7 +63,7 @@ class Listening:
 @contextlib.asynccontextmanager
 async def listening(**limits: Any) -> AsyncIterator[Listening]:
     config = ServerConfig(**{"header_timeout_s": 0.3, "body_timeout_s": 0.3, **limits})
-    layers = AccessLog(Gate(ExceptionMiddleware(app, {HTTPException: on_http_error}), config))  # type: ignore[dict-item]
+    layers = AccessLog(Gate(ExceptionMiddleware(app, {HTTPException: on_http_error}), config, Drain()))  # type: ignore[dict-item]
     settings = uvicorn.Config(layers, ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)  # type: ignore[arg-type]
     here = Listening(ServerState())
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.config import ServerConfig
 from pagoda.server.app import create_app
+from pagoda.server.draining import Drain
 from pagoda.server.errors import on_http_error
 from pagoda.server.middleware import AccessLog, Gate
 
@@ -38,7 +40,7 @@ def call(app: ASGIApp, method: str = "POST", path: str = "/x", **kw: object) -> 
 def gate(*keys: str) -> AccessLog:
     app = ExceptionMiddleware(echo, {HTTPException: on_http_error})
     config = ServerConfig(api_keys=keys, max_body_bytes=100, max_header_bytes=2000, body_timeout_s=0.2)
-    return AccessLog(Gate(app, config))
+    return AccessLog(Gate(app, config, Drain()))
 
 
 def test_ids_are_taken_from_the_header_or_made_and_returned() -> None:
@@ -85,7 +87,7 @@ def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_nobody_expected_leaves_through_all_layers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pagoda.access")
-    broken: Any = None  # a state that no route can use
+    broken: Any = SimpleNamespace(drain=Drain())  # a state that no route can use
     app = create_app(broken, ServerConfig(cors_origins=("*",)))
     answer = call(app, "GET", "/v1/models", headers={"Origin": "https://a.example", "X-Request-Id": "abc"})
     assert answer.json()["error"]["type"] == "internal_server_error"

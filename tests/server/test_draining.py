@@ -1,0 +1,136 @@
+"""SIGTERM: what runs is finished, what comes is refused, and the deadline ends the rest with an answer."""
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.server.live import FAKE_ENGINE, LiveServer, serving
+
+SLOW = "tests.engine.slow_engine"  # 3 ms per token
+TEXT: dict[str, Any] = {"prompt": [9] * 50, "ignore_eos": True}
+
+
+async def reply(session: aiohttp.ClientSession, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any, Any]:
+    """(status, JSON body or None, headers); a GET without a body."""
+    async with session.request("GET" if body is None else "POST", path, json=body) as response:
+        text = await response.text()
+        return response.status, json.loads(text) if text.startswith("{") else None, response.headers
+
+
+async def lines(session: aiohttp.ClientSession, body: dict[str, Any]) -> list[bytes]:
+    async with session.post("/v1/completions", json={**body, "stream": True}) as response:
+        return [line async for line in response.content if line.startswith(b"data: ")]
+
+
+async def until_running(server: LiveServer, count: int) -> None:
+    end = time.monotonic() + 20
+    while (await asyncio.to_thread(server.load))["server_load"] < count:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+def test_new_requests_get_503_until_the_last_one_ends(tmp_path: Path) -> None:
+    async def main(server: LiveServer) -> None:
+        async with aiohttp.ClientSession(server.url) as running, aiohttp.ClientSession(server.url) as kept:
+            stream = asyncio.create_task(lines(running, {**TEXT, "max_tokens": 500}))
+            whole = asyncio.create_task(reply(running, "/v1/completions", {**TEXT, "max_tokens": 500}))
+            await until_running(server, 2)
+            assert (await reply(kept, "/v1/models"))[0] == 200
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            assert not stream.done(), "too fast: nothing drains"
+            async with aiohttp.ClientSession(server.url) as new:
+                for session in (kept, new):
+                    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+                        status, body, headers = await reply(session, path, {"prompt": "x"})
+                        assert status == 503
+                        assert body["error"]["type"] == "service_unavailable_error"
+                        assert int(headers["Retry-After"]) > 0
+                    status, _, headers = await reply(session, "/health")
+                    assert (status, "Retry-After" in headers) == (503, True)
+                    assert (await reply(session, "/load"))[1]["server_load"] == 2
+                    assert (await reply(session, "/metrics"))[0] == 200
+            assert (await whole)[1]["usage"]["completion_tokens"] == 500
+            assert (await stream)[-1] == b"data: [DONE]\n"
+
+    with serving(tmp_path, *FAKE_ENGINE, engine=SLOW) as server:
+        asyncio.run(main(server))
+        assert server.process.wait(10) == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_at_the_deadline_every_request_is_told(tmp_path: Path) -> None:
+    """A JSON 503 or an error event; also where the body is still arriving."""
+
+    async def main(server: LiveServer) -> None:
+        port = int(server.url.rsplit(":", 1)[1])
+        half, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        async with aiohttp.ClientSession(server.url) as session:
+            body = {**TEXT, "max_tokens": 1990}
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": True}
+            wholes = [
+                asyncio.create_task(reply(session, "/v1/completions", body)),
+                asyncio.create_task(reply(session, "/v1/completions", {**body, "prompt": ["a", "b"], "n": 2})),
+                asyncio.create_task(reply(session, "/v1/chat/completions", chat)),
+            ]
+            stream = asyncio.create_task(lines(session, body))
+            await until_running(server, 7)
+            server.process.send_signal(signal.SIGTERM)
+            for whole in wholes:
+                status, answer, headers = await whole
+                assert status == 503
+                assert "shutting down" in answer["error"]["message"]
+                assert "Retry-After" in headers
+            *_, error, done = await stream
+            assert json.loads(error[6:])["error"]["code"] == 503
+            assert done == b"data: [DONE]\n"
+        answer = await half.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"error"' in answer
+        writer.close()
+
+    with serving(tmp_path, *FAKE_ENGINE, "--drain-timeout-s", "0.5", engine=SLOW) as server:
+        asyncio.run(main(server))
+        assert server.process.wait(10) == 0
+        log = server.log.read_text()
+        assert "Traceback" not in log
+        assert "Exception" not in log
+        assert log.count('"status": 503') == 4
+
+
+@pytest.mark.parametrize("timeout_s", ["30", "0"])
+def test_an_idle_server_ends_at_once(tmp_path: Path, timeout_s: str) -> None:
+    async def main(server: LiveServer) -> float:
+        async with aiohttp.ClientSession(server.url) as session:
+            assert (await reply(session, "/health"))[0] == 200
+            server.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            assert await asyncio.to_thread(server.process.wait, 20) == 0
+            return time.monotonic() - began_s
+
+    with serving(tmp_path, *FAKE_ENGINE, "--drain-timeout-s", timeout_s) as server:
+        assert asyncio.run(main(server)) < 10
+
+
+def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
+    async def main(server: LiveServer) -> None:
+        async with aiohttp.ClientSession(server.url) as session:
+            stream = asyncio.create_task(lines(session, {**TEXT, "max_tokens": 1990}))
+            await until_running(server, 1)
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            assert (await reply(session, "/health"))[0] == 503
+            server.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.process.wait, 5) is not None
+            with pytest.raises(aiohttp.ClientError):
+                await stream
+
+    with serving(tmp_path, *FAKE_ENGINE, engine=SLOW) as server:
+        asyncio.run(main(server))
