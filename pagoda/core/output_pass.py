@@ -284,7 +284,8 @@ class OutputPass:
         for one, spoke in first_words.items():
             cached = {live.request.handle: live.num_cached_tokens for live in spoke}
             queued = {live.request.handle: live.queue_s for live in spoke}
-            told[one] = replace(told[one], num_cached_tokens=cached, queue_s=queued)
+            # A first token that failed leaves nothing but an end to report.
+            told[one] = replace(told.get(one) or only_finishes(()), num_cached_tokens=cached, queue_s=queued)
         for one, ended in finishes.items():
             told[one] = _with_finishes(told.get(one), tuple(ended))
         return told

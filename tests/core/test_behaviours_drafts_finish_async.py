@@ -331,3 +331,20 @@ def test_rule_139_every_call_of_schedule_is_a_step() -> None:
     first, second = rig.plan(), rig.plan()
     assert (first.output.step, second.output.step) == (1, 2)
     assert (first.scheduled, second.scheduled) == ({"a": 4}, {"a": 1})
+
+
+def test_a_first_token_that_is_not_finite_ends_its_request_alone() -> None:
+    """Nothing of the step is left to emit for the client: the end is still reported, and the engine goes on."""
+    rig = Rig()
+    rig.add("a", 6)
+    told = rig.plan()
+    tokens = np.full((1, 1), -1, np.int32)
+    failed = {int(told.output.sample_rows[0]): "logits are not finite"}
+    result = ModelRunnerOutput(told.output.step, tokens, np.ones(1, np.int32), failed=failed)
+    outputs = rig.scheduler.update_from_output(told.output, result)[0]
+    assert [(finish.status, finish.message) for finish in outputs.finishes] == [
+        (RequestStatus.FINISHED_ERROR, "logits are not finite")
+    ]
+    assert len(outputs.token_ids) == 0
+    assert not rig.scheduler.has_unfinished_requests()
+    assert rig.free == 16
