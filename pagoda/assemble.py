@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig, ParallelConfig, SchedulingMode
 from pagoda.base.config_rules import check_settings
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler import Scheduler
@@ -122,7 +124,7 @@ def build_engine_core(
     executor = _make_executor(setup, capacity, scheduler.max_rows)
     if wrap_executor is not None:
         executor = wrap_executor(executor, scheduler.max_rows)
-    executor.start()
+    _start(executor, setup, capacity)
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
     facts = EngineFacts(
@@ -133,6 +135,22 @@ def build_engine_core(
         load_s=load_s,
     )
     return EngineCore(scheduler, executor, clock, facts, setup.spec.vocab_size, scheduler_config.pipeline_depth)
+
+
+def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None:
+    """Start the executor. Raises CapacityError if memory runs out while it loads, whichever library notices."""
+    try:
+        executor.start()
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        dtype = setup.config.model.quantization or setup.dtype
+        weights = estimate_weight_bytes(setup.spec, DTYPE_BYTES.get(dtype, DTYPE_BYTES[setup.dtype]))
+        raise CapacityError(
+            f"memory ran out while loading {setup.files.name!r}: weights take about {weights >> 20} MiB as {dtype}, "
+            f"the KV cache {capacity.pool_bytes >> 20} MiB; lower kv_cache_memory, quantize (quantization='int8'), or "
+            f"raise the memory limit ({shorten(str(error))})"
+        ) from error
 
 
 def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> Executor:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from typing import BinaryIO
 
 import msgspec
@@ -18,6 +19,7 @@ import zmq
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, PagodaError
+from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
@@ -101,8 +103,12 @@ def main() -> None:
     began_s = time.monotonic()
     try:
         core, executor = _build(msgspec.msgpack.decode(data, type=EngineConfig), place)
-    except (PagodaError, OSError, MemoryError) as error:
-        socket.send(codec.encode(wire.StartFailed(str(error), isinstance(error, ConfigError | CapacityError))))
+    except Exception as error:
+        known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
+        if not known:
+            traceback.print_exc()  # a defect: the parent logs one line, this is the rest
+        text = str(error) if isinstance(error, PagodaError) else f"{type(error).__name__}: {error}"
+        socket.send(codec.encode(wire.StartFailed(text, isinstance(error, ConfigError | CapacityError))))
         socket.close(linger=1000)
         sys.exit(1)
     facts = msgspec.structs.replace(core.facts, load_s=time.monotonic() - began_s)

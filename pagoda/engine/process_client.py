@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.out_of_memory import describe_exit
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
@@ -70,6 +71,7 @@ class ProcessClient:
         self._next_call = 0
         self._life: asyncio.Task[None] | None = None
         self._facts: asyncio.Future[wire.EngineFacts] | None = None
+        self._start_error: str | None = None  # what the last engine process said when it could not start
         self.died: WorkerDied | None = None
         """Set when the engine is gone for good."""
         self.num_deaths = 0
@@ -177,6 +179,7 @@ class ProcessClient:
         failed_starts = 0
         while True:
             self._number += 1
+            self._start_error = None
             engine = Incarnation(self._config, self._module, self._context)
             try:
                 end = await self._run_until_death(engine)
@@ -197,10 +200,8 @@ class ProcessClient:
             self._settle_resets()
             failed_starts = 0 if end.was_ready else failed_starts + 1
             if failed_starts >= MAX_FAILED_STARTS:
-                return self._give_up(
-                    WorkerDied(f"the engine process ended {failed_starts} times while starting (exit code {code})")
-                )
-            logger.error("engine process %d ended (exit code %s); starting another", engine.process.pid, code)
+                return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
+            logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
             if end.was_ready:
                 self._judge(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
             else:
@@ -350,7 +351,8 @@ class ProcessClient:
             case wire.StartFailed(text, config):
                 if config:
                     raise ConfigError(text)
-                logger.error("the engine could not start: %s", text)  # its end is seen next
+                self._start_error = text  # its end is seen next
+                logger.error("the engine could not start: %s", text)
             case wire.Ready():
                 raise AssertionError("an engine is ready once")
 
@@ -358,3 +360,16 @@ class ProcessClient:
         """Queued by ZeroMQ at once; what a dead engine misses is replayed to its successor."""
         if self._engine is not None:
             self._engine.socket.send(self._codec.encode(message))
+
+
+def _failed_start(times: int, code: int | None, said: str | None) -> str:
+    """Return the message of an engine that cannot be started: how it ended, what it said, what may help."""
+    message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
+    if said is not None:
+        return f"{message}: {said}"
+    if code in (-signal.SIGKILL, -signal.SIGABRT):
+        return (
+            f"{message}; probably memory ran out: lower kv_cache_memory or max_model_len, quantize, "
+            "or raise the memory limit (cgroup, ulimit)"
+        )
+    return message

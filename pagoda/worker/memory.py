@@ -1,6 +1,7 @@
 """How much memory the machine really has, and how many KV blocks fit in it. No torch: `pagoda plan` uses it as it
 is."""
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +34,12 @@ class KVCapacity:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: the tightest of the machine and the cgroups (v1 or v2) above it.
+    """Return the bytes that this process can still take: the tightest of the machine, the cgroups (v1 or v2) above it,
+    and its own limit of address space (ulimit -v).
 
     root: where /proc and /sys are looked up (tests). Page cache that the kernel would give back counts as available.
     """
-    found = [_meminfo_available(root), *_cgroup_headrooms(root)]
+    found = [_meminfo_available(root), _address_space_left(root), *_cgroup_headrooms(root)]
     known = [value for value in found if value is not None]
     if not known:
         raise ConfigError("cannot read how much memory the machine has; set kv_cache_memory in bytes")
@@ -62,6 +64,14 @@ def _meminfo_available(root: Path) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _address_space_left(root: Path) -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = (_read(root / "proc/self/statm") or "").split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return None
+    return limit - int(pages[0]) * resource.getpagesize()
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[tuple[Path, bool]]:

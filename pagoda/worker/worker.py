@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.base.config import ParallelConfig
-from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.errors import CapacityError, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
@@ -72,7 +72,10 @@ class Worker:
         self._forward: ForwardPass | None = None
 
     def start(self) -> None:
-        """Load the weights and reserve the KV pools. Raises ConfigError for what the device cannot do."""
+        """Load the weights and reserve the KV pools. Raises ConfigError for what the device cannot do.
+
+        CapacityError: the KV pools do not fit.
+        """
         begin_s = time.perf_counter()
         config = self._config
         device = select_device(config.parallel)
@@ -102,7 +105,7 @@ class Worker:
                 device.device,
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
-            raise ConfigError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
+            raise CapacityError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
         self._forward = forward
         self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops))

@@ -152,7 +152,7 @@ def test_who_waits_hears_when_no_engine_can_be_started_any_more(
             await asyncio.sleep(0.005)
         assert client.engine_pid is not None
         os.kill(client.engine_pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="3 times while starting"):
+        with pytest.raises(WorkerDied, match="while loading, 3 times in a row"):
             await waiting
         assert client.died is llm.died is not None
         with pytest.raises(WorkerDied):

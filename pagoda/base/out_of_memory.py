@@ -1,0 +1,26 @@
+"""Recognise that memory ran out, whichever library noticed it, and describe how a process ended."""
+
+import errno
+import signal
+
+_WORDS = ("allocate memory", "out of memory", "failed to map segment", "Cannot allocate", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out: MemoryError, ENOMEM, or the words that libraries use for it."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, (RuntimeError, OSError, ImportError)) and any(word in str(error) for word in _WORDS)
+
+
+def describe_exit(code: int | None) -> str:
+    """Return how a child process ended, from its `returncode`: "was killed by signal 9 (SIGKILL)", "exit code 1"."""
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"was killed by signal {-code}"
+    return f"was killed by signal {-code} ({name})"
