@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.config import ParallelConfig
-from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.errors import CapacityError, WorkerDied
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.loading.model_files import identify
 from pagoda.worker.worker import Worker, WorkerConfig
@@ -45,14 +45,14 @@ def test_it_runs_between_start_and_shutdown(tmp_path: Path) -> None:
 
 def test_what_the_kernels_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path)
-    with pytest.raises(ConfigError, match="quantization"):
+    with pytest.raises(CapacityError, match="quantization"):
         Worker(config(folder, quantization="nonsense")).start()
-    with pytest.raises(ConfigError, match="device"):
+    with pytest.raises(CapacityError, match="device"):
         Worker(config(folder, parallel=ParallelConfig(device="abacus"))).start()
 
 
 def test_a_pool_that_cannot_be_had_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_memory"):
+    with pytest.raises(CapacityError, match="kv_cache_memory"):
         Worker(config(write_tiny_llama(tmp_path), num_blocks=np.iinfo(np.int32).max * 1000)).start()
 
 
