@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.config import ParallelConfig
-from pagoda.base.errors import CapacityError, WorkerDied
+from pagoda.base.errors import CapacityError, ConfigError, WorkerDied
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.loading.model_files import identify
 from pagoda.worker.worker import Worker, WorkerConfig
@@ -45,9 +45,9 @@ def test_it_runs_between_start_and_shutdown(tmp_path: Path) -> None:
 
 def test_what_the_kernels_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path)
-    with pytest.raises(CapacityError, match="quantization"):
+    with pytest.raises(ConfigError, match="quantization"):
         Worker(config(folder, quantization="nonsense")).start()
-    with pytest.raises(CapacityError, match="device"):
+    with pytest.raises(ConfigError, match="device"):
         Worker(config(folder, parallel=ParallelConfig(device="abacus"))).start()
 
 
