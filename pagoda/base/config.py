@@ -143,7 +143,8 @@ class ParallelConfig:
 class ServerConfig:
     """The HTTP server (its page: docs/server.md). 0 switches a limit off.
 
-    api_keys: any of them opens every route; none leaves the server open.   cors_origins: none leaves CORS off.
+    api_keys: any of them opens every route; none leaves the server open.   admin_api_key: opens every route too, and is
+    the only key for those that operate the server, once it is set.   cors_origins: none leaves CORS off.
     max_queued_requests, max_queued_tokens: live requests, and their prompt + asked output tokens, beyond which callers
     hear 429.
     max_requests_per_key, requests_per_minute_per_key: the same for each API key.
@@ -157,6 +158,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    admin_api_key: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     cors_origins: tuple[str, ...] = ()

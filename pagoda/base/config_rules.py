@@ -91,6 +91,10 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(f"gpu_memory_utilization={cache.gpu_memory_utilization} must be in (0, 1]")
     if not 0 <= cache.watermark < 1:
         raise ConfigError(f"watermark={cache.watermark} must be in [0, 1)")
+    if "" in server.api_keys or server.admin_api_key == "":
+        raise ConfigError("an API key is empty: give a key, or leave the option out")
+    if server.admin_api_key in server.api_keys:
+        raise ConfigError("admin_api_key is one of api_keys: its holders would all be administrators; choose another")
     if server.port > 65535:
         raise ConfigError(f"port={server.port} must be in 0 .. 65535 (0: any free port)")
 

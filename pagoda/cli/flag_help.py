@@ -60,6 +60,7 @@ HELP: dict[str, str] = {
     "host": "Address to listen on.",
     "port": "Port to listen on.",
     "api_keys": "Key that clients must send; may be repeated.",
+    "admin_api_key": "Key for routes that operate the server (caches, adapters, everybody's requests).",
     "ssl_certfile": "TLS certificate, PEM.",
     "ssl_keyfile": "TLS key, PEM.",
     "cors_origins": "Origin that browsers may call from; may be repeated.",

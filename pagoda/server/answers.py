@@ -66,6 +66,7 @@ class ErrorResponse(BaseModel):
 _ERRORS = {
     400: "The request is not valid; `param` names the field",
     401: "The API key is missing or wrong",
+    403: "The admin key is needed",
     404: "No such model",
     413: "The body is too large",
     429: "The server, or this key's share of it, is full; Retry-After says when to come again",

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from pagoda.base.config import ServerConfig
-from pagoda.server import chat, completions, errors, operations, tokens
+from pagoda.server import chat, completions, errors, operations, planned, tokens
 from pagoda.server.body import body_schemas
 from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import ApiError
@@ -34,7 +34,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     )
     app.state.server = state
     errors.install(app)
-    for part in (chat, completions, tokens, operations):
+    for part in (chat, completions, tokens, operations, planned):
         app.include_router(part.router)
     _describe(app, has_keys=bool(config.api_keys))
     layers: ASGIApp = Gate(app, config, state.drain)
@@ -46,7 +46,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_origins=list(config.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry"],
         )
     return AccessLog(layers)
 

@@ -11,6 +11,7 @@ from pagoda.server.admission import Refusal
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
@@ -43,7 +44,11 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 def error_response(
     status: int, message: str, param: str | None = None, retry_after_s: int | None = None
 ) -> JSONResponse:
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
+    headers: dict[str, str] = {}
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
+    if status == 501:
+        headers["X-Should-Retry"] = "false"  # the openai client retries every 5xx otherwise
     return JSONResponse(error_body(status, message, param), status, headers)
 
 
@@ -68,10 +73,20 @@ def as_api_error(error: Exception) -> ApiError:
 
 async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
     """The answer to what the web framework, or a layer that reads a body for it, found wrong."""
-    response = error_response(error.status_code, str(error.detail))
+    response = error_response(error.status_code, _in_words(request, error))
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response
+
+
+def _in_words(request: Request, error: HTTPException) -> str:
+    """The framework's errors about paths and methods say no more than their status line."""
+    path = request.url.path[:100]
+    if error.status_code == 404:
+        return f"there is no route {request.method} {path}; /docs lists them all"
+    if error.status_code == 405:
+        return f"{request.method} is not allowed on {path}; use {(error.headers or {}).get('Allow', 'another method')}"
+    return str(error.detail)
 
 
 def install(app: FastAPI) -> None:

@@ -141,6 +141,46 @@ class Generation:
         return noted
 
 
+class LiveIds:
+    """Ids of running generations, by API key: two keys may use the same id, and neither sees the other's.
+
+    The engine knows one id per prompt, made of the key's digest, the request's id and the prompt's number.
+    """
+
+    def __init__(self) -> None:
+        self._engine_ids: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._prompts: dict[tuple[str, str], str] = {}
+
+    def __contains__(self, id_of_key: tuple[str, str]) -> bool:
+        return id_of_key in self._engine_ids or id_of_key in self._prompts
+
+    @contextlib.contextmanager
+    def reserve(self, key: str, request_id: str, num_prompts: int) -> Iterator[tuple[str, ...]]:
+        """Hold the id while the block runs; yields the engine's id of each prompt. ApiError (400) if it is in use."""
+        names = [f"{request_id}-{index}" for index in range(num_prompts)] if num_prompts > 1 else []
+        for name in (request_id, *names):
+            if (key, name) in self:
+                raise ApiError(400, f"request id {name!r} is in use", "request_id")
+        prefix = f"{key}/" if key else ""
+        engine_ids = {name: f"{prefix}{name}" for name in names or [request_id]}
+        self._engine_ids[key, request_id] = tuple(engine_ids.values())
+        self._prompts.update({(key, name): engine_ids[name] for name in names})
+        try:
+            yield tuple(engine_ids.values())
+        finally:
+            del self._engine_ids[key, request_id]
+            for name in names:
+                del self._prompts[key, name]
+
+    def find(self, request_ids: Sequence[str] | None, key: str | None) -> list[tuple[str, tuple[str, ...]]]:
+        """(id, engine ids) of those that run: a request's, or a single prompt's. None stands for all of them."""
+        if request_ids is None:
+            return [(name, ids) for (owner, name), ids in self._engine_ids.items() if key in (None, owner)]
+        wanted = set(request_ids)
+        named = [*self._engine_ids.items(), *((name, (one,)) for name, one in self._prompts.items())]
+        return [(name, ids) for (owner, name), ids in named if name in wanted and key in (None, owner)]
+
+
 class Generator:
     """Begins generations on one AsyncLLM."""
 
@@ -149,11 +189,20 @@ class Generator:
         self.metrics = metrics
         self.admission = admission
         self._salt_secret = secrets.token_bytes(16)
-        self._live_ids: set[str] = set()
+        self._live = LiveIds()
 
-    def is_live(self, request_id: str) -> bool:
-        """A generation begun under this id has not ended."""
-        return request_id in self._live_ids
+    def is_live(self, key: str, request_id: str) -> bool:
+        """A generation of this API key under this id has not ended."""
+        return (key, request_id) in self._live
+
+    async def abort(self, request_ids: Sequence[str] | None, key: str | None) -> list[str]:
+        """End running generations, all where `request_ids` is None; return the ids of those that were running.
+
+        key: only generations of this API key; None: of every key.
+        """
+        found = self._live.find(request_ids, key)
+        running = set(await self.llm.abort([engine_id for _, engine_ids in found for engine_id in engine_ids]))
+        return [request_id for request_id, engine_ids in found if not running.isdisjoint(engine_ids)]
 
     async def begin(
         self, http: HttpRequest, body: SamplingBody, prompts: Sequence[Prompt], params: SamplingParams, request_id: str
@@ -171,12 +220,11 @@ class Generator:
         self.admission.check_size(len(prompts) * params.n)
         key = http.scope["state"]["key"]
         salt = self._salt(key, body.cache_salt)
-        ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         with contextlib.ExitStack() as place:
-            place.enter_context(self._reserved({request_id, *ids}))
+            engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
             requests = [
-                await self.llm.prepare(prompt, params, request_id=own_id, priority=body.priority, cache_salt=salt)
-                for prompt, own_id in zip(prompts, ids, strict=True)
+                await self.llm.prepare(prompt, params, request_id=engine_id, priority=body.priority, cache_salt=salt)
+                for prompt, engine_id in zip(prompts, engine_ids, strict=True)
             ]
             asked = sum(
                 r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_branches for r in requests if r.sampling
@@ -187,17 +235,6 @@ class Generator:
                 self.metrics.on_refusal(refusal.reason)
                 raise
             return Generation(self, http, request_id, requests, place.pop_all())
-
-    @contextlib.contextmanager
-    def _reserved(self, ids: set[str]) -> Iterator[None]:
-        """Nobody else may begin under these ids meanwhile."""
-        if taken := ids & self._live_ids:
-            raise ApiError(400, f"request id {min(taken)!r} is in use", "request_id")
-        self._live_ids |= ids
-        try:
-            yield
-        finally:
-            self._live_ids -= ids
 
     def _salt(self, key: str, asked: str | None) -> str | None:
         """Prefixes are shared among requests of one API key only, and under it by the salt asked for."""

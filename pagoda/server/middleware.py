@@ -30,7 +30,7 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class AccessLog:
     """Outermost layer of the app: gives every request an id, and one line in the log when it has ended.
 
-    It leaves in scope["state"]: request_id, key (see Gate) and timings (a dict that routes may fill).
+    It leaves in scope["state"]: request_id, key and is_admin (see Gate) and timings (a dict that routes may fill).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -43,7 +43,7 @@ class AccessLog:
         given = next((v.decode("latin-1") for k, v in scope["headers"] if k == REQUEST_ID_HEADER), "")
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = scope.setdefault("state", {})
-        state.update(request_id=request_id, key="", timings={})
+        state.update(request_id=request_id, key="", is_admin=False, timings={})
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -65,17 +65,19 @@ class AccessLog:
 class Gate:
     """What a request must pass before a route sees it, and its body while one reads it.
 
-    config.api_keys: empty lets everybody in. Keys are compared in constant time.
+    config.api_keys: if empty, every request passes. Keys are compared in constant time.   config.admin_api_key: passes
+    like any of them, and sets is_admin.
     config.max_body_bytes, max_header_bytes: larger requests get 413 and 431.
     config.body_timeout_s: a body that is not complete by then gets 408, and its connection is closed.
     drain: while the server drains, new requests get 503; what outlives the drain's deadline without an answer, too.
-    It leaves in scope["state"]: key, "" or the key's digest, safe to log.
+    It leaves in scope["state"]: key, "" or the key's digest, safe to log; is_admin.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, drain: Drain) -> None:
         self._app = app
         self._drain = drain
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._digests = [_digest(key) for key in config.api_keys]
+        self._admin_digest = _digest(config.admin_api_key) if config.admin_api_key is not None else b""
         self._max_body_bytes = config.max_body_bytes
         self._max_header_bytes = config.max_header_bytes
         self._body_timeout_s = config.body_timeout_s
@@ -115,24 +117,30 @@ class Gate:
         length = next((v for k, v in headers if k == b"content-length"), b"0")
         if length.isdigit() and int(length) > self._max_body_bytes:
             return error_response(413, f"the body is larger than {self._max_body_bytes} bytes")
-        if self._digests and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            digest = self._key_digest(headers)
-            if digest is None:
+        if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            digest, is_admin = self._key_digest(headers)
+            if self._digests and digest is None:
                 response = error_response(
                     401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
                 )
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
-            state["key"] = digest.hex()[:16]
+            state.update(key=digest.hex()[:16] if digest is not None else "", is_admin=is_admin)
         return _shutting_down() if self._drain.refuses(scope["path"]) else None
 
-    def _key_digest(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
-        """Digest of the key given, if it is a known one. Looks at all keys whatever matches, so time tells nothing."""
+    def _key_digest(self, headers: list[tuple[bytes, bytes]]) -> tuple[bytes | None, bool]:
+        """Return the digest of the key given, None for an unknown one, and whether it is the admin's.
+
+        All keys are compared, whichever matches, so that the time taken tells nothing.
+        """
         given = next((v for k, v in headers if k == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         known = [hmac.compare_digest(digest, one) for one in self._digests]
-        return digest if scheme.lower() == b"bearer" and any(known) else None
+        is_admin = hmac.compare_digest(digest, self._admin_digest)
+        if scheme.lower() != b"bearer" or not (any(known) or is_admin):
+            return None, False
+        return digest, is_admin
 
     def _limited(self, receive: Receive) -> Receive:
         """Bounds the body in size, also one that came without its length, and in time.
@@ -162,6 +170,10 @@ class Gate:
             return message
 
         return limited
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 def _shutting_down() -> ASGIApp:

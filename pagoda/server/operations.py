@@ -1,14 +1,13 @@
-"""What operators ask: health, load, metrics, models, version, aborts, the prefix cache."""
+"""Operational endpoints: health, load, metrics, models, version, aborts, the prefix cache."""
 
-from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from pagoda.server.answers import ERRORS, ErrorResponse
+from pagoda.server.answers import ERRORS
 from pagoda.server.body import described_body, read_body
 from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import error_response
@@ -19,14 +18,6 @@ router = APIRouter()
 
 # Work without a new step for so long is no longer progress (the watchdog ends it later).
 STUCK_AFTER_S = 30.0
-
-NOT_YET = {
-    "/v1/embeddings": "embeddings",
-    "/v1/score": "scoring",
-    "/v1/rerank": "reranking",
-    "/v1/load_lora_adapter": "LoRA adapters",
-    "/v1/unload_lora_adapter": "LoRA adapters",
-}
 
 
 @router.get("/health")
@@ -102,35 +93,24 @@ async def model(name: str, http: Request) -> dict[str, Any]:
 
 @router.post("/abort_requests", responses=ERRORS, openapi_extra=described_body(AbortRequest))
 async def abort_requests(http: Request) -> dict[str, Any]:
-    """End these requests; unknown ids are ignored. Their callers get what there was, with finish_reason abort."""
+    """End these requests of the caller's; unknown ids are ignored. They are answered with what there was, as aborted.
+
+    Without ids: all requests, for which the admin key is needed where the server has one; else all of the caller's.
+    """
     state = state_of(http)
     body = await read_body(http, AbortRequest, state.body_limits)
-    aborted = await state.generator.llm.abort(body.request_ids)
-    return {"aborted": aborted}
+    if not body.request_ids:
+        state.check_admin(http)
+    caller = http.scope["state"]
+    key = None if caller["is_admin"] else caller["key"]
+    return {"aborted": await state.generator.abort(body.request_ids or None, key)}
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", responses=ERRORS)
 async def reset_prefix_cache(http: Request, reset_running_requests: bool = False) -> Response:
     """Forget all cached prefixes. 409 while blocks are in use, unless running requests are to be preempted."""
-    if await state_of(http).generator.llm.reset_prefix_cache(reset_running_requests):
+    state = state_of(http)
+    state.check_admin(http)
+    if await state.generator.llm.reset_prefix_cache(reset_running_requests):
         return Response()
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
-
-
-def _not_yet(what: str) -> Callable[[], Awaitable[JSONResponse]]:
-    async def answer() -> JSONResponse:
-        return error_response(501, f"{what}: not available yet on this server")
-
-    return answer
-
-
-for path, what in NOT_YET.items():
-    router.add_api_route(
-        path,
-        _not_yet(what),
-        methods=["POST"],
-        status_code=501,
-        response_model=ErrorResponse,
-        summary=f"{what}: not available yet",
-        name=path,
-    )

@@ -310,9 +310,9 @@ class DetokenizeRequest(Body, kw_only=True, frozen=True):
 
 
 class AbortRequest(Body, kw_only=True, frozen=True):
-    """POST /abort_requests"""
+    """POST /abort_requests: without ids, all of the caller's requests."""
 
-    request_ids: Annotated[list[str], Meta(min_length=1)]
+    request_ids: list[str] | None = None
 
 
 REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)

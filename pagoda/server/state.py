@@ -29,6 +29,7 @@ class ServerState:
     tool_template: str | None
     tool_parser: str
     trusts_templates: bool = False
+    has_admin_key: bool = False
     body_limits: BodyLimits = field(default_factory=BodyLimits)
     engine: ProcessClient | None = None
     drain: Drain = field(default_factory=Drain)
@@ -38,6 +39,11 @@ class ServerState:
         """404 for a model we do not serve."""
         if name is not None and name not in self.model_names:
             raise ApiError(404, f"no model {name!r} here; this server has {', '.join(self.model_names)}", "model")
+
+    def check_admin(self, http: Request) -> None:
+        """403 for a caller without the admin key, where the server has one."""
+        if self.has_admin_key and not http.scope["state"]["is_admin"]:
+            raise ApiError(403, "this operates the server for all its users: send the admin key (--admin-api-key)")
 
     def check_template(self, template: str | None) -> None:
         """400 for a template of the caller's where those are not trusted: the sandbox cannot keep one from looping."""
@@ -52,14 +58,15 @@ class ServerState:
         return None if self.tool_parser == "none" else self.tool_parser
 
     def request_id(self, http: Request, asked: str | None, prefix: str) -> str:
-        """The engine's id of this request: what the body asks for, else the id that the access log has.
+        """The id of this request and its answer: the one the body asks for, else the one in the access log.
 
-        The header only names a request for its reader: several may carry the same, so a used one is told apart.
+        Several requests may carry the same X-Request-Id header: while one runs, others get a suffix.
         """
         if asked is not None:
             return f"{prefix}-{asked}"
         request_id = f"{prefix}-{http.scope['state']['request_id']}"
-        return f"{request_id}-{uuid.uuid4().hex[:8]}" if self.generator.is_live(request_id) else request_id
+        is_live = self.generator.is_live(http.scope["state"]["key"], request_id)
+        return f"{request_id}-{uuid.uuid4().hex[:8]}" if is_live else request_id
 
 
 def state_of(http: Request) -> ServerState:

@@ -1,0 +1,61 @@
+"""Routes that are planned: they answer 501, so that a client can tell them from a mistyped path and does not retry."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from pagoda.server.answers import ErrorResponse
+from pagoda.server.errors import error_response
+from pagoda.server.state import state_of
+
+router = APIRouter()
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRoute:
+    """paths: all of them, with everything below.   needs_admin: it will operate the server for all its users."""
+
+    feature: str
+    paths: tuple[str, ...]
+    needs_admin: bool = False
+
+
+PLANNED = (
+    PlannedRoute("embeddings", ("/v1/embeddings",)),
+    PlannedRoute("scoring", ("/v1/score", "/score")),
+    PlannedRoute("reranking", ("/v1/rerank", "/v2/rerank", "/rerank")),
+    PlannedRoute("pooling", ("/pooling",)),
+    PlannedRoute("classification", ("/classify",)),
+    PlannedRoute("loading LoRA adapters", ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), needs_admin=True),
+    PlannedRoute("the responses API", ("/v1/responses",)),
+    PlannedRoute("the messages API", ("/v1/messages",)),
+    PlannedRoute("files", ("/v1/files",)),
+    PlannedRoute("batches", ("/v1/batches",)),
+    PlannedRoute("transcription", ("/v1/audio/transcriptions",)),
+    PlannedRoute("speech translation", ("/v1/audio/translations",)),
+    PlannedRoute("the dashboard", ("/dashboard",)),
+    PlannedRoute("traces", ("/trace",)),
+)
+
+
+def _refusing(route: PlannedRoute) -> Callable[[Request], Awaitable[JSONResponse]]:
+    async def answer(http: Request) -> JSONResponse:
+        if route.needs_admin:
+            state_of(http).check_admin(http)
+        return error_response(501, f"{route.feature}: not available yet on this server")
+
+    return answer
+
+
+for _route in PLANNED:
+    for _path in _route.paths:
+        _summary = f"Not available yet: {_route.feature}"
+        router.add_api_route(
+            _path, _refusing(_route), methods=["POST"], status_code=501, response_model=ErrorResponse, summary=_summary
+        )
+        for _pattern in (_path, f"{_path}/{{rest:path}}"):
+            router.add_api_route(_pattern, _refusing(_route), methods=_METHODS, include_in_schema=False)
