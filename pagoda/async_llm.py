@@ -121,8 +121,6 @@ class AsyncLLM:
         else:
             token_ids = self.input_processor.token_ids_of(prompt)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
-        if not request_id.isprintable():
-            raise RequestError("a request id holds printable characters only", "request_id")
         self._check_is_new(request_id)
         return self.input_processor.make_request(
             request_id,
@@ -141,13 +139,12 @@ class AsyncLLM:
             raise self._died
         request_id = request.request_id
         self._check_is_new(request_id)
-        mailbox = Mailbox(kind)
-        self._outputs.open(request, kind, prompt)
-        self._readers[request_id] = mailbox
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._pump_outputs())
-        self._client.add_request(request)
         try:
+            mailbox = self._readers[request_id] = Mailbox(kind)
+            self._outputs.open(request, kind, prompt)
+            if self._pump is None:
+                self._pump = asyncio.create_task(self._pump_outputs())
+            self._client.add_request(request)
             while True:
                 output = await mailbox.get()
                 yield output
@@ -181,6 +178,8 @@ class AsyncLLM:
             while True:
                 outputs = await self._client.next_outputs()
                 done = self._outputs.process(outputs, self._clock.now())
+                if done.failed:
+                    self._client.abort(done.failed)
                 for request_id, branch in done.stopped:
                     self._client.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
                 self._deliver(done.outputs)

@@ -5,6 +5,7 @@ It blocks while there is nothing to do, takes what has come in between two steps
 
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -18,14 +19,17 @@ import zmq
 
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import CapacityError, ConfigError, PagodaError
+from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
+from pagoda.core.request import RequestStatus
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder
 from pagoda.engine.incarnation import RECORDER_ROWS, MeetingPlace
 from pagoda.executors.recorded import RecordedExecutor
+
+logger = logging.getLogger("pagoda.engine")
 
 STATS_INTERVAL_S = 0.1
 
@@ -39,13 +43,14 @@ class EngineServer:
         self._socket = socket
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
+        self._num_handled = 0
 
     def run(self) -> None:
         """Serve for ever. What the engine core raises ends the process: the client has the journal."""
         core = self._core
         while True:
             if not core.has_unfinished_requests():
-                self._send(wire.StatsReport(self._make_stats()))
+                self._send(wire.IdleReport(self._make_stats(), self._num_handled))
                 self._handle(self._socket.recv())
             self._drain()
             for outputs in core.step().values():
@@ -57,12 +62,10 @@ class EngineServer:
                 self._handle(self._socket.recv(zmq.NOBLOCK))
 
     def _handle(self, data: bytes) -> None:
+        self._num_handled += 1
         match self._codec.decode(data):
-            case wire.AddRequest(request):
-                try:
-                    self._core.add_request(request)
-                except PagodaError as error:
-                    self._send(wire.RequestRefused(request.request_id, request.handle, str(error)))
+            case wire.AddRequest() as message:
+                self._add(message)
             case wire.AbortRequests(request_ids):
                 self._core.abort(request_ids)
             case wire.FinishBranch(request_id, branch, status):
@@ -71,6 +74,22 @@ class EngineServer:
                 self._send(wire.ResetReply(call_id, self._core.reset_prefix_cache(preempt_running)))
             case message:
                 raise AssertionError(f"no such message: {message}")
+
+    def _add(self, message: wire.AddRequest) -> None:
+        """Hand a request to the core, or refuse it; whatever fails on the way concerns this request only."""
+        status = RequestStatus.FINISHED_IGNORED
+        try:
+            self._core.add_request(self._codec.decode_request(message))
+            return
+        except (WorkerDied, InvariantBroken):
+            raise
+        except PagodaError as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("request %s could not enter the engine", message.request_id)
+            reason = f"the engine could not take this request: {type(error).__name__}: {error}"
+            status = RequestStatus.FINISHED_ERROR
+        self._send(wire.RequestRefused(message.request_id, message.handle, reason, status))
 
     def _send(self, message: msgspec.Struct) -> None:
         self._socket.send(self._codec.encode(message))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.base.errors import RequestError
+from pagoda.base.text import check_encodable
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
@@ -176,10 +177,12 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         return ()
     items = (value,) if isinstance(value, str) else value
     if isinstance(items, bytes | Mapping) or not isinstance(items, Iterable):
-        raise _refuse(name, value, "a text or a list of texts")
+        raise _refuse(name, value, "a string or a list of strings")
     texts = tuple(items)
     if not all(isinstance(text, str) and text for text in texts):
-        raise _refuse(name, value, "a text or a list of texts, none of them empty")
+        raise _refuse(name, value, "a string or a list of strings, none of them empty")
+    for text in texts:
+        check_encodable(name, text)
     return texts
 
 

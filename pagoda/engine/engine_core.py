@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda.base.clock import Clock
-from pagoda.base.errors import InvariantBroken, RequestError, WorkerDied
+from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.executor import Executor
 from pagoda.core.request import Request, RequestStatus
@@ -60,9 +60,25 @@ class EngineCore:
         return self._clock.now()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for token ids the model does not have, and for a duplicate id."""
+        """Queue a request. Raises RequestError for token ids the model does not have, and for a duplicate id.
+
+        A request that fails to enter leaves nothing behind.
+        """
         check_token_ids(request, self._vocab_size)
-        self._scheduler.add_request(request)
+        try:
+            self._scheduler.add_request(request)
+        except PagodaError:  # raised by checks, before anything has changed
+            raise
+        except Exception as error:
+            self._remove_half_added(request, error)
+            raise
+
+    def _remove_half_added(self, request: Request, cause: Exception) -> None:
+        try:
+            self._scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+        except Exception as error:
+            reason = f"request {request.request_id} failed to enter ({cause!r}) and cannot be removed ({error!r})"
+            raise InvariantBroken(reason) from cause
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests wherever they stand; they yield nothing more. Unknown ids are ignored."""

@@ -19,7 +19,8 @@ _KEYS_AT = 64
 
 def request_key(request_id: str) -> int:
     """64 bits that stand for a request id in the recorder."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little", signed=True)
+    digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,18 @@
 """InputProcessor: what a user gave becomes a core Request, or a RequestError that says what is wrong with it."""
 
 import dataclasses
+import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, SupportsIndex, TypedDict
 
 import numpy as np
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.text import check_encodable
 from pagoda.core.request import Request
 from pagoda.engine.chat_template import ChatTemplate, Message
 from pagoda.engine.load_tokenizer import load_tokenizer
@@ -109,6 +111,9 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params is {type(params).__name__}, expected SamplingParams", "sampling_params"
             )
+        _check_request_id(request_id)
+        if cache_salt is not None:
+            _check_salt(cache_salt)
         prompt_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
         sampling = self._complete(params, len(prompt_ids))
         self._next_handle += 1
@@ -117,7 +122,7 @@ class InputProcessor:
             prompt_token_ids=prompt_ids,
             sampling=sampling,
             arrival_time_s=arrival_time_s,
-            priority=priority,
+            priority=_normal_priority(priority),
             handle=self._next_handle,
             seed=self._seed(params.seed),
             eos_token_ids=self._eos_token_ids,
@@ -143,13 +148,7 @@ class InputProcessor:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; RequestError when it is not valid Unicode."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            bad = f"{text[error.start]!r} at character {error.start}"
-            raise RequestError(
-                f"the prompt is not valid Unicode: {bad} is half of a surrogate pair", "prompt"
-            ) from None
+        check_encodable("prompt", text)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def render_chat(
@@ -255,6 +254,29 @@ class InputProcessor:
         if self._seeds is not None:
             return int(self._seeds.integers(1 << _SEED_BITS))
         return secrets.randbits(_SEED_BITS)
+
+
+def _check_request_id(request_id: object) -> None:
+    if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
+        raise RequestError(
+            f"request_id must be a string of printable characters (got {request_id!r:.80})", "request_id"
+        )
+
+
+def _check_salt(salt: object) -> None:
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string (got {salt!r:.80})", "cache_salt")
+    check_encodable("cache_salt", salt)
+
+
+def _normal_priority(priority: SupportsIndex) -> int:
+    try:
+        value = operator.index(priority)
+    except TypeError:
+        value = 2**31
+    if not -(2**31) <= value < 2**31:
+        raise RequestError(f"priority must be an integer of 32 bits (got {priority!r:.80})", "priority")
+    return value
 
 
 def build_input_processor(

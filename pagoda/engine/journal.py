@@ -65,7 +65,9 @@ class Journal:
         return iter(self._entries.values())
 
     def open(self, request: Request) -> JournalEntry:
-        """Begin to follow a request."""
+        """Begin to follow a request. Its id and handle must not be live."""
+        assert request.request_id not in self._entries, f"request id {request.request_id!r} is live"
+        assert request.handle not in self._by_handle, f"handle {request.handle} is live"
         prior = request.prior_output or ((),) * request.num_branches
         entry = JournalEntry(request, [list(tokens) for tokens in prior], set(range(request.num_branches)))
         self._entries[request.request_id] = entry
@@ -83,6 +85,11 @@ class Journal:
 
     def get(self, request_id: str) -> JournalEntry | None:
         return self._entries.get(request_id)
+
+    def by_handle(self, handle: int) -> JournalEntry | None:
+        """The request that has this handle, or one of whose parts has it in the current engine."""
+        own, _ = self._alias.get(handle, (handle, 0))
+        return self._by_handle.get(own)
 
     def end_branch(self, request_id: str, branch: int) -> None:
         """A branch ended by its client's will (a stop string)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pagoda.base.errors import PagodaError, RequestError
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import RequestStatus
@@ -43,7 +43,7 @@ class LLMEngine:
         self._outputs.open(request, kind, text_of(prompt))
         try:
             self.core.add_request(request)
-        except PagodaError:
+        except BaseException:  # whatever kept it out of the engine, nothing of it stays behind
             self._outputs.close(request_id)
             raise
 
@@ -52,6 +52,8 @@ class LLMEngine:
         ready: list[RequestOutput] = []
         for outputs in self.core.step().values():
             done = self._outputs.process(outputs, self.core.now())
+            if done.failed:
+                self.core.abort(done.failed)
             for request_id, branch in done.stopped:
                 self.core.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
             ready += done.outputs

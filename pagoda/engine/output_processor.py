@@ -1,5 +1,6 @@
 """OutputProcessor: columns of tokens from the engine core become RequestOutputs with text."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +11,8 @@ from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColum
 from pagoda.engine.detokenizer import Detokenizer
 from pagoda.engine.stop_strings import StopStrings
 from pagoda.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("pagoda")
 
 
 class OutputKind(Enum):
@@ -22,11 +25,13 @@ class OutputKind(Enum):
 class ProcessedOutputs:
     """What one step gave its readers.
 
-    stopped: (request id, branch) that ended by a stop string, of which the engine core must be told.
+    stopped: (request id, branch) that ended by a stop string: the engine core has to end it too.
+    failed: ids of requests whose output could not be read, and which ended with an error: likewise.
     """
 
     outputs: list[RequestOutput] = field(default_factory=list)
     stopped: list[tuple[str, int]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -71,8 +76,13 @@ class OutputProcessor:
             if live is None or (branch := live.branches[index]).is_done:
                 continue
             touched[handle] = live
-            if branch.append(new, ends.get((handle, index)), outputs.logprobs, first):
-                done.stopped.append((live.request.request_id, index))
+            try:
+                if branch.append(new, ends.get((handle, index)), outputs.logprobs, first):
+                    done.stopped.append((live.request.request_id, index))
+            except Exception as error:  # concerns this request only
+                logger.exception("the output of request %s could not be read", live.request.request_id)
+                live.fail(f"the output could not be read: {type(error).__name__}: {error}")
+                done.failed.append(live.request.request_id)
         for finish in outputs.finishes:
             live = self._by_handle.get(finish.handle)
             if live is not None:
@@ -165,6 +175,13 @@ class _LiveRequest:
         if finish.message is not None:
             self.error = finish.message
         self.branches[finish.branch].end(finish.status)
+
+    def fail(self, message: str) -> None:
+        """End with an error where the text itself may be what fails."""
+        self.error = message
+        for branch in self.branches:
+            if not branch.is_done:
+                branch.finish_reason = RequestStatus.FINISHED_ERROR.finish_reason
 
     def end_all(self, status: RequestStatus) -> None:
         for branch in self.branches:

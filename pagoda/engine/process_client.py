@@ -69,6 +69,8 @@ class ProcessClient:
         self._progress_at_s = 0.0
         self._resets: dict[int, asyncio.Future[bool]] = {}
         self._next_call = 0
+        self._num_sent = 0
+        self._num_handled_when_idle = 0
         self._life: asyncio.Task[None] | None = None
         self._facts: asyncio.Future[wire.EngineFacts] | None = None
         self._start_error: str | None = None  # what the last engine process said when it could not start
@@ -91,17 +93,20 @@ class ProcessClient:
         return await asyncio.shield(self._facts)
 
     def add_request(self, request: Request) -> None:
-        entry = self._journal.open(request)
         if self.died is not None:
             self._outputs.put_nowait(self.died)
-        elif self.is_up:
+            return
+        entry = self._journal.open(request)
+        if self.is_up:
             self._enter(entry)
 
     def abort(self, request_ids: list[str]) -> None:
-        gone = [i for request_id in request_ids for i in self._journal.engine_ids(request_id)]
-        for request_id in request_ids:
+        known = [request_id for request_id in request_ids if request_id in self._journal]
+        gone = [i for request_id in known for i in self._journal.engine_ids(request_id)]
+        for request_id in known:
             self._journal.close(request_id)
-        self._send(wire.AbortRequests(tuple(gone)))
+        if gone:
+            self._send(wire.AbortRequests(tuple(gone)))
         self._release_next()
 
     def finish_branch(self, request_id: str, branch: int, status: RequestStatus) -> None:
@@ -159,7 +164,7 @@ class ProcessClient:
         return self._engine.process.pid if self._engine is not None else None
 
     def stuck_for_s(self) -> float:
-        """Seconds since the engine made progress, as far as it has anything to do."""
+        """Seconds since the engine made progress, or 0 while it has no work."""
         return time.monotonic() - self._progress_at_s if self._engine is not None else 0.0
 
     # ---- the engine's lives
@@ -231,16 +236,19 @@ class ProcessClient:
 
     async def _watch(self, engine: Incarnation) -> bool:
         """Returns when the process has ended (False) or makes no progress though it has work (True)."""
-        steps_seen = (0, 0)
+        steps_seen, was_late = (0, 0), False
         while engine.process.poll() is None:
             flight = engine.recorder.read()
             steps = (flight.steps_begun, flight.steps_ended)
-            has_work = self._engine is engine and len(self._journal) > 0
+            has_work = self._engine is engine and not self._engine_is_idle
             if steps != steps_seen or not has_work:
-                self._progress_at_s = time.monotonic()
+                self._progress_at_s, was_late = time.monotonic(), False
             elif (stuck_s := self.stuck_for_s()) > self._step_timeout_s:
-                logger.error("no progress for %.1f s: the engine counts as dead", stuck_s)
-                return True
+                # Twice, so that what the engine has said meanwhile is read first if this process was the slow one.
+                if was_late:
+                    logger.error("no progress for %.1f s: the engine counts as dead", stuck_s)
+                    return True
+                was_late = True
             steps_seen = steps
             await asyncio.sleep(WATCH_INTERVAL_S)
         return False
@@ -248,6 +256,7 @@ class ProcessClient:
     def _begin(self, engine: Incarnation, facts: wire.EngineFacts) -> None:
         """A new engine is ready: everything live goes in, suspects one by one."""
         self._engine = engine
+        self._num_sent = self._num_handled_when_idle = 0
         engine.place.remove()  # both have it open: nothing is left behind now, whoever is killed
         assert self._facts is not None
         if not self._facts.done():
@@ -306,12 +315,43 @@ class ProcessClient:
 
     # ---- one engine
 
+    @property
+    def _engine_is_idle(self) -> bool:
+        """The engine has handled every message sent to it, and has no request left."""
+        return self._num_handled_when_idle == self._num_sent
+
     def _enter(self, entry: JournalEntry) -> None:
+        """Send a request to the engine. If that fails, the request ends with an error, and no other is touched."""
         is_new = entry.life == 0
         entry.life = self._number
         entry.num_since_entry = 0
-        for request in [entry.request] if is_new else self._journal.replay(entry):
-            self._send(wire.AddRequest(request))
+        try:
+            requests = [entry.request] if is_new else self._journal.replay(entry)
+            for data in [self._codec.encode_request(request) for request in requests]:
+                self._send_bytes(data)
+        except (UnicodeEncodeError, OverflowError) as error:
+            self._end_entry(entry, f"the request cannot be encoded: {error}", RequestStatus.FINISHED_IGNORED)
+        except Exception as error:
+            logger.exception("request %s could not be sent to the engine", entry.request.request_id)
+            self._end_entry(entry, f"the request could not be sent to the engine: {type(error).__name__}: {error}")
+
+    def _end_entry(
+        self, entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
+    ) -> None:
+        """End one request with an error, here and in the engine, if parts of it have got there."""
+        request_id = entry.request.request_id
+        parts = self._journal.engine_ids(request_id) if entry.aliases else []
+        self._journal.close(request_id)
+        self._outputs.put_nowait(error_outputs(entry, message, status))
+        if parts:
+            self._send(wire.AbortRequests(tuple(parts)))
+
+    def _end_lost_entries(self) -> None:
+        """End with an error what an idle engine should have: it would wait for ever, here and at its client."""
+        for entry in list(self._journal):
+            if entry.life == self._number:
+                logger.error("request %s: the engine is idle and does not have it", entry.request.request_id)
+                self._end_entry(entry, "the engine has lost this request")
 
     def _release_next(self) -> None:
         """Let the next suspect in, if the last one has proved itself or is gone."""
@@ -322,10 +362,13 @@ class ProcessClient:
             self._probe = None
         while self._held and self.is_up:
             entry = self._journal.get(self._held.popleft())
-            if entry is not None:
-                self._probe = entry.request.request_id
-                self._enter(entry)
+            if entry is None:
+                continue
+            self._probe = entry.request.request_id
+            self._enter(entry)
+            if self._probe in self._journal:
                 return
+            self._probe = None
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
@@ -337,12 +380,16 @@ class ProcessClient:
                 self._outputs.put_nowait(self._journal.record(outputs))
                 if self._probe is not None:
                     self._release_next()
-            case wire.StatsReport(stats):
+            case wire.IdleReport(stats, num_handled):
                 self._stats = stats
-            case wire.RequestRefused(request_id, _, text):
-                entry = self._journal.close(request_id)
+                self._num_handled_when_idle = num_handled
+                if self._engine_is_idle:
+                    self._end_lost_entries()
+                    self._release_next()
+            case wire.RequestRefused(_, handle, text, status):
+                entry = self._journal.by_handle(handle)
                 if entry is not None:
-                    self._outputs.put_nowait(error_outputs(entry, text, RequestStatus.FINISHED_IGNORED))
+                    self._end_entry(entry, text, status)
                 self._release_next()
             case wire.ResetReply(call_id, succeeded):
                 reply = self._resets.pop(call_id, None)
@@ -357,9 +404,27 @@ class ProcessClient:
                 raise AssertionError("an engine is ready once")
 
     def _send(self, message: wire.ToEngine) -> None:
-        """Queued by ZeroMQ at once; what a dead engine misses is replayed to its successor."""
-        if self._engine is not None:
-            self._engine.socket.send(self._codec.encode(message))
+        """Send a message that is not a request; a failure is logged."""
+        try:
+            self._send_bytes(self._codec.encode(message))
+        except Exception:
+            logger.exception("a message could not be sent to the engine: %r", message)
+
+    def _send_bytes(self, data: bytes) -> None:
+        """Hand a message to ZeroMQ, which queues it; what a dead engine misses is replayed to its successor."""
+        if self._engine is None:
+            return
+        sent: asyncio.Future[object] = self._engine.socket.send(data)  # type: ignore[assignment]
+        if sent.done():
+            sent.result()
+        else:
+            sent.add_done_callback(_log_failure)
+        self._num_sent += 1
+
+
+def _log_failure(sent: "asyncio.Future[object]") -> None:
+    if not sent.cancelled() and (error := sent.exception()) is not None:
+        logger.error("a message did not reach the engine: %r", error)
 
 
 def _failed_start(times: int, code: int | None, said: str | None) -> str:

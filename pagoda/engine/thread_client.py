@@ -1,6 +1,7 @@
 """ThreadClient: an engine core on a thread of this process, for AsyncLLM without a second process."""
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -13,6 +14,8 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.journal import JournalEntry, error_outputs
+
+logger = logging.getLogger("pagoda.engine")
 
 T = TypeVar("T")
 
@@ -120,11 +123,20 @@ class ThreadClient:
             command(core)
 
     def _add(self, core: EngineCore, request: Request) -> None:
+        status = RequestStatus.FINISHED_IGNORED
         try:
             core.add_request(request)
+            return
+        except (WorkerDied, InvariantBroken):
+            raise
         except PagodaError as error:
-            entry = JournalEntry(request, [[] for _ in range(request.num_branches)], set(range(request.num_branches)))
-            self._tell(self._outputs.put_nowait, error_outputs(entry, str(error), RequestStatus.FINISHED_IGNORED))
+            reason = str(error)
+        except Exception as error:  # concerns this request only: the core has forgotten it
+            logger.exception("request %s could not enter the engine", request.request_id)
+            reason = f"the engine could not take this request: {type(error).__name__}: {error}"
+            status = RequestStatus.FINISHED_ERROR
+        entry = JournalEntry(request, [[] for _ in range(request.num_branches)], set(range(request.num_branches)))
+        self._tell(self._outputs.put_nowait, error_outputs(entry, reason, status))
 
     def _refresh_stats(self, core: EngineCore) -> None:
         self._stats_at_s = time.monotonic()

@@ -14,7 +14,11 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    request: Request
+    """A new request, encoded on its own: one that cannot be decoded is refused under its id, and nothing else."""
+
+    request_id: str
+    handle: int
+    request: msgspec.Raw
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -108,15 +112,26 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine would not take this request; it never entered a queue."""
+    """The engine did not take this request; it never entered a queue.
+
+    status: FINISHED_IGNORED where the request is at fault, FINISHED_ERROR where the engine is.
+    """
 
     request_id: str
     handle: int
     message: str
+    status: RequestStatus = RequestStatus.FINISHED_IGNORED
 
 
-class StatsReport(msgspec.Struct, frozen=True, tag="stats"):
+class IdleReport(msgspec.Struct, frozen=True, tag="idle"):
+    """The engine has no request and waits for a message.
+
+    num_handled: messages of this client it has handled since it started. If the client has sent no more than those,
+    there is no work anywhere.
+    """
+
     stats: EngineStats
+    num_handled: int
 
 
 class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
@@ -124,7 +139,7 @@ class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
     succeeded: bool
 
 
-FromEngine = Ready | StartFailed | StepOutputs | RequestRefused | StatsReport | ResetReply
+FromEngine = Ready | StartFailed | StepOutputs | RequestRefused | IdleReport | ResetReply
 
 
 def _to_plain(value: Any) -> Any:
@@ -151,10 +166,23 @@ class Codec:
     def __init__(self, incoming: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
         self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=_from_plain)
+        self._request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_from_plain)
 
     def encode(self, message: msgspec.Struct) -> bytes:
         return self._encoder.encode(message)
 
+    def encode_request(self, request: Request) -> bytes:
+        """An AddRequest message.
+
+        Raises UnicodeEncodeError for a string that is not valid Unicode, OverflowError for an integer beyond 64 bits,
+        TypeError or NotImplementedError for a value that has no wire form.
+        """
+        return self.encode(AddRequest(request.request_id, request.handle, msgspec.Raw(self._encoder.encode(request))))
+
     def decode(self, data: bytes) -> Any:
-        """The message; msgspec.DecodeError for bytes that are none."""
+        """The message. Raises msgspec.DecodeError for bytes that are none."""
         return self._decoder.decode(data)
+
+    def decode_request(self, message: AddRequest) -> Request:
+        """The request of an AddRequest message. Raises msgspec.DecodeError if it is malformed."""
+        return self._request_decoder.decode(message.request)

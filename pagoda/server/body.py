@@ -9,6 +9,7 @@ import msgspec
 from fastapi import Request
 
 from pagoda.base.errors import RequestError
+from pagoda.base.text import is_encodable
 from pagoda.server.body_limits import BodyLimits
 from pagoda.server.protocol import REQUEST_BODIES, UNSUPPORTED, Body, ChatMessage
 
@@ -116,10 +117,10 @@ def _undecodable(data: bytes, error: Exception) -> RequestError:
 def _lone_surrogate(value: Any, path: str) -> str | None:
     """The path of the first string (or object with a key) that UTF-8 cannot encode; None if there is none."""
     match value:
-        case str() if not _is_encodable(value):
+        case str() if not is_encodable(value):
             return path
         case dict():
-            if not all(map(_is_encodable, value)):
+            if not all(map(is_encodable, value)):
                 return path
             named = ((f"{path}.{key}" if path else key, item) for key, item in value.items())
         case list():
@@ -127,14 +128,6 @@ def _lone_surrogate(value: Any, path: str) -> str | None:
         case _:
             return None
     return next((found for where, item in named if (found := _lone_surrogate(item, where)) is not None), None)
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _plain(said: str) -> str:

@@ -57,21 +57,23 @@ async def create_chat_completion(http: Request) -> Response:
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(body.max_completion_tokens or body.max_tokens, top, body.prompt_logprobs)
     generation = await state.generator.begin(http, body, [prompt.token_ids], params, request_id)
-    parser = state.tool_parser_for(template) if tools else None
-    reasons = template_reasons(template)
-    readers = [
-        _Reader(
-            TOOL_PARSERS[parser]() if parser else None,
-            ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
-        )
-        for _ in range(body.n or 1)
-    ]
-    last = body.messages[-1].get("content")
-    echoed = last if body.echo and isinstance(last, str) else ""
-    answer = _Answer(state, body, generation, request_id, readers, echoed)
-    if body.stream:
-        return EventStream(answer.events(), generation.close)
-    with contextlib.closing(generation):
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(generation.close)
+        parser = state.tool_parser_for(template) if tools else None
+        reasons = template_reasons(template)
+        readers = [
+            _Reader(
+                TOOL_PARSERS[parser]() if parser else None,
+                ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
+            )
+            for _ in range(body.n or 1)
+        ]
+        last = body.messages[-1].get("content")
+        echoed = last if body.echo and isinstance(last, str) else ""
+        answer = _Answer(state, body, generation, request_id, readers, echoed)
+        if body.stream:
+            at_end.pop_all()
+            return EventStream(answer.events(), generation.close)
         return JSONResponse(await unless_gone(http, answer.whole()))
 
 

@@ -38,10 +38,12 @@ async def create_completion(http: Request) -> Response:
     of_prompt = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     params = body.sampling_params(1 if only_prompt else body.max_tokens, body.logprobs, of_prompt)
     generation = await state.generator.begin(http, body, body.prompts(), params, request_id)
-    answer = _Answer(state, body, generation, request_id)
-    if body.stream:
-        return EventStream(answer.events(), generation.close)
-    with contextlib.closing(generation):
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(generation.close)
+        answer = _Answer(state, body, generation, request_id)
+        if body.stream:
+            at_end.pop_all()
+            return EventStream(answer.events(), generation.close)
         return JSONResponse(await unless_gone(http, answer.whole()))
 
 

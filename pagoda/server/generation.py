@@ -16,6 +16,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from pagoda.async_llm import AsyncLLM
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
@@ -72,6 +73,7 @@ class Generation:
     async def _follow(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         request = self.requests[index]
         observed = RequestObserver(self._generator.metrics, request)
+        has_run = True
         try:
             async with contextlib.aclosing(self._generator.llm.stream(request)) as deltas:
                 async for delta in deltas:
@@ -86,8 +88,12 @@ class Generation:
                         is_ours = any(part.finish_reason == "error" for part in delta.outputs)
                         raise ApiError(500 if is_ours else 400, delta.error)
                     yield delta
+        except RequestError:  # refused before it ran: it counts nowhere
+            has_run = False
+            raise
         finally:
-            observed.on_end(self.last[index], time.perf_counter())
+            if has_run:
+                observed.on_end(self.last[index], time.perf_counter())
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         # One slot a prompt: a reader that stops stops them all.

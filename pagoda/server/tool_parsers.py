@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagoda.base.registry import Registry
+from pagoda.base.text import is_encodable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,16 @@ def held_back(text: str, marker: str) -> int:
 
 
 def _as_call(value: object) -> ToolCall | None:
-    """A call from {"name": ..., "arguments" or "parameters": ...}; None if it is none."""
+    """A call from {"name": ..., "arguments" or "parameters": ...}; None if it is none, or cannot be encoded.
+
+    Models may write half a surrogate pair as an escape, which JSON allows and UTF-8 does not.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        return ToolCall(value["name"], arguments)
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(value["name"], arguments) if is_encodable(value["name"] + arguments) else None
 
 
 class HermesParser:
@@ -96,7 +100,7 @@ class HermesParser:
     def _take_call(self, text: str, parsed: Parsed) -> None:
         try:
             call = _as_call(json.loads(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             call = None
         if call is not None:
             parsed.calls.append(call)
@@ -143,7 +147,7 @@ class LlamaJsonParser:
             rest = self._text.lstrip().removeprefix(";").lstrip()
             try:
                 value, size = self._decoder.raw_decode(rest)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return parsed
             call = _as_call(value)
             if call is None:  # JSON, but no call: an answer

@@ -93,3 +93,24 @@ def test_the_parser_follows_from_the_template() -> None:
 def test_an_open_think_is_seen_in_the_prompt() -> None:
     assert opens_reasoning("<|assistant|>\n<think>\n")
     assert not opens_reasoning("<think>x</think>")
+
+
+@pytest.mark.parametrize("escape", [r"\ud800", r"x\udfff"])
+@pytest.mark.parametrize("place", ["name", "arguments"])
+def test_a_call_that_utf8_cannot_encode_comes_out_as_text(escape: str, place: str) -> None:
+    call = {"name": "f", "arguments": {"a": "b"}, place: "ESCAPE"}
+    text = f"<tool_call>{json.dumps(call)}</tool_call>".replace("ESCAPE", escape)
+    parser = HermesParser()
+    parsed = parser.feed(text)
+    assert parsed.calls == []
+    parsed.content.encode()
+    assert escape in parsed.content
+
+
+def test_a_call_nested_too_deeply_comes_out_as_text() -> None:
+    inner = "[" * 100_000
+    parser = HermesParser()
+    assert parser.feed(f"<tool_call>{inner}</tool_call>").content.endswith(inner)
+    llama = LlamaJsonParser()
+    text = '{"a":' + inner
+    assert llama.feed(text).content + llama.end().content == text
