@@ -21,10 +21,9 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
-from pagoda.loading.model_config import read_model_spec
+from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
-from pagoda.models.kv_layout import group_layers
 from pagoda.worker.memory import DTYPE_BYTES, KVCapacity, available_memory, estimate_weight_bytes, plan_capacity
 
 logger = logging.getLogger("pagoda")
@@ -66,7 +65,8 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     """
     check_settings(config)
     files = files or resolve_model(config.model)
-    spec = read_model_spec(files)
+    model = read_model(files)
+    spec = model.spec
     max_model_len = _max_model_len(config, spec)
     device = _device_name(config.parallel)
     dtype = _dtype(config.model.dtype, spec.torch_dtype, device)
@@ -83,7 +83,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
         parallel=dataclasses.replace(config.parallel, device=device),
     )
-    return EngineSetup(config, files, spec, group_layers(spec.layer_windows), dtype, kv_dtype, device, max_model_len)
+    return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len)
 
 
 def size_cache(setup: EngineSetup) -> KVCapacity:

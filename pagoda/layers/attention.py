@@ -1,47 +1,93 @@
-"""The attention block of one layer: fused QKV, rotary embedding, paged attention, output projection."""
+"""Attention over the paged cache: fused q, k, v, rotary embedding, output projection."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagoda.layers.rotary import RotaryTable
-from pagoda.ops.batch import AttentionMetadata, KVLayer
+from pagoda.core.kv_specs import KVGroupKind
+from pagoda.layers.kv import KVDeclaration, KVPlace
+from pagoda.layers.linear import Linear
+from pagoda.layers.module import Module
+from pagoda.layers.norm import RMSNorm
+from pagoda.layers.parameter import Axis, Part
+from pagoda.layers.rotary import Rotary
+from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import LinearWeight, Tensor
+from pagoda.ops.tensor import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Attention:
-    """Weights and facts of one layer's attention.
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """num_heads: of queries.   num_kv_heads: divides them.   dim: of one head."""
 
-    qkv: [(H + 2 K) D, hidden].   out: [hidden, H D].   q_norm, k_norm: [D], None where there are none.
-    scale: what scores are multiplied with.   window: tokens, 0 for all.   softcap: 0 is off.
-    """
-
-    qkv: LinearWeight
-    out: LinearWeight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    rotary: RotaryTable
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int
-    softcap: float
-    norm_eps: float
-    unit_offset_norms: bool
+    dim: int
 
-    def queries(
-        self, ops: ForwardOps, x: Tensor, positions: Tensor, kv: KVLayer, metadata: AttentionMetadata
-    ) -> Tensor:
-        """x [T, hidden] -> [T, H, D]; writes the tokens' K and V into the cache."""
-        q, k, v = ops.split_qkv(ops.linear(x, self.qkv), self.num_heads, self.num_kv_heads, self.head_dim)
+
+class Attention(Module):
+    """Causal attention, all of the context or a window of it.
+
+    window: tokens, 0 for all.   scale: multiplies scores, by default 1 / sqrt(head size).   softcap: 0 is off.
+    q_norm, k_norm: applied before the rotary embedding, per head or, if they are as large as all heads, over all of
+    them; None where there are none.   kv: what this layer keeps in the cache.   place: where; set when the model's
+    layers are put into groups.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Heads,
+        rotary: Rotary,
+        window: int = 0,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+    ) -> None:
+        dim = heads.dim
+        q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
+        parts = (
+            Part("q_proj", q_size, unit=dim, rotary=True),
+            Part("k_proj", kv_size, unit=dim, rotary=True, replicated=True),
+            Part("v_proj", kv_size, unit=dim, replicated=True),
+        )
+        self.qkv = Linear(hidden_size, parts, qkv_bias, Axis.OUT)
+        self.o_proj = Linear(q_size, hidden_size, out_bias, Axis.IN, unit=dim)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.rotary = rotary
+        self.heads = heads
+        self.window = window
+        self.scale = dim**-0.5 if scale is None else scale
+        self.softcap = softcap
+        kind = KVGroupKind.WINDOW if window else KVGroupKind.FULL
+        self.kv = KVDeclaration(kind, window, heads.num_kv_heads, dim, dim)
+        self.place = KVPlace()
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [T, hidden] -> what attention found, and the residual, of the tokens that go on.
+
+        Writes the K and V of all tokens. last: nothing reads this model's other tokens after this layer, so only the
+        batch's tail goes on.
+        """
+        heads, cache = self.heads, kv[self.place.index]
+        metadata = batch.metadata[self.place.group]
+        q, k, v = ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
         if self.q_norm is not None:
-            q = ops.rms_norm(q, self.q_norm, self.norm_eps, self.unit_offset_norms)
+            q = self.q_norm(ops, q)
         if self.k_norm is not None:
-            k = ops.rms_norm(k, self.k_norm, self.norm_eps, self.unit_offset_norms)
-        return ops.rotary_write_kv(q, k, v, positions, self.rotary.cos, self.rotary.sin, kv, metadata)
-
-    def attend(self, ops: ForwardOps, q: Tensor, kv: KVLayer, metadata: AttentionMetadata) -> Tensor:
-        """q [T, H, D] -> [T, hidden]: what the queries find in the cache, and the output projection."""
-        attended = ops.attention(q, kv, metadata, self.scale, self.window, self.softcap)
-        return ops.linear(attended, self.out)
+            k = self.k_norm(ops, k)
+        q = ops.rotary_write_kv(q, k, v, batch.positions, self.rotary.cos, self.rotary.sin, cache, metadata)
+        if last:
+            metadata = batch.tail.metadata[self.place.group]
+            q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
+        attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap)
+        return self.o_proj(ops, attended), residual

@@ -1,22 +1,24 @@
-"""The gated MLP of one layer."""
-
-from dataclasses import dataclass
+"""The gated MLP."""
 
 from pagoda.layers.activation import Activation
+from pagoda.layers.linear import Linear
+from pagoda.layers.module import Module
+from pagoda.layers.parameter import Axis, Part
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import LinearWeight, Tensor
+from pagoda.ops.tensor import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GatedMLP:
-    """gate_up: [2 I, hidden], gate then up.   down: [hidden, I]."""
+class GatedMLP(Module):
+    """down(activation(gate(x)) * up(x)); gate and up are one multiplication."""
 
-    gate_up: LinearWeight
-    down: LinearWeight
-    activation: Activation
+    def __init__(self, hidden_size: int, inner_size: int, activation: Activation, bias: bool = False) -> None:
+        parts = (Part("gate_proj", inner_size), Part("up_proj", inner_size))
+        self.gate_up = Linear(hidden_size, parts, bias, Axis.OUT)
+        self.down_proj = Linear(inner_size, hidden_size, bias, Axis.IN)
+        self.activation = activation
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        gate_up = ops.linear(x, self.gate_up)
-        act = ops.silu_mul(gate_up) if self.activation is Activation.SILU else ops.gelu_tanh_mul(gate_up)
-        return ops.linear(act, self.down)
+        gate_up = self.gate_up(ops, x)
+        active = ops.silu_mul(gate_up) if self.activation is Activation.SILU else ops.gelu_tanh_mul(gate_up)
+        return self.down_proj(ops, active)

@@ -12,8 +12,10 @@ from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.json_file import read_json_object
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.safetensors_header import read_headers
-from pagoda.models.architecture import ArchConfig, Architecture
+from pagoda.models.architecture import Architecture
+from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import DecoderConfig
 from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
 
 
@@ -35,7 +37,13 @@ def read_model_spec(files: ModelFiles) -> ModelSpec:
     return read_architecture(files)[1].spec
 
 
-def read_architecture(files: ModelFiles) -> tuple[Architecture, ArchConfig]:
+def read_model(files: ModelFiles) -> Model:
+    """The tree of a model, whose parameters are declared and not loaded. Raises ConfigError as `read_architecture`."""
+    architecture, config = read_architecture(files)
+    return architecture.model(config)
+
+
+def read_architecture(files: ModelFiles) -> tuple[Architecture, DecoderConfig]:
     """Which architecture a model has, and everything its decoder needs to know besides the weights.
 
     Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
@@ -70,7 +78,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _read_folder(folder: Path) -> tuple[Architecture, ArchConfig]:
+def _read_folder(folder: Path) -> tuple[Architecture, DecoderConfig]:
     config = ConfigReader(read_json_object(folder / "config.json"), str(folder / "config.json"))
     names = config.texts("architectures")
     if not names:
@@ -113,21 +121,21 @@ _GGUF_NUMBERS = {
 }
 
 
-def _read_gguf(file: GGUFFile) -> tuple[Architecture, ArchConfig]:
+def _read_gguf(file: GGUFFile) -> tuple[Architecture, DecoderConfig]:
     name = file.require("general.architecture", str)
     try:
         architecture = BY_GGUF_NAME[name]
     except ConfigError as error:
         raise ConfigError(f"{file.path}: {error}") from None
+    if file.get(f"{name}.expert_count", int):
+        raise ConfigError(f"{file.path}: mixture-of-experts models ({name}.expert_count) are not supported")
     values = _hf_words(file, name)
-    values |= architecture.gguf_extras(values)
+    values |= architecture.gguf_settings(values)
     return architecture, architecture.read(ConfigReader(values, str(file.path)))
 
 
 def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     """The metadata and the tensor list of a GGUF, in the words of a config.json."""
-    if file.get(f"{name}.expert_count", int):
-        raise ConfigError(f"{file.path}: mixture-of-experts models ({name}.expert_count) are not supported")
     values: dict[str, object] = {ours: file.get(f"{name}.{key}", int) for key, ours in _GGUF_INTEGERS.items()}
     values |= {ours: file.get(f"{name}.{key}", float) for key, ours in _GGUF_NUMBERS.items()}
     values["head_dim"] = _head_dim(file, name)

@@ -1,9 +1,11 @@
-"""Weights by name from either kind of checkpoint: shape first, values on demand, nothing held."""
+"""Weights by name from either kind of checkpoint: shape first, regions of values on demand, nothing held."""
 
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
@@ -11,8 +13,9 @@ from pagoda.base.registry import nearest
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.loading.dequantize import dequantize
 from pagoda.loading.gguf_codes import read_codes
-from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.gguf_file import GGUFFile, GGUFTensor
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.pieces import Region
 from pagoda.loading.safetensors_header import read_headers
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -27,12 +30,15 @@ class Weights(Protocol):
         """Raises ConfigError when there is no such tensor."""
         ...
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` (same shape, any float dtype, any device), converted once; ConfigError when it cannot be read."""
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
+        """Fill `out` (contiguous, any float dtype, any device) with a region, None for the whole tensor.
+
+        Values are converted once. Raises ConfigError for a tensor that cannot be read.
+        """
         ...
 
-    def read_codes(self, name: str) -> QuantizedWeight | None:
-        """A matrix as the codes and scales it is stored in; None when it is stored as plain floats."""
+    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+        """A region of a matrix as the codes and scales it is stored in; None if it is stored as plain floats."""
         ...
 
 
@@ -58,16 +64,16 @@ class SafetensorsWeights:
             raise _missing(name, list(self._entries), self._folder)
         return self._entries[name].shape
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         entry = self._entries[name]
         if entry.dtype not in _FLOATS:
             raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
         try:
-            out.copy_(self._open[entry.file].get_tensor(name))
+            out.copy_(_part_of(self._open[entry.file].get_tensor(name), region))  # a view of the mapped file
         except SafetensorError as error:
             raise ConfigError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
 
-    def read_codes(self, name: str) -> QuantizedWeight | None:
+    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
         return None
 
 
@@ -85,19 +91,47 @@ class GGUFWeights:
             raise _missing(name, list(self._file.tensors), self._file.path)
         return self._file.tensors[name].shape
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         tensor = self._file.tensors[name]
         try:
-            dequantize(self._file.bytes_of(tensor), tensor.type, out)
+            dequantize(self._bytes(tensor, region), tensor.type, out)
         except NotImplementedError:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
 
-    def read_codes(self, name: str) -> QuantizedWeight | None:
+    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
         tensor = self._file.tensors[name]
         try:
-            return read_codes(self._file.bytes_of(tensor), tensor.type, *tensor.shape)
+            return read_codes(self._bytes(tensor, region), tensor.type, *region.shape)
         except NotImplementedError:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
+
+    def _bytes(self, tensor: GGUFTensor, region: Region | None) -> memoryview:
+        """The region's blocks, in the mapped file; copied only where columns are left out."""
+        data = self._file.bytes_of(tensor)
+        if region is None:
+            return data
+        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        blocks = np.frombuffer(data, np.uint8).reshape(*tensor.shape[:-1], -1, block_bytes)
+        if region.index is not None:
+            blocks = blocks[region.index]
+        columns = region.columns if region.columns is not None else region.rows
+        if columns.start % block or columns.stop % block:
+            raise ConfigError(
+                f"{self._file.path}: tensor {tensor.name!r}: columns {columns.start} to {columns.stop} cut its "
+                f"{tensor.type.name} blocks of {block} values"
+            )
+        at = slice(columns.start // block, columns.stop // block)
+        part = blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
+        return np.ascontiguousarray(part).reshape(-1).data
+
+
+def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
+    if region is None:
+        return tensor
+    if region.index is not None:
+        tensor = tensor[region.index]
+    tensor = tensor[region.rows.start : region.rows.stop]
+    return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
 
 
 def _missing(name: str, known: list[str], path: Path) -> ConfigError:

@@ -1,35 +1,32 @@
-"""Model: what runs a forward asks of one."""
+"""Model: the root of a tree, and what runs a forward asks of it."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from pagoda.base.model_spec import ModelSpec
 from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.layers.module import Module
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
 
-class Model(Protocol):
-    """A loaded model: weights and the order of its ops. It receives the ops with every call and keeps none.
+class Model(Module):
+    """A tree of layers and the order in which they compute. It receives the ops with every call and keeps none.
 
-    kv_groups: which layers share a block table; a batch has one AttentionMetadata for each.
+    kv_groups: which attentions share a block table; a batch has one AttentionMetadata for each.
     """
 
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
+    spec: ModelSpec
+    kv_groups: tuple[KVGroupSpec, ...]
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """Final hidden states of the batch's tail, [num_tail, hidden], normed.
 
-        Writes the K and V of all its tokens to `kv` (one per model layer). Computes with `ops` alone, so that a
-        recorder given as `ops` records the forward.
+        Writes the K and V of all its tokens to `kv` (one per attention, in the order of the tree). Computes with `ops`
+        alone, so that a recorder given as `ops` records the forward.
         """
-        ...
+        raise NotImplementedError
 
     def compute_logits(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result [S, hidden] -> float32 [S, vocab]."""
-        ...
+        raise NotImplementedError

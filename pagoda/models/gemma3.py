@@ -3,25 +3,29 @@
 Multimodal checkpoints (`text_config`) are served as text models; their vision tower is not loaded.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
+from pagoda.layers.attention import Attention
+from pagoda.layers.mlp import GatedMLP
+from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rope_config import RopeConfig
-from pagoda.models.architecture import (
+from pagoda.layers.rotary import Rotary
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import (
     FULL,
-    GGUF_LAYER,
-    HF_LAYER,
     SLIDING,
-    ArchConfig,
-    Architecture,
-    gguf_keys,
-    hf_keys,
+    DecoderConfig,
     read_activation,
     read_spec,
     windows_by_layer_types,
 )
-from pagoda.models.config_reader import ConfigReader
+from pagoda.models.llama import Llama, LlamaLayer
+from pagoda.models.naming import HF, Naming, gguf_naming
 from pagoda.models.read_rope import read_rope_parameters
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
 
 # Google's configs leave out what equals the first release; these are that release's values.
 _DEFAULTS: dict[str, object] = {
@@ -39,7 +43,55 @@ _DEFAULTS: dict[str, object] = {
 _LAYERS_OF_27B = 62
 
 
-def read(config: ConfigReader) -> ArchConfig:
+class Gemma3Layer(LlamaLayer):
+    """Four norms: attention and MLP are each followed by one before their output joins the residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        spec = config.spec
+
+        def norm(size: int = spec.hidden_size) -> RMSNorm:
+            return RMSNorm(size, config.rms_norm_eps, unit_offset=True)
+
+        self.input_layernorm = norm()
+        self.self_attn = Attention(
+            spec.hidden_size,
+            config.heads,
+            rotary,
+            window=spec.layer_windows[index],
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.attention_out_bias,
+        )
+        self.self_attn.q_norm = norm(spec.head_dim)
+        self.self_attn.k_norm = norm(spec.head_dim)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation)
+        self.post_feedforward_layernorm = norm()
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(ops, x, residual)
+        x, residual = self.self_attn(ops, x, residual, batch, kv, last)
+        x = self.post_attention_layernorm(ops, x)
+        x, residual = self.pre_feedforward_layernorm.add(ops, x, residual)
+        x = self.mlp(ops, x)
+        return self.post_feedforward_layernorm(ops, x), residual
+
+
+class Gemma3(Llama):
+    layer = Gemma3Layer
+
+
+def read(config: ConfigReader) -> DecoderConfig:
     text = config.section("text_config")
     if text is not None:
         inherited = {key: config.values[key] for key in ("dtype", "torch_dtype", "eos_token_id") if config.has(key)}
@@ -49,7 +101,7 @@ def read(config: ConfigReader) -> ArchConfig:
     config.refuse("use_bidirectional_attention")
     spec = read_spec(config, "gemma3", config.integer("max_position_embeddings"), _layer_windows(config), True)
     attention_bias = config.flag("attention_bias", False)
-    return ArchConfig(
+    return DecoderConfig(
         spec=spec,
         rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
         activation=read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
@@ -83,7 +135,7 @@ def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_th
     return read_rope_parameters(parameters, theta, config.integer("max_position_embeddings"))
 
 
-def _gguf_extras(values: Mapping[str, object]) -> dict[str, object]:
+def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
     head_dim, hidden_size, num_heads = (values[key] for key in ("head_dim", "hidden_size", "num_attention_heads"))
     assert isinstance(head_dim, int)
     assert isinstance(hidden_size, int)
@@ -92,32 +144,23 @@ def _gguf_extras(values: Mapping[str, object]) -> dict[str, object]:
     return {"query_pre_attn_scalar": hidden_size // num_heads if of_27b else head_dim}
 
 
-_HF_LAYER = replace(
-    HF_LAYER,
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    post_attention_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    post_mlp_norm="post_feedforward_layernorm",
-)
-_GGUF_LAYER = replace(
-    GGUF_LAYER,
-    q_norm="attn_q_norm",
-    k_norm="attn_k_norm",
-    post_attention_norm="post_attention_norm",
-    post_mlp_norm="post_ffw_norm",
-)
-
 GEMMA3 = Architecture(
     name="gemma3",
     hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    gguf_name="gemma3",
+    model=Gemma3,
     read=read,
-    hf_keys=(
-        hf_keys(_HF_LAYER),
-        hf_keys(_HF_LAYER, "model.language_model."),
-        hf_keys(_HF_LAYER, "language_model.model.", "language_model.lm_head"),
+    hf=(
+        HF,
+        Naming(substitutions=((r"^model\.", "model.language_model."),)),
+        Naming(substitutions=((r"^", "language_model."),)),
     ),
-    gguf_keys=gguf_keys(_GGUF_LAYER),
-    gguf_extras=_gguf_extras,
+    gguf_name="gemma3",
+    gguf=gguf_naming(
+        {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }
+    ),
+    gguf_settings=_gguf_settings,
 )

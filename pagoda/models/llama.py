@@ -1,21 +1,104 @@
 """Llama 2 and 3, SmolLM2, and all that share their shape."""
 
-from pagoda.models.architecture import ArchConfig, Architecture, gguf_keys, read_activation, read_spec
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pagoda.layers.attention import Attention
+from pagoda.layers.embedding import Embedding
+from pagoda.layers.kv import place_kv
+from pagoda.layers.linear import LMHead
+from pagoda.layers.mlp import GatedMLP
+from pagoda.layers.module import Module
+from pagoda.layers.norm import RMSNorm
+from pagoda.layers.rotary import Rotary
+from pagoda.models.architecture import Architecture
+from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.read_rope import read_rope
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.naming import gguf_naming
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
 
 
-def read(config: ConfigReader) -> ArchConfig:
-    rope = read_rope(config)
-    spec = read_spec(config, "llama", rope.max_position(config.integer("max_position_embeddings")))
+class LlamaLayer(Module):
+    """Attention and a gated MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
+
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        spec, eps = config.spec, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps)
+        self.self_attn = Attention(
+            spec.hidden_size,
+            config.heads,
+            rotary,
+            window=spec.layer_windows[index],
+            scale=config.attention_scale,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.attention_out_bias,
+        )
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps)
+        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias)
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], not yet added to the residual stream -> the same of the tokens that go on."""
+        x, residual = self.input_layernorm.add(ops, x, residual)
+        x, residual = self.self_attn(ops, x, residual, batch, kv, last)
+        x, residual = self.post_attention_layernorm.add(ops, x, residual)
+        return self.mlp(ops, x), residual
+
+
+class LlamaModel(Module):
+    """Token ids to final hidden states."""
+
+    def __init__(self, config: DecoderConfig, layer: type[LlamaLayer]) -> None:
+        spec = config.spec
+        full = window = Rotary(config.rope_full, spec.head_dim)
+        if config.rope_window != config.rope_full:
+            window = Rotary(config.rope_window, spec.head_dim, scaled_by_checkpoint=False)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, config.embedding_scale)
+        self.layers = [layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)]
+        self.norm = RMSNorm(spec.hidden_size, config.rms_norm_eps, config.unit_offset_norms)
+
+    def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
+        """[num_tail, hidden], normed."""
+        x, residual = self.embed_tokens(ops, batch.token_ids), None
+        for layer in self.layers:
+            x, residual = layer(ops, x, residual, batch, kv, last=layer is self.layers[-1])
+        return self.norm.add(ops, x, residual)[0]
+
+
+class Llama(Model):
+    """The model and its head. Models that differ in their layers name another layer class."""
+
+    layer: type[LlamaLayer] = LlamaLayer
+
+    def __init__(self, config: DecoderConfig) -> None:
+        spec = config.spec
+        self.spec = spec
+        self.model = LlamaModel(config, self.layer)
+        tied = self.model.embed_tokens if spec.tie_embeddings else None
+        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, tied, config.logit_softcap)
+        self.kv_groups = place_kv(self)
+
+    def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
+        return self.model(ops, batch, kv)
+
+    def compute_logits(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
+        return self.lm_head(ops, hidden)
+
+
+def read(config: ConfigReader) -> DecoderConfig:
     attention_bias = config.flag("attention_bias", False)
-    return ArchConfig(
-        spec=spec,
-        rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
-        activation=read_activation(config),
-        rope_full=rope,
-        rope_window=rope,
-        attention_scale=spec.head_dim**-0.5,
+    return replace(
+        read_decoder(config, "llama"),
         qkv_bias=attention_bias,
         attention_out_bias=config.flag("attention_out_bias", attention_bias),
         mlp_bias=config.flag("mlp_bias", False),
@@ -25,7 +108,8 @@ def read(config: ConfigReader) -> ArchConfig:
 LLAMA = Architecture(
     name="llama",
     hf_names=("LlamaForCausalLM",),
-    gguf_name="llama",
+    model=Llama,
     read=read,
-    gguf_keys=gguf_keys(interleaved_qk=True),
+    gguf_name="llama",
+    gguf=gguf_naming(interleaved_rotary=True),
 )

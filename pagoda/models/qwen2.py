@@ -1,31 +1,15 @@
-"""Qwen2 and Qwen2.5: Llama's shape with biases on q, k and v; some checkpoints put a window on their upper layers."""
+"""Qwen2 and Qwen2.5: a Llama with biases on q, k and v; some checkpoints put a window on their upper layers."""
 
-from pagoda.models.architecture import (
-    FULL,
-    SLIDING,
-    ArchConfig,
-    Architecture,
-    read_activation,
-    read_spec,
-    windows_by_layer_types,
-)
+from dataclasses import replace
+
+from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.read_rope import read_rope
+from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, windows_by_layer_types
+from pagoda.models.llama import Llama
 
 
-def read(config: ConfigReader) -> ArchConfig:
-    rope = read_rope(config)
-    max_position = rope.max_position(config.integer("max_position_embeddings"))
-    spec = read_spec(config, "qwen2", max_position, layer_windows(config))
-    return ArchConfig(
-        spec=spec,
-        rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
-        activation=read_activation(config),
-        rope_full=rope,
-        rope_window=rope,
-        attention_scale=spec.head_dim**-0.5,
-        qkv_bias=True,
-    )
+def read(config: ConfigReader) -> DecoderConfig:
+    return replace(read_decoder(config, "qwen2", layer_windows(config)), qkv_bias=True)
 
 
 def layer_windows(config: ConfigReader) -> tuple[int, ...]:
@@ -38,4 +22,4 @@ def layer_windows(config: ConfigReader) -> tuple[int, ...]:
     return windows_by_layer_types(config, config.texts("layer_types") or by_index, config.integer("sliding_window"))
 
 
-QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), gguf_name="qwen2", read=read)
+QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=read, gguf_name="qwen2")

@@ -14,10 +14,10 @@ from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile, StringArray
 from pagoda.loading.model_config import read_architecture, read_model_spec
 from pagoda.loading.model_files import ModelFiles
-from pagoda.models.architecture import ArchConfig
+from pagoda.models.decoder_config import DecoderConfig
 
 
-def read(tmp_path: Path, **values: object) -> ArchConfig:
+def read(tmp_path: Path, **values: object) -> DecoderConfig:
     (tmp_path / "config.json").write_text(json.dumps(values))
     return read_architecture(ModelFiles("test", tmp_path, "safetensors"))[1]
 
@@ -135,11 +135,10 @@ def test_no_torch_is_needed(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     code = (
         "import sys, pathlib\n"
-        "from pagoda.loading.model_config import read_model_spec\n"
+        "from pagoda.loading.model_config import read_model\n"
         "from pagoda.loading.model_files import ModelFiles\n"
-        "from pagoda.models.kv_layout import group_layers\n"
-        "spec = read_model_spec(ModelFiles('m', pathlib.Path(sys.argv[1]), 'safetensors'))\n"
-        "print(spec.head_dim, 'torch' in sys.modules)"
+        "model = read_model(ModelFiles('m', pathlib.Path(sys.argv[1]), 'safetensors'))\n"
+        "print(model.spec.head_dim, 'torch' in sys.modules)"
     )
     answer = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["32", "False"]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
-from pagoda.models.decoder import Decoder
+from pagoda.models.llama import Llama
 from pagoda.worker.forward_pass import EagerForward
 from tests.models.paged_runner import PagedRunner, generate
 from tests.models.tiny import CONFIGS, VOCAB, greedy, make_model, save
@@ -104,10 +104,10 @@ def test_hidden_states_close_layer_by_layer(name: str, folders):
     states = theirs(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     run = load(folders(name))
     model = run.model
-    assert isinstance(model, Decoder)
-    all_layers = model.layers
+    assert isinstance(model, Llama)
+    all_layers = model.model.layers
     for count in range(1, len(all_layers)):
-        model.layers = all_layers[:count]
+        model.model.layers = all_layers[:count]
         ours = PagedRunner(run, 1, 40, torch.float32).hidden([(0, 0, prompt)])
         torch.testing.assert_close(ours[0], theirs.model.norm(states[count])[0, -1], rtol=1e-4, atol=1e-4)
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pagoda.layers.rope_config import RopeConfig, RopeType
-from pagoda.layers.rotary import build_rotary_table
+from pagoda.loading.rotary_tables import build_rotary_tables
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.read_rope import read_rope
 
@@ -42,7 +42,7 @@ def test_tables_equal_transformers(parameters: dict[str, Any]):
     shape = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 8192}
     parameters = {"original_max_position_embeddings": 8192, "rope_theta": 5e5, **parameters}
     rope = read_rope(ConfigReader({**shape, "rope_parameters": parameters}, "config.json"))
-    table = build_rotary_table(rope, 128, 8192, torch.device("cpu"))
+    table = build_rotary_tables(rope, 128, 8192, torch.device("cpu"))
     reference = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=dict(parameters)))
     cos, sin = reference(torch.empty(0), torch.arange(8192).unsqueeze(0))
     for ours, theirs in ((table.cos, cos), (table.sin, sin)):

@@ -1,9 +1,13 @@
-"""How layers are put into KV groups."""
+"""How attentions are put into KV groups."""
 
 import pytest
 
 from pagoda.core.kv_specs import KVGroupKind, layers_per_block
-from pagoda.models.kv_layout import group_layers
+from pagoda.layers.kv import KVDeclaration, group_kv
+
+
+def declared(window: int) -> KVDeclaration:
+    return KVDeclaration(KVGroupKind.WINDOW if window else KVGroupKind.FULL, window, 2, 16, 16)
 
 
 def pattern(num_layers: int, period: int, window: int = 512) -> tuple[int, ...]:
@@ -25,11 +29,10 @@ def pattern(num_layers: int, period: int, window: int = 512) -> tuple[int, ...]:
     ids=str,
 )
 def test_sizes(windows: tuple[int, ...], sizes: list[int]):
-    groups = group_layers(windows)
+    groups = group_kv([declared(window) for window in windows])
     assert sorted(len(group.layers) for group in groups) == sorted(sizes)
     assert layers_per_block(groups) == max(sizes)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
     for group in groups:
         assert {windows[layer] for layer in group.layers} == {group.window}
         assert group.kind is (KVGroupKind.WINDOW if group.window else KVGroupKind.FULL)
-        assert list(group.layers) == sorted(group.layers)

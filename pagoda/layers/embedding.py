@@ -1,0 +1,18 @@
+"""Token embedding."""
+
+from pagoda.layers.module import Module
+from pagoda.layers.parameter import Parameter, Table
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
+
+
+class Embedding(Module):
+    """A row per token.   scale: multiplies every row."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+        self.weight = Parameter[Tensor](Table(vocab_size, hidden_size))
+        self.scale = scale
+
+    def __call__(self, ops: ForwardOps, token_ids: Tensor) -> Tensor:
+        """token_ids int32 [T] -> [T, hidden]."""
+        return ops.embedding(token_ids, self.weight.value, self.scale)

@@ -1,0 +1,83 @@
+"""What a model's attentions keep in the KV cache, and which of them share a block table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.layers.module import Module, walk
+
+_MAX_GROUPS = 8  # each group costs a block table; beyond this, unused places in the last groups cost less
+
+
+@dataclass(frozen=True, slots=True)
+class KVDeclaration:
+    """The KV of one attention.
+
+    kind: full, window or cross; an attention that keeps nothing declares None instead.   window: tokens, 0 unless the
+    kind is window.   key_dim, value_dim: of one head.
+    """
+
+    kind: KVGroupKind
+    window: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlace:
+    """index: which of the KV layers that a forward is given.   group: which of the batch's metadata."""
+
+    index: int = 0
+    group: int = 0
+
+
+@runtime_checkable
+class KeepsKV(Protocol):
+    """An attention: declares its KV and is told where that is."""
+
+    kv: KVDeclaration | None
+    place: KVPlace
+
+
+def place_kv(root: Module) -> tuple[KVGroupSpec, ...]:
+    """Group the attentions of a tree and tell each its place; a layer may have several.
+
+    `layers` of a group counts the attentions that declare KV, in the order of the tree.
+    """
+    keepers = [module for _, module in walk(root) if isinstance(module, KeepsKV) and module.kv is not None]
+    groups = group_kv([keeper.kv for keeper in keepers if keeper.kv is not None])
+    for number, group in enumerate(groups):
+        for index in group.layers:
+            keepers[index].place = KVPlace(index, number)
+    return groups
+
+
+def group_kv(declared: Sequence[KVDeclaration]) -> tuple[KVGroupSpec, ...]:
+    """Group KV layers that declare the same, into groups of one size where that is possible.
+
+    A block has room for as many layers as the largest group has, so a smaller group wastes the difference. Of all sizes
+    that give at most 8 groups, take the one with the least waste, and of those the largest.
+    """
+    kinds: dict[KVDeclaration, list[int]] = {}
+    for layer, kind in enumerate(declared):
+        kinds.setdefault(kind, []).append(layer)
+    smallest = min(len(layers) for layers in kinds.values())
+    if len(kinds) == 1:
+        size = smallest
+    else:
+        size = min(range(1, smallest + 1), key=lambda s: (_num_groups(kinds, s) > _MAX_GROUPS, _waste(kinds, s), -s))
+    return tuple(
+        KVGroupSpec(kind.kind, kind.window, tuple(layers[at : at + size]))
+        for kind, layers in kinds.items()
+        for at in range(0, len(layers), size)
+    )
+
+
+def _num_groups(kinds: dict[KVDeclaration, list[int]], size: int) -> int:
+    return sum(-(-len(layers) // size) for layers in kinds.values())
+
+
+def _waste(kinds: dict[KVDeclaration, list[int]], size: int) -> int:
+    return sum(-len(layers) % size for layers in kinds.values())

@@ -1,0 +1,49 @@
+"""Linear layers: a matrix, its bias, and the parts it is fused from."""
+
+from collections.abc import Sequence
+
+from pagoda.layers.embedding import Embedding
+from pagoda.layers.module import Module
+from pagoda.layers.parameter import Axis, Matrix, Parameter, Part
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import LinearWeight, Tensor
+
+
+class Linear(Module):
+    """x @ weight.T + bias.
+
+    outputs: how many, or the parts that are multiplied as one and that the checkpoint names.
+    shard, unit: see `Matrix`.   quantizable: False for small layers that decide much (a router).
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int | Sequence[Part],
+        bias: bool = False,
+        shard: Axis | None = None,
+        unit: int = 1,
+        quantizable: bool = True,
+    ) -> None:
+        parts = (Part("", outputs),) if isinstance(outputs, int) else tuple(outputs)
+        declared = Matrix(parts, inputs, bias, shard, unit, quantizable=quantizable)
+        self.weight = Parameter[LinearWeight](declared)
+
+    def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs]."""
+        return ops.linear(x, self.weight.value)
+
+
+class LMHead(Module):
+    """Hidden states to logits.   tied: the embedding whose table is also this layer's weight."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, tied: Embedding | None = None, softcap: float = 0.0) -> None:
+        shared = None if tied is None else tied.weight
+        declared = Matrix((Part("", vocab_size),), hidden_size, shard=Axis.OUT, tied=shared)
+        self.weight = Parameter[LinearWeight](declared)
+        self.softcap = softcap
+
+    def __call__(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden] -> float32 [S, vocab]."""
+        logits = ops.logits(hidden, self.weight.value)
+        return ops.softcap(logits, self.softcap) if self.softcap else logits

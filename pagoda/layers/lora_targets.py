@@ -1,0 +1,32 @@
+"""Which weights a LoRA adapter may adapt, and where its rows belong in a fused weight."""
+
+from dataclasses import dataclass
+
+from pagoda.layers.module import Module, parameters
+from pagoda.layers.parameter import Matrix, Parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRATarget:
+    """A part of a weight: what an adapter names, such as `model.layers.0.self_attn.q_proj`.
+
+    parameter: the (fused) weight that it is a part of.   rows: of that weight.   inputs: its columns.
+    """
+
+    parameter: Parameter[object]
+    rows: range
+    inputs: int
+
+
+def lora_targets(root: Module) -> dict[str, LoRATarget]:
+    """The targets of a model by path. Experts are not among them: their weights are stacked."""
+    found: dict[str, LoRATarget] = {}
+    for path, parameter in parameters(root):
+        declared = parameter.declared
+        if not isinstance(declared, Matrix) or declared.num_experts:
+            continue
+        first = 0
+        for name, part in zip(declared.part_paths(path), declared.parts, strict=True):
+            found[name] = LoRATarget(parameter, range(first, first + part.rows), declared.columns)
+            first += part.rows
+    return found

@@ -1,0 +1,28 @@
+"""RMSNorm."""
+
+from pagoda.layers.module import Module
+from pagoda.layers.parameter import Parameter, Vector
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
+
+
+class RMSNorm(Module):
+    """x / rms(x) * weight, over the last dimension.   unit_offset: times 1 + weight."""
+
+    def __init__(self, size: int, eps: float, unit_offset: bool = False) -> None:
+        self.weight = Parameter[Tensor](Vector(size, unit_offset))
+        self.eps = eps
+        self.unit_offset = unit_offset
+
+    def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape."""
+        return ops.rms_norm(x, self.weight.value, self.eps, self.unit_offset)
+
+    def add(self, ops: ForwardOps, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and norm the sum: (normed, new residual), in one op.
+
+        residual: None at the model's start, where x itself is the stream.
+        """
+        if residual is None:
+            return self(ops, x), x
+        return ops.add_rms_norm(x, residual, self.weight.value, self.eps, self.unit_offset)

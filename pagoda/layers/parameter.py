@@ -1,0 +1,121 @@
+"""Parameters: what layers declare of their weights.
+
+Loading, quantising, tensor-parallel shards, the memory estimate and LoRA targets are derived from these declarations;
+none of them knows a layer. A parameter's value is opaque: loading puts it in, ops read it.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from pagoda.layers.rope_config import RopeConfig
+from pagoda.ops.tensor import Tensor
+
+T = TypeVar("T")
+
+
+class Axis(Enum):
+    """The dimension along which tensor parallelism divides a matrix."""
+
+    OUT = "out"  # rows: each rank computes some of the outputs
+    IN = "in"  # columns: each rank computes a share of every output
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a matrix that the checkpoint stores under their own name.
+
+    name: in the checkpoint, where the fused layer's own name would be; "" for just that. Adjacent parts of one name are
+        rows of one stored tensor, in that order.
+    unit: rows that a shard must not divide (the rows of a head).   rotary: the rows are turned by the rotary embedding;
+        some checkpoints store those interleaved, unit by unit.   replicated: if there are fewer units than ranks,
+        several ranks hold the same unit (KV heads).
+    """
+
+    name: str
+    rows: int
+    unit: int = 1
+    rotary: bool = False
+    replicated: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A matrix [rows, columns] whose rows are looked up: kept in the compute dtype."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One value per element, in the compute dtype.   unit_offset: the layer multiplies by 1 + value."""
+
+    size: int
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight [rows, columns] that is multiplied with, its bias included; prepared for the kernels.
+
+    parts: along the rows.   unit: columns that a shard must not divide.   num_experts: how many such matrices are
+    stacked, 0 for a plain one.   quantizable: False keeps it in the compute dtype.   tied: the parameter of a Table
+    whose values it shares.
+    """
+
+    parts: tuple[Part, ...]
+    columns: int
+    bias: bool = False
+    shard: Axis | None = None
+    unit: int = 1
+    num_experts: int = 0
+    quantizable: bool = True
+    tied: "Parameter[Tensor] | None" = None
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    def part_paths(self, path: str, expert: int = 0) -> list[str]:
+        """The tree's paths of the parts, given the parameter's own: siblings of the layer that owns it.
+
+        expert: which of a stack.
+        """
+        layer = path.rpartition(".")[0]
+        parent = layer.rpartition(".")[0] + (f".{expert}" if self.num_experts else "")
+        return [f"{parent}.{part.name}" if part.name else layer for part in self.parts]
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos and sin of the rotary embedding, computed at load, float32.
+
+    scaled_by_checkpoint: divide the frequencies by the checkpoint's factors, if it has such a tensor (GGUF).
+    """
+
+    rope: RopeConfig
+    head_dim: int
+    scaled_by_checkpoint: bool
+
+
+Declaration = Table | Vector | Matrix | RotaryTable
+
+
+class Parameter(Generic[T]):
+    """A declaration and, once it is loaded, the value that the layer gives to its ops."""
+
+    __slots__ = ("_value", "declared")
+
+    def __init__(self, declared: Declaration) -> None:
+        self.declared = declared
+        self._value: T | None = None
+
+    @property
+    def value(self) -> T:
+        assert self._value is not None, "the model's weights are not loaded"
+        return self._value
+
+    def fill(self, value: T) -> None:
+        """Set the value: loading does, once."""
+        self._value = value

@@ -1,0 +1,69 @@
+"""Pieces: which rectangles of which stored tensors make up a matrix, or a rank's share of it. No torch."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pagoda.layers.parameter import Matrix, Part
+from pagoda.layers.sharding import MatrixShard
+from pagoda.models.naming import Naming
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of a stored tensor.
+
+    index: which of the stacked matrices, None if they are not stacked.   rows, columns: of that matrix; a vector has
+    rows and no columns.
+    """
+
+    index: int | None
+    rows: range
+    columns: range | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows),) if self.columns is None else (len(self.rows), len(self.columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One part of a matrix, or of its bias, where it is stored.
+
+    shape: that the stored tensor must have.   region: what is read of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region
+    part: Part
+
+
+def weight_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, expert: int = 0) -> Iterator[Piece]:
+    """The weight's pieces, from the first row on."""
+    return _pieces(naming, path, matrix, shard, "weight", expert)
+
+
+def bias_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard) -> Iterator[Piece]:
+    """The bias's pieces, from the first row on."""
+    return _pieces(naming, path, matrix, shard, "bias", 0)
+
+
+def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffix: str, expert: int) -> Iterator[Piece]:
+    paths = matrix.part_paths(path, expert)
+    stored_rows: Counter[str] = Counter()
+    for name, part in zip(paths, matrix.parts, strict=True):
+        stored_rows[name] += part.rows
+    first: Counter[str] = Counter()  # row of the stored tensor at which the next part begins
+    for name, part, rows in zip(paths, matrix.parts, shard.rows, strict=True):
+        stored = naming.find(f"{name}.{suffix}")
+        shape = (stored_rows[name],) if suffix == "bias" else (stored_rows[name], matrix.columns)
+        if stored.index is not None:
+            shape = (matrix.num_experts, *shape)
+        region = Region(
+            stored.index,
+            range(first[name] + rows.start, first[name] + rows.stop),
+            None if suffix == "bias" else shard.columns,
+        )
+        first[name] += part.rows
+        yield Piece(stored.name, shape, region, part)

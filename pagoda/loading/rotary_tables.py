@@ -1,0 +1,70 @@
+"""Rotary tables: cos and sin of every position, computed once, in float32, as transformers computes them."""
+
+import math
+
+import torch
+
+from pagoda.layers.rope_config import RopeConfig, RopeType
+from pagoda.layers.rotary import RotaryTables
+
+
+def build_rotary_tables(
+    rope: RopeConfig,
+    head_dim: int,
+    num_positions: int,
+    device: torch.device,
+    freq_factors: torch.Tensor | None = None,
+) -> RotaryTables:
+    """Tables for positions 0 .. num_positions - 1.
+
+    freq_factors: float32 [head_dim / 2], divide the frequencies: a GGUF carries Llama 3's scaling in this form.
+    """
+    frequencies = inverse_frequencies(rope, head_dim)
+    if freq_factors is not None:
+        frequencies = frequencies / freq_factors
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    factor = rope.attention_factor
+    return RotaryTables((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """float32 [head_dim / 2]: radians per position, per pair of dimensions."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.rope_type is RopeType.LINEAR:
+        return plain / rope.factor
+    if rope.rope_type is RopeType.LLAMA3:
+        return _llama3(plain, rope)
+    if rope.rope_type is RopeType.YARN:
+        return _yarn(rope, head_dim)
+    return plain
+
+
+def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    longest_kept = rope.original_max_position / rope.high_freq_factor
+    shortest_stretched = rope.original_max_position / rope.low_freq_factor
+    stretched = torch.where(wavelength > shortest_stretched, plain / rope.factor, plain)
+    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * stretched / rope.factor + blend * stretched
+    between = (wavelength >= longest_kept) & (wavelength <= shortest_stretched)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Dimensions that turn often within the trained context are kept, those that turn seldom stretched by `factor`."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    return (1.0 / (rope.factor * powers)) * (1 - kept) + (1.0 / powers) * kept

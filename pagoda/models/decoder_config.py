@@ -1,0 +1,126 @@
+"""DecoderConfig: what a decoder-only model must know besides its weights, and the reading that models share."""
+
+from dataclasses import dataclass
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import ConfigError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.layers.activation import Activation
+from pagoda.layers.attention import Heads
+from pagoda.layers.rope_config import RopeConfig
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.read_rope import read_rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_MOST_POSITIONS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Facts that differ between decoders.
+
+    rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
+    attention_scale: multiplies scores.   softcaps: 0 is off.   unit_offset_norms: norms multiply by 1 + weight.
+    """
+
+    spec: ModelSpec
+    rms_norm_eps: float
+    activation: Activation
+    rope_full: RopeConfig
+    rope_window: RopeConfig
+    attention_scale: float
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    unit_offset_norms: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim)
+
+
+def read_decoder(
+    config: ConfigReader,
+    architecture: str,
+    windows: tuple[int, ...] | None = None,
+    default_theta: float = 10_000.0,
+) -> DecoderConfig:
+    """A Llama or one of the many models that name their settings like it; without biases.
+
+    windows: per layer, None for full attention everywhere.
+    """
+    rope = read_rope(config, default_theta)
+    spec = read_spec(config, architecture, rope.max_position(config.integer("max_position_embeddings")), windows)
+    return DecoderConfig(
+        spec=spec,
+        rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
+        activation=read_activation(config),
+        rope_full=rope,
+        rope_window=rope,
+        attention_scale=spec.head_dim**-0.5,
+    )
+
+
+def read_spec(
+    config: ConfigReader,
+    architecture: str,
+    max_position: int,
+    layer_windows: tuple[int, ...] | None = None,
+    tie_embeddings: bool = False,
+) -> ModelSpec:
+    """The shapes, in the words most checkpoints share.
+
+    layer_windows: None is full attention everywhere.   tie_embeddings: what holds when the checkpoint does not say.
+    """
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"{config.origin}: {num_heads} attention heads do not divide by {num_kv_heads} KV heads")
+    hidden_size = config.integer("hidden_size")
+    if not config.has("head_dim") and hidden_size % num_heads:
+        raise ConfigError(f"{config.origin}: hidden_size {hidden_size} does not divide by {num_heads} attention heads")
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ConfigError(f"{config.origin}: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    if max_position > _MOST_POSITIONS:
+        raise ConfigError(f"{config.origin}: {max_position} positions; at most {_MOST_POSITIONS} are supported")
+    num_layers = config.num_layers()
+    bos = config.ids("bos_token_id")
+    windows = layer_windows if layer_windows is not None else (0,) * num_layers
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        layer_windows=tuple(0 if window >= max_position else window for window in windows),
+        eos_token_ids=config.ids("eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+        tie_embeddings=config.flag("tie_word_embeddings", tie_embeddings),
+        torch_dtype=config.text("dtype", config.text("torch_dtype", "bfloat16")),
+    )
+
+
+def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], window: int) -> tuple[int, ...]:
+    """Per layer 0 or `window`. Raises ConfigError for a layer type that is not supported."""
+    for layer, kind in enumerate(layer_types):
+        if kind not in (FULL, SLIDING):
+            raise ConfigError(
+                f"{config.origin}: layer_types[{layer}] {abbreviate(kind)} is not supported; "
+                f"supported: {FULL}, {SLIDING}"
+            )
+    return tuple(window if kind == SLIDING else 0 for kind in layer_types)
+
+
+def read_activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
+    """The MLP's activation. Raises ConfigError for one that is not supported."""
+    known = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+    return known[config.choice(key, tuple(known), default)]

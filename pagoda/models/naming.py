@@ -1,0 +1,88 @@
+"""Naming: what a checkpoint calls the parameters of a model's tree, and how it stores them.
+
+The tree's own paths are the names that transformers gives, so a safetensors checkpoint needs substitutions only where
+it deviates. llama.cpp's names are a table.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pagoda.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """name: of a checkpoint's tensor.   index: in its first dimension, where several matrices are stacked."""
+
+    name: str
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """From a tree's paths to a checkpoint's tensors.
+
+    names: paths (numbers as `*`) to names, None if they are equal. The first number of a path goes where the name has a
+        `*`; a further one (an expert) counts the matrices stacked in the tensor.
+    substitutions: regular expressions and replacements that make names of paths, where there is no table.
+    interleaved_rotary: rows that the rotary embedding turns are stored in llama.cpp's order, pairs (0, D/2),
+        (1, D/2 + 1), ... next to each other in each head.
+    unit_offset_stored: norms that multiply by 1 + weight are stored with the 1 added, as llama.cpp does.
+    rope_factors: the tensor that divides the rotary frequencies, if the checkpoint has it.
+    """
+
+    names: Mapping[str, str] | None = None
+    substitutions: tuple[tuple[str, str], ...] = ()
+    interleaved_rotary: bool = False
+    unit_offset_stored: bool = False
+    rope_factors: str | None = None
+
+    def find(self, path: str) -> StoredTensor:
+        """The tensor of a path that ends in `.weight` or `.bias`; it may not be there."""
+        if self.names is None:
+            for pattern, replacement in self.substitutions:
+                path = re.sub(pattern, replacement, path)
+            return StoredTensor(path)
+        words, numbers = [], []
+        for word in path.split("."):
+            words.append("*" if word.isdigit() else word)
+            if word.isdigit():
+                numbers.append(int(word))
+        *layer, suffix = words
+        name = self.names.get(".".join(layer))
+        if name is None:
+            raise ConfigError(f"checkpoints of this kind have no name for {path!r}")
+        if numbers:
+            name = name.replace("*", str(numbers[0]))
+        return StoredTensor(f"{name}.{suffix}", numbers[1] if len(numbers) > 1 else None)
+
+
+HF = Naming()
+
+_GGUF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_naming(layer: Mapping[str, str] | None = None, interleaved_rotary: bool = False) -> Naming:
+    """llama.cpp's names.   layer: what differs, by path within a layer."""
+    layers = {**_GGUF_LAYER, **(layer or {})}
+    names = _GGUF_MODEL | {f"model.layers.*.{path}": f"blk.*.{name}" for path, name in layers.items()}
+    return Naming(
+        names,
+        interleaved_rotary=interleaved_rotary,
+        unit_offset_stored=True,
+        rope_factors="rope_freqs.weight",
+    )
