@@ -6,7 +6,7 @@ from pagoda.layers.embedding import Embedding
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Axis, Matrix, Parameter, Part
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import LinearWeight, Tensor
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 class Linear(Module):
@@ -32,6 +32,13 @@ class Linear(Module):
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs]."""
         return ops.linear(x, self.weight.value)
+
+
+class ExpertLinear(Module):
+    """One matrix of equal shape for each expert; the checkpoint names them `{expert}.{part}`, or stacks them."""
+
+    def __init__(self, num_experts: int, inputs: int, parts: Sequence[Part], shard: Axis) -> None:
+        self.weight = Parameter[ExpertWeights](Matrix(tuple(parts), inputs, shard=shard, num_experts=num_experts))
 
 
 class LMHead(Module):

@@ -111,6 +111,9 @@ _GGUF_INTEGERS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _GGUF_NUMBERS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -124,11 +127,17 @@ _GGUF_NUMBERS = {
 def _read_gguf(file: GGUFFile) -> tuple[Architecture, DecoderConfig]:
     name = file.require("general.architecture", str)
     try:
-        architecture = BY_GGUF_NAME[name]
+        candidates = BY_GGUF_NAME[name]
     except ConfigError as error:
         raise ConfigError(f"{file.path}: {error}") from None
-    if file.get(f"{name}.expert_count", int):
-        raise ConfigError(f"{file.path}: mixture-of-experts models ({name}.expert_count) are not supported")
+    num_experts = file.get(f"{name}.expert_count", int) or 0
+    matching = [candidate for candidate in candidates if candidate.experts == (num_experts > 0)]
+    if not matching:
+        raise ConfigError(
+            f"{file.path}: {name}.expert_count = {num_experts}: pagoda knows {name!r} only "
+            f"{'with' if candidates[0].experts else 'without'} experts"
+        )
+    architecture = matching[0]
     values = _hf_words(file, name)
     values |= architecture.gguf_settings(values)
     return architecture, architecture.read(ConfigReader(values, str(file.path)))

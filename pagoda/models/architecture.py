@@ -21,6 +21,7 @@ class Architecture:
     read: settings in the words of config.json -> DecoderConfig.
     hf: the forms a safetensors checkpoint may have; the first whose embedding is there is taken.
     gguf_name: `general.architecture` of a GGUF, None where llama.cpp has no name of its own for it.
+    experts: whether the model has some; llama.cpp may have one name for both.
     gguf_settings: settings that llama.cpp knows by heart instead of storing them, given those that it stores.
     """
 
@@ -30,5 +31,6 @@ class Architecture:
     read: Callable[[ConfigReader], DecoderConfig]
     hf: tuple[Naming, ...] = (HF,)
     gguf_name: str | None = None
+    experts: bool = False
     gguf: Naming = field(default_factory=gguf_naming)
     gguf_settings: Callable[[Mapping[str, object]], dict[str, object]] = _nothing

@@ -7,6 +7,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.layers.activation import Activation
 from pagoda.layers.attention import Heads
+from pagoda.layers.moe import ExpertsConfig
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.read_rope import read_rope
@@ -14,6 +15,8 @@ from pagoda.models.read_rope import read_rope
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _MOST_POSITIONS = 1 << 26
+_MOST_EXPERTS = 4096
+_NO_EXPERTS = ExpertsConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class DecoderConfig:
 
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
     attention_scale: multiplies scores.   softcaps: 0 is off.   unit_offset_norms: norms multiply by 1 + weight.
+    experts: of the layers that have some.   dense_layers: indices of layers that have an MLP all the same.
     """
 
     spec: ModelSpec
@@ -37,6 +41,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertsConfig = _NO_EXPERTS
+    dense_layers: frozenset[int] = frozenset()
 
     @property
     def heads(self) -> Heads:
@@ -63,6 +69,17 @@ def read_decoder(
         rope_window=rope,
         attention_scale=spec.head_dim**-0.5,
     )
+
+
+def read_experts(config: ConfigReader, inner_size_key: str, renormalize: bool) -> ExpertsConfig:
+    """The experts of a model, which must be SiLU-gated. Raises ConfigError where more are picked than there are."""
+    config.choice("hidden_act", ("silu", "swish"), "silu")
+    # transformers reads one for the other.
+    count_key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    num_experts, top_k = config.integer(count_key, most=_MOST_EXPERTS), config.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise ConfigError(f"{config.origin}: num_experts_per_tok = {top_k} is more than {count_key} = {num_experts}")
+    return ExpertsConfig(num_experts, top_k, config.integer(inner_size_key), renormalize)
 
 
 def read_spec(

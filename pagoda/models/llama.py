@@ -9,6 +9,7 @@ from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import LMHead
 from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.module import Module
+from pagoda.layers.moe import MoE
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
@@ -37,7 +38,9 @@ class LlamaLayer(Module):
             out_bias=config.attention_out_bias,
         )
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps)
-        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias)
+        self.mlp: GatedMLP | MoE = GatedMLP(
+            spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias
+        )
 
     def __call__(
         self,

@@ -5,8 +5,10 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.llama import LLAMA
 from pagoda.models.mistral import MISTRAL
+from pagoda.models.mixtral import MIXTRAL
 from pagoda.models.qwen2 import QWEN2
 from pagoda.models.qwen3 import QWEN3
+from pagoda.models.qwen3_moe import QWEN3_MOE
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,
@@ -14,12 +16,19 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     QWEN2,
     QWEN3,
     GEMMA3,
+    MIXTRAL,
+    QWEN3_MOE,
 )
 
 BY_HF_NAME: Registry[Architecture] = Registry(
     "model architecture", {name: architecture for architecture in ARCHITECTURES for name in architecture.hf_names}
 )
-BY_GGUF_NAME: Registry[Architecture] = Registry(
+BY_GGUF_NAME: Registry[tuple[Architecture, ...]] = Registry(
     "GGUF architecture",
-    {architecture.gguf_name: architecture for architecture in ARCHITECTURES if architecture.gguf_name is not None},
+    {
+        name: tuple(architecture for architecture in ARCHITECTURES if architecture.gguf_name == name)
+        for name in (architecture.gguf_name for architecture in ARCHITECTURES)
+        if name is not None
+    },
 )
+"""One name may stand for a model without experts and for one with them."""

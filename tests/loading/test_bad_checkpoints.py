@@ -245,7 +245,9 @@ def test_gguf_that_says_strange_things(
         ({"rope__scaling__type": "longrope"}, "rope_type 'longrope' is not supported"),
         ({"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 2.0}, "attn_factor = 2.0 is not supported"),
         ({"rope__dimension_count": 16}, "rope.dimension_count = 16 beside heads of 32 is not supported"),
-        ({"expert_count": 8}, "mixture-of-experts"),
+        ({"expert_count": 8}, "'num_experts_per_tok' is missing"),
+        ({"expert_count": 2, "expert_used_count": 3}, "num_experts_per_tok = 3 is more than num_experts = 2"),
+        ({"expert_count": 5000, "expert_used_count": 2}, "num_experts = 5000, expected at most 4096"),
     ],
     ids=str,
 )

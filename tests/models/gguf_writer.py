@@ -12,7 +12,10 @@ _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
 }
 
@@ -41,9 +44,16 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: GGMLQuantizationType, *
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     for key, tensor in state.items():
-        stored_as = kind if tensor.dim() == 2 else GGMLQuantizationType.F32
+        is_router = key.endswith("mlp.gate.weight")
+        stored_as = kind if tensor.dim() > 1 and not is_router else GGMLQuantizationType.F32
         tensor.copy_(torch.from_numpy(_round_trip(tensor.numpy(), stored_as)))
         values = tensor.numpy()
+        if ".mlp.experts." in key:
+            for part, matrices in _expert_parts(key, values).items():
+                stored = names.get_name(part)
+                assert stored is not None, part
+                writer.add_tensor(f"{stored}.weight", quants.quantize(matrices, stored_as), raw_dtype=stored_as)
+            continue
         if name == "llama" and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
             values = _interleave(values, heads)
@@ -74,10 +84,25 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
     writer.add_value_length(head_dim)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    num_experts = getattr(config, "num_local_experts", 0)
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "gemma3_text":
         writer.add_sliding_window(config.sliding_window)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+def _expert_parts(key: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """transformers keeps all experts in two tensors, gate and up in one of them; llama.cpp in three."""
+    layer, _, name = key.rpartition(".")
+    if name == "down_proj":
+        return {key: values}
+    gate, up = np.split(values, 2, axis=1)
+    return {f"{layer}.gate_proj": np.ascontiguousarray(gate), f"{layer}.up_proj": np.ascontiguousarray(up)}
 
 
 def _round_trip(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

@@ -28,6 +28,10 @@ CASES = [
     ("qwen2", Kind.Q5_0),
     ("qwen2", Kind.Q5_1),
     ("qwen3", Kind.Q8_0),
+    ("mixtral", Kind.Q8_0),
+    ("mixtral", Kind.F32),
+    ("qwen3-moe-renormalized", Kind.Q4_1),
+    ("qwen3-moe-renormalized", Kind.F16),
     ("gemma3-scale-of-head-dim", Kind.Q8_0),
     ("gemma3-scale-of-head-dim", Kind.F32),
 ]

@@ -23,6 +23,7 @@ from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
 CPU = torch.device("cpu")
+RECORDED = [name for name in CONFIGS if "moe" not in name and "mixtral" not in name]  # experts run op by op so far
 # Prefill of several rows, then decodes beside a chunk, then decodes alone: (row, tokens before, new tokens) a step.
 STEPS = [[(0, 0, 9), (1, 0, 1)], [(0, 9, 1), (1, 1, 17), (2, 0, 3)], [(0, 10, 1), (1, 18, 1), (2, 3, 1)], [(2, 4, 1)]]
 
@@ -87,7 +88,7 @@ def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: 
     return replayed
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", RECORDED)
 def test_same_bits(library, folders, name: str) -> None:
     assert_same(folders(name), NativeOps(library, threads=1), torch.float32)
 

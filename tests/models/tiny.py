@@ -10,10 +10,12 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 131
@@ -50,6 +52,11 @@ def _llama(**more: object) -> PretrainedConfig:
     return LlamaConfig(**{**_SHAPE, **more})
 
 
+def _qwen3_moe(**more: object) -> PretrainedConfig:
+    shape = {**_SHAPE, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen3MoeConfig(**{**shape, "moe_intermediate_size": 64, "num_experts": 7, "num_experts_per_tok": 3, **more})
+
+
 def _gemma3_text(**more: object) -> Gemma3TextConfig:
     shape = {**_SHAPE, "num_hidden_layers": 7, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     return Gemma3TextConfig(**{**shape, "sliding_window": 5, "query_pre_attn_scalar": 40, **more})
@@ -77,6 +84,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen2-window": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**{**_SHAPE, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "mixtral-window": lambda: MixtralConfig(**_SHAPE, num_local_experts=3, num_experts_per_tok=1, sliding_window=7),
+    "qwen3-moe": _qwen3_moe,
+    "qwen3-moe-renormalized": lambda: _qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-some-layers": lambda: _qwen3_moe(decoder_sparse_step=2, mlp_only_layers=[3], num_hidden_layers=4),
     "gemma3": _gemma3_text,
     "gemma3-scale-of-head-dim": lambda: _gemma3_text(head_dim=32, query_pre_attn_scalar=32),
     "gemma3-softcap-scaled": lambda: _gemma3_text(
