@@ -12,6 +12,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError, RequestError
 
 Message = Mapping[str, Any]
@@ -104,7 +105,9 @@ def _part_text(index: int, part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RequestError(f"messages[{index}] has a part of type {kind!r}; this model takes text only", "messages")
+    raise RequestError(
+        f"messages[{index}] has a part of type {abbreviate(kind)}; this model takes text only", "messages"
+    )
 
 
 _CUT_MARK = (

@@ -30,7 +30,10 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     The layers lie around FastAPI's app, not in it, so that also what nobody expected (a 500) leaves through them.
     """
     app = FastAPI(
-        title="pagoda", version=version("pagoda-llm"), description="OpenAI-compatible API of the pagoda engine"
+        title="pagoda",
+        version=version("pagoda-llm"),
+        description="OpenAI-compatible API of the pagoda engine",
+        redirect_slashes=False,  # "/v1/models/" is a 404 that says so, not an empty redirect
     )
     app.state.server = state
     errors.install(app)

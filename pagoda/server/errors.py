@@ -5,8 +5,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import CapacityError, RequestError, WorkerDied
 from pagoda.server.admission import Refusal
+
+# A character takes up to six bytes of JSON ("\\u0000").
+MAX_MESSAGE_CHARACTERS = 500
+MAX_PARAM_CHARACTERS = 100
 
 _TYPES = {
     400: "invalid_request_error",
@@ -37,6 +42,9 @@ class ClientGone(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, object]:
+    """An error in OpenAI's shape, smaller than 4 kB whatever of a request its message quotes."""
+    message = shorten(message, MAX_MESSAGE_CHARACTERS)
+    param = param if param is None else shorten(param, MAX_PARAM_CHARACTERS)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.engine.process_client import ProcessClient
 from pagoda.server.body_limits import BodyLimits
 from pagoda.server.draining import Drain
@@ -38,7 +39,8 @@ class ServerState:
     def check_model(self, name: str | None) -> None:
         """404 for a model we do not serve."""
         if name is not None and name not in self.model_names:
-            raise ApiError(404, f"no model {name!r} here; this server has {', '.join(self.model_names)}", "model")
+            known = ", ".join(self.model_names)
+            raise ApiError(404, f"no model {abbreviate(name)} here; this server has {known}", "model")
 
     def check_admin(self, http: Request) -> None:
         """403 for a caller without the admin key, where the server has one."""

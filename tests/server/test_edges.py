@@ -320,3 +320,28 @@ def test_sigterm_while_starting_ends_it(tmp_path: Path) -> None:
     assert process.wait(20) in (0, 130)
     assert process.stderr is not None
     assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**TEXT, "model": "\x00" * 100_000}),
+        ("/v1/completions", {**TEXT, "漢" * 100_000: 1}),
+        ("/v1/completions", {**TEXT, "response_format": {"type": "a" * 100_000}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": ["a" * 100] * 1_000}]}]}),
+        ("/v1/chat/completions", {"messages": [], "chat_template": "{{ raise_exception('a' * 90000) }}"}),
+        ("/detokenize", {"tokens": [1], "model": "\x7f" * 100_000}),
+        ("/v1/models/" + "a" * 30_000, {}),
+    ],
+)
+def test_an_error_never_echoes_a_long_input(fake_server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    status, answer = fake_server.post(path, body)
+    assert 400 <= status < 500
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert len(json.dumps(answer, ensure_ascii=False).encode()) < 4096
+
+
+def test_a_path_with_a_slash_too_many_is_a_404_in_words(fake_server: LiveServer) -> None:
+    for path in ("/v1/completions/", "/health/"):
+        status, answer = fake_server.post(path, TEXT)
+        assert (status, answer["error"]["code"]) == (404, 404)
