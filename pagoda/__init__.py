@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from pagoda.base.errors import CapacityError as CapacityError
     from pagoda.base.errors import ConfigError as ConfigError
     from pagoda.base.errors import InvariantBroken as InvariantBroken
+    from pagoda.base.errors import NotSupportedError as NotSupportedError
     from pagoda.base.errors import PagodaError as PagodaError
     from pagoda.base.errors import RequestError as RequestError
+    from pagoda.base.errors import UsageError as UsageError
     from pagoda.base.errors import WorkerDied as WorkerDied
     from pagoda.base.outputs import CompletionOutput as CompletionOutput
     from pagoda.base.outputs import EmbeddingOutput as EmbeddingOutput
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pagoda.base.outputs import PoolingRequestOutput as PoolingRequestOutput
     from pagoda.base.outputs import RequestMetrics as RequestMetrics
     from pagoda.base.outputs import RequestOutput as RequestOutput
+    from pagoda.base.sampling_params import BeamSearchParams as BeamSearchParams
     from pagoda.base.sampling_params import PoolingParams as PoolingParams
     from pagoda.base.sampling_params import SamplingParams as SamplingParams
     from pagoda.llm import LLM as LLM
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "pagoda.llm": ("LLM",),
     "pagoda.async_llm": ("AsyncLLM",),
-    "pagoda.base.sampling_params": ("SamplingParams", "PoolingParams"),
+    "pagoda.base.sampling_params": ("SamplingParams", "PoolingParams", "BeamSearchParams"),
     "pagoda.base.config": ("EngineConfig",),
     "pagoda.base.outputs": (
         "RequestOutput",
@@ -43,6 +46,8 @@ _HOMES = {
         "ConfigError",
         "RequestError",
         "CapacityError",
+        "UsageError",
+        "NotSupportedError",
         "WorkerDied",
         "InvariantBroken",
     ),

@@ -1,13 +1,9 @@
 """LLM: a model in a Python program. Prompts go in, outputs come back in their order."""
 
-import contextlib
 import itertools
 import logging
-import signal
-import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -15,12 +11,15 @@ from tqdm import tqdm
 from pagoda.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, RequestError
-from pagoda.base.outputs import CompletionOutput, RequestOutput
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from pagoda.base.planned import planned
+from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from pagoda.engine.chat_template import Message
 from pagoda.engine.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.output_processor import OutputKind
+from pagoda.engine.prompt_kinds import check_conversation, check_prompt, is_one_conversation, is_one_prompt
+from pagoda.engine.shared_engine import Call, SharedEngine
 from pagoda.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagoda")
@@ -29,22 +28,27 @@ _BAR_DELAY_S = 1.0  # short work shows no bar
 
 
 class LLM:
-    """A loaded model. One thread at a time may use it; `close` (or `with`) gives its memory back.
+    """A loaded model. Threads may share it: what they ask for runs in one batch. `close` (or `with`) frees its memory.
 
     with LLM("smollm2-135m") as llm:
         for output in llm.generate(["The sky is", "Once upon a time"], SamplingParams(max_tokens=20)):
             print(output.outputs[0].text)
+
+    `generate` and `chat` return whole outputs, `stream` and `stream_chat` yield deltas; AsyncLLM has the same four.
+    After `close`, in a forked child, and from a signal handler that interrupts one of its calls, every method raises
+    UsageError.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        """model: a catalog name, folder, .gguf file, hub id or `pypi:PACKAGE`; the default model when not given.
+        """Load a model.
 
+        model: a catalog name, folder, .gguf file, hub id or `pypi:PACKAGE`; the default model when not given.
         options: the fields of EngineConfig's parts by name (`max_num_seqs=8, dtype="float32"`).
         Raises ConfigError for a model or an option that cannot be used, CapacityError when it does not fit.
         """
         if model is not None:
             options["model"] = model
-        setup = resolve_engine(EngineConfig.from_options(**options))
+        setup = resolve_engine(EngineConfig.for_engine(**options))
         # The tokenizer first: what is wrong with it shows before the weights are read.
         inputs = build_input_processor(setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len)
         self._begin(LLMEngine(build_engine_core(setup), inputs))
@@ -58,8 +62,8 @@ class LLM:
 
     def _begin(self, engine: LLMEngine) -> None:
         self.engine = engine
+        self._shared = SharedEngine(engine)
         self._numbers = itertools.count()
-        self._mail: dict[str, deque[RequestOutput]] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -69,8 +73,8 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """Give back the model's memory. Idempotent; nothing can be generated afterwards."""
-        self.engine.shutdown()
+        """Free the model's memory after the step in progress; calls of other threads raise UsageError. Idempotent."""
+        self._shared.close()
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +84,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    # ---- batches
+    # ---- whole outputs
 
     def generate(
         self,
@@ -90,53 +94,22 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """One output for each prompt, in their order.
+        """Return one finished output for each prompt, in their order.
 
-        prompts: text, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of those.
+        prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of those.
         sampling_params: for all prompts, or one for each; SamplingParams() when not given.
         use_tqdm: show progress on a terminal when it takes long.   priority: one for each prompt, smaller is sooner.
 
-        A prompt of a list that cannot be served has its output's `error` set and finish_reason "error"; the others are
-        served. A single prompt raises RequestError or CapacityError. Ctrl-C ends all of them; the LLM stays usable.
+        Raises RequestError for arguments of the wrong kind. A prompt that cannot be served (empty, too long) raises
+        RequestError or CapacityError if it is the only one; otherwise its output has `error` set and finish_reason
+        "error", and the others are served. Ctrl-C aborts this call's requests; the LLM stays usable.
         """
         if not isinstance(prompts, str | Mapping) and not hasattr(prompts, "__len__"):
             raise RequestError(f"prompts is {type(prompts).__name__}, expected a prompt or a list of them", "prompt")
-        is_single = _is_one_prompt(prompts)
-        each: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item,arg-type]
-        return self._generate(each, sampling_params, use_tqdm, priority, is_single)
-
-    def _generate(
-        self,
-        each: Sequence[Prompt | RequestError],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-        priority: Sequence[int] | None,
-        is_single: bool,
-    ) -> list[RequestOutput]:
-        """`generate` for a list, in which an error stands for a prompt that could not even be written."""
-        params = _for_each(sampling_params, len(each))
-        if priority is not None and len(priority) != len(each):
-            raise RequestError(f"{len(priority)} priorities for {len(each)} prompts", "priority")
-        outputs: dict[str, RequestOutput] = {}
-        ids = [str(next(self._numbers)) for _ in each]
-        live: set[str] = set()
-        try:
-            for index, (request_id, prompt) in enumerate(zip(ids, each, strict=True)):
-                try:
-                    if isinstance(prompt, RequestError):
-                        raise prompt
-                    own_priority = priority[index] if priority is not None else 0
-                    self._add(request_id, prompt, params[index], OutputKind.FINAL_ONLY, own_priority)
-                    live.add(request_id)
-                except (RequestError, CapacityError) as error:
-                    if is_single:
-                        raise
-                    logger.warning("prompt %d is not served: %s", index, error)
-                    outputs[request_id] = _refused(request_id, prompt, error)
-            self._run(live, outputs, use_tqdm)
-        finally:
-            self._drop(set(ids))
-        return [outputs[request_id] for request_id in ids]
+        each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        for index, prompt in enumerate(each):
+            check_prompt(prompt, index if len(each) > 1 else None)
+        return self._generate(each, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -146,129 +119,165 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """The assistant's next turn in a conversation, or in each of several; as `generate` otherwise, errors included.
+        """Return the assistant's next turn in a conversation, or in each of several; errors as in `generate`.
 
+        messages: a list of objects with a role and content, or a list of such lists.
         template_options: chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs (see
         InputProcessor.render_chat).
         """
-        if isinstance(messages, str | bytes):
-            raise RequestError("messages is text, expected a list of objects with a role and content", "messages")
-        if _is_one_conversation(messages):
-            return self.generate(self._render(messages, template_options), sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
+        each = [messages] if is_one_conversation(messages) else list(messages)
+        for index, conversation in enumerate(each):
+            check_conversation(conversation, index if len(each) > 1 else None)
         prompts: list[Prompt | RequestError] = []
-        for conversation in messages:
+        for conversation in each:
             try:
                 prompts.append(self._render(conversation, template_options))  # type: ignore[arg-type]
             except RequestError as error:
                 prompts.append(error)
-        return self._generate(prompts, sampling_params, use_tqdm, None, is_single=False)
+        return self._generate(prompts, sampling_params, use_tqdm, None)
+
+    def _generate(
+        self,
+        each: Sequence[Prompt | RequestError],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        """`generate` for a list, in which an error stands for a prompt that could not be rendered."""
+        params = _for_each(sampling_params, len(each))
+        if priority is not None and len(priority) != len(each):
+            raise RequestError(f"{len(priority)} priorities for {len(each)} prompts", "priority")
+        with self._shared.entered():
+            call = Call()
+            outputs: dict[str, RequestOutput] = {}
+            ids = [str(next(self._numbers)) for _ in each]
+            try:
+                for index, (request_id, prompt) in enumerate(zip(ids, each, strict=True)):
+                    try:
+                        if isinstance(prompt, RequestError):
+                            raise prompt
+                        own_priority = priority[index] if priority is not None else 0
+                        self._shared.add(call, request_id, prompt, params[index], OutputKind.FINAL_ONLY, own_priority)
+                    except (RequestError, CapacityError) as error:
+                        if len(each) == 1:
+                            raise
+                        logger.warning("prompt %d is not served: %s", index, error)
+                        outputs[request_id] = _refused(request_id, prompt, error)
+                self._collect(call, outputs, use_tqdm)
+            finally:
+                self._shared.drop(call)
+        results = [outputs[request_id] for request_id in ids]
+        if len(results) == 1 and results[0].error is not None and not any(o.token_ids for o in results[0].outputs):
+            raise RequestError(results[0].error, "prompt")
+        return results
+
+    def _collect(self, call: Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
+        """Wait until all requests of the call have ended; their outputs go into `outputs`."""
+        disable = None if use_tqdm else True  # None: off when there is no terminal
+        with tqdm(total=len(call.live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
+            while (output := self._shared.next_output(call)) is not None:
+                outputs[output.request_id] = output
+                bar.update()
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         rendered = self.engine.input_processor.render_chat(messages, **template_options)
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
-    # ---- one at a time, as it comes
+    # ---- deltas
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Deltas of one prompt's output, as they come. Leaving the iteration early ends the request.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> "OutputStream":
+        """Return an iterator over the deltas of one prompt's output. Leaving the iteration early aborts the request.
 
         Raises RequestError or CapacityError before the first delta.
         """
-        request_id = str(next(self._numbers))
-        self._add(request_id, prompt, sampling_params or SamplingParams(), OutputKind.DELTA, 0)
-        return self._follow(request_id)
+        check_prompt(prompt, None)
+        call = Call()
+        with self._shared.entered():
+            request_id = str(next(self._numbers))
+            self._shared.add(call, request_id, prompt, sampling_params or SamplingParams(), OutputKind.DELTA)
+        return OutputStream(self._shared, call)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
-    ) -> Iterator[RequestOutput]:
+    ) -> "OutputStream":
         """As `stream`, for the assistant's next turn in a conversation."""
+        check_conversation(messages, None)
         return self.stream(self._render(messages, template_options), sampling_params)
 
-    def _follow(self, request_id: str) -> Iterator[RequestOutput]:
+    # ---- planned
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[RequestOutput]:
+        """Planned: raises NotSupportedError."""
+        raise planned("beam_search", "the scheduler does not rank and prune branches; use generate with n > 1")
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Planned: raises NotSupportedError."""
+        raise planned("embed", "encoder models and pooling are missing")
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Planned: raises NotSupportedError."""
+        raise planned("classify", "models with a classification head and pooling are missing")
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Planned: raises NotSupportedError."""
+        raise planned("score", "cross-encoder and embedding models are missing")
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """The deltas of one request. `close`, or dropping the last reference, aborts the request."""
+
+    def __init__(self, shared: SharedEngine, call: Call) -> None:
+        self._shared = shared
+        self._call = call
+
+    def __next__(self) -> RequestOutput:
+        """Raises UsageError if the LLM was closed meanwhile, WorkerDied if its engine ended."""
         try:
-            while True:
-                mail = self._mail[request_id]
-                while mail:
-                    delta = mail.popleft()
-                    yield delta
-                    if delta.finished:
-                        return
-                self._step()
-        finally:
-            self._drop({request_id})
+            with self._shared.entered():
+                output = self._shared.next_output(self._call)
+        except BaseException:
+            self.close()
+            raise
+        if output is None:
+            raise StopIteration
+        return output
 
-    # ---- the engine, one step at a time
+    def close(self) -> None:
+        """Abort the request if it is still running. Idempotent."""
+        self._shared.abandon(self._call)
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, kind: OutputKind, priority: int) -> None:
-        with _interrupt_afterwards():
-            self.engine.add_request(request_id, prompt, params, kind, priority=priority)
-            self._mail[request_id] = deque()
-
-    def _run(self, live: set[str], outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
-        """Step until all of `live` have ended; their outputs go into `outputs`."""
-        disable = None if use_tqdm else True  # None: off when there is no terminal
-        with tqdm(total=len(live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
-            while live:
-                for request_id in live.intersection(self._step()):
-                    outputs[request_id] = self._mail.pop(request_id).popleft()
-                    live.discard(request_id)
-                    bar.update()
-
-    def _step(self) -> list[str]:
-        """One step of the engine; every output goes to whoever waits for it. Ctrl-C is answered behind the step.
-
-        Returns the ids of the requests that have mail.
-        """
-        with _interrupt_afterwards():
-            outputs = self.engine.step()
-            for output in outputs:
-                self._mail[output.request_id].append(output)
-        return [output.request_id for output in outputs]
-
-    def _drop(self, request_ids: set[str]) -> None:
-        """End those that are still live and forget them."""
-        self.engine.abort(list(request_ids))
-        for request_id in request_ids:
-            self._mail.pop(request_id, None)
-
-
-@contextlib.contextmanager
-def _interrupt_afterwards() -> Iterator[None]:
-    """Holds Ctrl-C back until the block is left, so that no step is torn apart. The second one comes through at once.
-
-    Only where Ctrl-C means KeyboardInterrupt, and on the main thread, which alone receives it.
-    """
-    default = signal.default_int_handler
-    is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is default
-    if not is_ours:
-        yield
-        return
-    came: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(signal.SIGINT, default)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, default)
-    if came:
-        raise KeyboardInterrupt
-
-
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Text, an object, or a flat list of numbers; an empty list is a batch of none."""
-    if isinstance(prompts, str | Mapping):
-        return True
-    return (
-        len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence) and not hasattr(prompts[0], "__len__")
-    )
-
-
-def _is_one_conversation(messages: Sequence[Any]) -> bool:
-    return len(messages) == 0 or isinstance(messages[0], Mapping)
+    def __del__(self) -> None:
+        if self._call.live:
+            self._shared.abandon(self._call)
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

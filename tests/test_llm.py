@@ -82,7 +82,7 @@ def test_lists_must_match(llm: LLM) -> None:
         (lambda llm: llm.generate(5), "prompts is int"),
         (lambda llm: llm.generate("a", {"temperature": 0}), "sampling_params is dict"),
         (lambda llm: llm.generate("a", PoolingParams()), "sampling_params is PoolingParams"),
-        (lambda llm: llm.chat("hello"), "messages is text"),
+        (lambda llm: llm.chat("hello"), "messages is str"),
     ],
     ids=["no prompt", "number", "dict", "pooling", "chat of text"],
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 
@@ -197,7 +198,20 @@ class EngineConfig:
         Raises ConfigError for an unknown name (with the nearest known one) or an unknown word. Values are checked when
         the config is resolved.
         """
-        parts = {part.name: part.default_factory for part in dataclasses.fields(cls)}
+        return cls._of({part.name: part.default_factory for part in dataclasses.fields(cls)}, options)
+
+    @classmethod
+    def for_engine(cls, **options: Any) -> "EngineConfig":
+        """As `from_options`, for an engine without a server: options of the HTTP server are refused."""
+        server = {item.name for item in dataclasses.fields(ServerConfig)}
+        for name in options:
+            if name in server:
+                raise ConfigError(f"{name} is an option of `pagoda serve`, not of the engine; leave it out")
+        parts = {part.name: part.default_factory for part in dataclasses.fields(cls) if part.name != "server"}
+        return cls._of(parts, options)
+
+    @classmethod
+    def _of(cls, parts: dict[str, Any], options: dict[str, Any]) -> "EngineConfig":
         owner: dict[str, str] = {}
         for part, kind in parts.items():
             for item in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -205,7 +219,7 @@ class EngineConfig:
         chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
         for name, value in options.items():
             if name not in owner:
-                raise ConfigError(f"unknown option {name!r}{nearest(name, list(owner))}")
+                raise ConfigError(f"unknown option {abbreviate(name)}{nearest(name, list(owner))}")
             chosen[owner[name]][name] = _normal(name, value)
         return cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})  # type: ignore[misc,operator]
 

@@ -24,6 +24,14 @@ class CapacityError(PagodaError):
     """A well-formed request or model does not fit: pool, memory, queue or model length."""
 
 
+class UsageError(PagodaError, RuntimeError):
+    """The engine is used when or where it cannot be: after `close`, in a forked child, from a signal handler."""
+
+
+class NotSupportedError(PagodaError, NotImplementedError):
+    """A feature that is planned and not there yet; the message says what is missing."""
+
+
 class WorkerDied(PagodaError):
     """The process or device that executes steps is gone; requests in flight can be replayed."""
 

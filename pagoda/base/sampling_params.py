@@ -117,6 +117,22 @@ _FLAGS = (
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How a beam search runs, with vLLM's fields. Beam search is planned; see LLM.beam_search."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1)
+        _integer("max_tokens", self.max_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingParams:
     """What to make of a prompt's hidden states.   task: "embed", "classify", "score".   normalize: unit length."""
 

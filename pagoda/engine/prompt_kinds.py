@@ -1,0 +1,72 @@
+"""What a caller passed: one prompt or several, one conversation or several, or a mistake that is named."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import RequestError
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Return whether `prompts` is a single prompt: a string, an object, or a flat list of numbers.
+
+    An empty list is a batch of none.
+    """
+    if isinstance(prompts, str | bytes | Mapping):
+        return True
+    return len(prompts) > 0 and not _is_item(prompts[0])
+
+
+def is_one_conversation(messages: Any) -> bool:
+    """Return whether `messages` is a single conversation: a list of objects, or an empty list."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return True
+    return len(messages) == 0 or not isinstance(messages[0], Sequence) or isinstance(messages[0], str | bytes)
+
+
+def check_prompt(prompt: Any, index: int | None) -> None:
+    """Raise RequestError if `prompt` is no prompt at all; what is in it is checked later.
+
+    index: of the prompt in its list, for the message; None if it is the only one.
+    """
+    name = "the prompt" if index is None else f"prompts[{index}]"
+    if isinstance(prompt, Mapping):
+        if "role" in prompt:
+            raise RequestError(f"{name} is a chat message, {abbreviate(dict(prompt))}: pass messages to chat", "prompt")
+        if not {"prompt", "prompt_token_ids"} & prompt.keys():
+            raise RequestError(
+                f"{name} is an object with {abbreviate(sorted(map(str, prompt)))}, expected prompt or prompt_token_ids",
+                "prompt",
+            )
+        return
+    if isinstance(prompt, str):
+        return
+    if isinstance(prompt, bytes) or not hasattr(prompt, "__len__"):
+        raise RequestError(
+            f"{name} is {type(prompt).__name__}, expected a string, a list of token ids or an object", "prompt"
+        )
+    if len(prompt) and _is_item(prompt[0]):
+        if isinstance(prompt[0], Mapping) and "role" in prompt[0]:
+            raise RequestError(f"{name} is a list of chat messages: pass them to chat", "prompt")
+        raise RequestError(f"{name} is a list of {type(prompt[0]).__name__}, expected a list of token ids", "prompt")
+
+
+def check_conversation(messages: Any, index: int | None) -> None:
+    """Raise RequestError if `messages` is no list of objects with a role; what is in them is checked later."""
+    name = "messages" if index is None else f"messages[{index}]"
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(
+            f"{name} is {type(messages).__name__}, expected a list of objects with a role and content", "messages"
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"{name}[{number}] is {type(message).__name__}, expected an object with a role and content; "
+                "generate takes prompts without roles",
+                "messages",
+            )
+
+
+def _is_item(value: Any) -> bool:
+    """Whether a list that begins with `value` is a list of prompts (or messages), not of token ids."""
+    return isinstance(value, str | bytes | Mapping) or hasattr(value, "__len__")

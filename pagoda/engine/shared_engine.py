@@ -1,0 +1,273 @@
+"""SharedEngine: an LLMEngine that several threads use at once. One of them steps it for all, the others wait.
+
+The engine itself is not thread-safe, so every access holds one lock. A call that waits for outputs drives the engine if
+no other call does; it delivers what each step produces to the calls that own it, and passes the wheel on when it has
+what it came for. Requests of all threads are therefore batched together.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from types import FrameType
+
+from pagoda.base.errors import PagodaError, UsageError, WorkerDied
+from pagoda.base.outputs import RequestOutput
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.input_processor import Prompt
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.output_processor import OutputKind
+
+_RETRY_S = 1.0  # a waiting call looks this often whether anybody drives, should a nudge be lost to an exception
+
+
+class _Nudge:
+    """A message to a waiting call: nobody drives the engine."""
+
+
+_NUDGE = _Nudge()
+
+
+class Call:
+    """Requests that one caller waits for.   live: ids of those that have not finished.   mail: what came for them."""
+
+    __slots__ = ("live", "mail")
+
+    def __init__(self) -> None:
+        self.live: set[str] = set()
+        # Its methods are atomic and may be interrupted by signal handlers and garbage collection.
+        self.mail: queue.SimpleQueue[RequestOutput | PagodaError | _Nudge] = queue.SimpleQueue()
+
+
+class SharedEngine:
+    """Thread-safe access to one engine. Never blocks a signal handler, a finalizer or a forked child."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self._pid = os.getpid()
+        self._inside: set[int] = set()  # threads in a call
+        self._owners: dict[str, Call] = {}  # by request id
+        self._waiting: dict[object, Call] = {}
+        self._wheel: dict[str, object] = {}  # "driver" -> who drives; dict operations cannot be torn by an exception
+        # A command takes the turnstile, then the engine. The driver passes the turnstile before each step, so commands
+        # enter between two steps; a plain lock would be taken again by the driver at once.
+        self._turnstile = threading.Lock()
+        self._held = threading.Lock()
+        self._abandoned: deque[str] = deque()  # ids to abort when the engine is free
+        self._closed = False
+        self._is_shut_down = False
+        self._failure: PagodaError | None = None
+
+    # ---- calls
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Mark the calling thread as being in a call.
+
+        Raises UsageError if the engine is closed, belongs to the parent of this process, or is already in use by this
+        thread (the caller is a signal handler); what ended the engine, if that happened.
+        """
+        self._check_usable()
+        me = threading.get_ident()
+        if me in self._inside:
+            raise UsageError(
+                "this LLM is in use by the same thread: it cannot be called from a signal handler or a callback that "
+                "interrupts one of its calls; set a flag there and call it afterwards"
+            )
+        try:
+            self._inside.add(me)
+            yield
+        finally:
+            self._inside.discard(me)
+            if self._closed and not self._is_shut_down:  # closed by a signal handler that interrupted this call
+                self._shut_down()
+
+    def add(
+        self, call: Call, request_id: str, prompt: Prompt, params: SamplingParams, kind: OutputKind, priority: int = 0
+    ) -> None:
+        """Queue a request whose outputs go to `call`. Raises RequestError or CapacityError; then nothing is left."""
+        prompt = self._tokenized(prompt)
+        with self._commanding():
+            self._owners[request_id] = call
+            call.live.add(request_id)
+            try:
+                self.engine.add_request(request_id, prompt, params, kind, priority=priority)
+            except BaseException:
+                self._forget(call, request_id)
+                raise
+
+    def next_output(self, call: Call) -> RequestOutput | None:
+        """Return the next output of the call's requests, stepping the engine or waiting; None if none is live.
+
+        Raises UsageError if the engine is closed meanwhile, WorkerDied if it ends.
+        """
+        while call.live or not call.mail.empty():
+            try:
+                item = call.mail.get_nowait()
+            except queue.Empty:
+                item = self._wait(call)
+            if isinstance(item, PagodaError):
+                raise item
+            if isinstance(item, RequestOutput):
+                return item
+        return None
+
+    def drop(self, call: Call) -> None:
+        """Abort the call's live requests."""
+        live = [request_id for request_id in list(call.live) if self._forget(call, request_id)]
+        if live and self._is_usable():
+            with self._commanding():
+                self.engine.abort(live)
+
+    def abandon(self, call: Call) -> None:
+        """As `drop`, from a finalizer: never waits. If the engine is busy, the next step aborts them."""
+        self._abandoned.extend([request_id for request_id in list(call.live) if self._forget(call, request_id)])
+        if self._is_usable() and self._held.acquire(blocking=False):
+            try:
+                self._abort_abandoned()
+            finally:
+                self._held.release()
+
+    def close(self) -> None:
+        """Release the engine after the step in progress; calls of other threads raise UsageError. Idempotent.
+
+        From a signal handler that interrupts a call, the engine is released when that call ends. In a forked child
+        nothing is released: the engine is the parent's.
+        """
+        self._closed = True
+        if os.getpid() == self._pid and threading.get_ident() not in self._inside:
+            self._shut_down()
+
+    # ---- inside
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this LLM belongs to process {self._pid}, and this is a fork of it, without its threads; "
+                "make a new LLM in the child, or start the child with the spawn method"
+            )
+        if self._closed:
+            raise UsageError("this LLM is closed")
+        if self._failure is not None:
+            raise self._failure
+
+    def _is_usable(self) -> bool:
+        return not self._closed and self._failure is None and os.getpid() == self._pid
+
+    def _tokenized(self, prompt: Prompt) -> Prompt:
+        """A long text as token ids, made before the engine is held: steps of other calls go on meanwhile."""
+        if isinstance(prompt, str) and len(self._inside) > 1:
+            return {"prompt": prompt, "prompt_token_ids": list(self.engine.input_processor.token_ids_of(prompt))}
+        return prompt
+
+    @contextlib.contextmanager
+    def _commanding(self) -> Iterator[None]:
+        """Hold the engine between two steps."""
+        with _interrupt_afterwards(), self._turnstile, self._held:
+            self._check_usable()
+            self._abort_abandoned()
+            yield
+
+    def _wait(self, call: Call) -> "RequestOutput | PagodaError | _Nudge":
+        """Drive the engine until the call has mail; if another call drives, wait for what it delivers."""
+        me = object()
+        try:
+            self._waiting[me] = call
+            if self._wheel.setdefault("driver", me) is not me:
+                return call.mail.get(timeout=_RETRY_S)
+            while call.live and call.mail.empty():
+                self._step()
+            return call.mail.get_nowait()
+        except queue.Empty:
+            return _NUDGE
+        finally:
+            if self._wheel.get("driver") is me:
+                del self._wheel["driver"]
+            self._waiting.pop(me, None)
+            # Also from a call that did not drive: it may have been the one that was nudged.
+            if not self._wheel and self._waiting:
+                for other in list(self._waiting.values())[:1]:
+                    other.mail.put(_NUDGE)
+
+    def _step(self) -> None:
+        """Run one step and deliver its outputs. Ctrl-C takes effect after the step, so that no step is torn."""
+        with _interrupt_afterwards():
+            with self._turnstile:
+                pass
+            with self._held:
+                if self._closed or self._failure is not None:
+                    self._end_calls(self._failure or UsageError("this LLM was closed while it generated"))
+                    return
+                try:
+                    self._abort_abandoned()
+                    outputs = self.engine.step()
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+                for output in outputs:
+                    call = self._owners.get(output.request_id)
+                    if call is not None:
+                        call.mail.put(output)
+                        if output.finished:
+                            self._forget(call, output.request_id)
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            self.engine.abort([self._abandoned.popleft()])
+
+    def _forget(self, call: Call, request_id: str) -> bool:
+        call.live.discard(request_id)
+        return self._owners.pop(request_id, None) is not None
+
+    def _fail(self, error: BaseException) -> None:
+        """A step was torn: the engine's state is not to be trusted any more."""
+        if isinstance(error, PagodaError):
+            self._failure = error
+        elif isinstance(error, Exception):
+            self._failure = WorkerDied(f"a step of this LLM failed: {type(error).__name__}: {error}; make a new LLM")
+        else:
+            self._failure = UsageError(f"a step of this LLM was cut short by {type(error).__name__}; make a new LLM")
+        self._end_calls(self._failure)
+
+    def _end_calls(self, error: PagodaError) -> None:
+        calls = set(self._owners.values())
+        self._owners.clear()
+        for call in calls:
+            call.mail.put(error)
+            call.live.clear()
+
+    def _shut_down(self) -> None:
+        with _interrupt_afterwards(), self._turnstile, self._held:
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self._end_calls(UsageError("this LLM was closed while it generated"))
+                self.engine.shutdown()
+
+
+@contextlib.contextmanager
+def _interrupt_afterwards() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is left, so that no step is torn apart. The second one comes through at once.
+
+    Only where Ctrl-C means KeyboardInterrupt, and on the main thread, which alone receives it.
+    """
+    default = signal.default_int_handler
+    is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is default
+    if not is_ours:
+        yield
+        return
+    came: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(signal.SIGINT, default)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if came:
+        raise KeyboardInterrupt

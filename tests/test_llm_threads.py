@@ -1,0 +1,314 @@
+"""One LLM in threads, signal handlers, after fork, while it is closed: never a corrupt heap, never a deadlock."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+
+import pytest
+
+from pagoda import LLM, RequestOutput, SamplingParams, UsageError, WorkerDied
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.executors.fake import FakeExecutor
+from tests.cached_models import cached_model
+from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
+
+LONG = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=8, seed=2, ignore_eos=True)
+STEP_S = 0.002
+
+
+class SlowExecutor(FakeExecutor):
+    """Takes its time for a step, notes how many rows it had, and asserts that one thread at a time is in it."""
+
+    def __init__(self, step_s: float = STEP_S) -> None:
+        super().__init__(64, MAX_LEN, vocab_size=258)
+        self.step_s = step_s
+        self.most_rows = 0
+        self.on_step: Callable[[int], object] = lambda _: None
+        self._busy = threading.Lock()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        assert self._busy.acquire(blocking=False), "two threads are in the engine"
+        try:
+            self.most_rows = max(self.most_rows, len(output.rows))
+            time.sleep(self.step_s)
+            self.on_step(self.num_steps)
+            return super().submit(output)
+        finally:
+            self._busy.release()
+
+
+@pytest.fixture
+def executor() -> SlowExecutor:
+    return SlowExecutor()
+
+
+@pytest.fixture
+def llm(executor: SlowExecutor) -> Iterator[LLM]:
+    with LLM.over(LLMEngine(fake_core(executor), byte_inputs())) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _deadline() -> Iterator[None]:
+    """A deadlock ends the test, not the patience of whoever runs it."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("deadlock")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+def test_threads_get_what_they_would_get_alone_and_run_in_one_batch(llm: LLM, executor: SlowExecutor) -> None:
+    work = [
+        (f"prompt {i}" * (1 + i % 3), SamplingParams(max_tokens=5 + 3 * i, seed=i, ignore_eos=True)) for i in range(24)
+    ]
+    alone = [tokens(llm.generate(prompt, params)[0]) for prompt, params in work]
+    assert executor.most_rows <= 1
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda item: tokens(llm.generate(*item)[0]), work))
+    assert together == alone
+    assert executor.most_rows >= 4
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_streams_and_batches_of_threads_mix(llm: LLM) -> None:
+    alone = [tokens(llm.generate(f"p{i}", SHORT)[0]) for i in range(12)]
+
+    def work(index: int) -> list[int]:
+        if index % 2:
+            return [token for delta in llm.stream(f"p{index}", SHORT) for token in delta.outputs[0].token_ids]
+        return tokens(llm.generate(f"p{index}", SHORT)[0])
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(work, range(12))) == alone
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(llm: LLM) -> None:
+    ended: list[str] = []
+    driver = threading.Thread(target=lambda: (llm.generate("long", LONG), ended.append("long")))
+    driver.start()
+    wait_until(llm.engine.has_unfinished_requests)
+    llm.generate("short", SHORT)
+    ended.append("short")
+    driver.join()
+    assert ended == ["short", "long"]
+
+
+def test_two_threads_may_read_one_stream(llm: LLM) -> None:
+    expected = tokens(llm.generate("shared", LONG)[0])
+    stream = llm.stream("shared", LONG)
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(lambda _: [delta.outputs[0].token_ids for delta in stream], range(2)))
+    assert sorted(token for part in parts for delta in part for token in delta) == sorted(expected)
+
+
+@pytest.mark.parametrize("num_read", [0, 3])
+def test_a_forgotten_stream_leaves_nothing_behind(llm: LLM, num_read: int) -> None:
+    stream = llm.stream("forgotten", LONG)
+    for _ in range(num_read):
+        next(stream)
+    del stream
+    gc.collect()
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_stream_dropped_while_another_thread_drives_is_aborted(llm: LLM) -> None:
+    driver = threading.Thread(target=lambda: llm.generate("long", LONG))
+    driver.start()
+    wait_until(llm.engine.has_unfinished_requests)
+    stream = llm.stream("forgotten", LONG)
+    next(stream)
+    del stream
+    driver.join()
+    llm.generate("next", SHORT)
+    assert not llm.engine.has_unfinished_requests()
+
+
+# ---- signals
+
+
+def test_a_signal_handler_gets_an_error_and_the_interrupted_call_goes_on(llm: LLM) -> None:
+    expected = tokens(llm.generate("long", LONG)[0])
+    errors: list[str] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        for call in (lambda: llm.generate("inner", SHORT), lambda: next(llm.stream("inner", SHORT))):
+            try:
+                call()
+            except UsageError as error:
+                errors.append(str(error))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        timers = [threading.Timer(0.02 * i, lambda: os.kill(os.getpid(), signal.SIGUSR1)) for i in range(1, 8)]
+        for timer in timers:
+            timer.start()
+        assert tokens(llm.generate("long", LONG)[0]) == expected
+        for timer in timers:
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert errors
+    assert all("cannot be called from a signal handler" in error for error in errors)
+
+
+def test_a_signal_handler_between_two_deltas_may_generate(llm: LLM) -> None:
+    expected = tokens(llm.generate("inner", SHORT)[0])
+    found: list[list[int]] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(tokens(llm.generate("inner", SHORT)[0])))
+    try:
+        for index, _ in enumerate(llm.stream("outer", SHORT)):
+            if index == 2:
+                signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [expected]
+
+
+def test_closing_from_a_signal_handler_ends_the_call(executor: SlowExecutor) -> None:
+    llm = LLM.over(LLMEngine(fake_core(executor), byte_inputs()))
+    before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
+    executor.on_step = lambda step: signal.raise_signal(signal.SIGUSR1) if step == 5 else None
+    try:
+        with pytest.raises(UsageError, match="closed"):
+            llm.generate("long", LONG)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert executor.num_steps <= 7
+    with pytest.raises(UsageError, match="this LLM is closed"):
+        llm.generate("again", SHORT)
+
+
+def test_ctrl_c_in_the_thread_that_drives_leaves_the_others_alone(llm: LLM, executor: SlowExecutor) -> None:
+    expected = tokens(llm.generate("other", LONG)[0])
+    found: list[list[int]] = []
+    other = threading.Thread(target=lambda: found.append(tokens(llm.generate("other", LONG)[0])))
+
+    def interrupt(step: int) -> None:
+        if len(llm.engine._outputs) == 2:
+            executor.on_step = lambda _: None
+            os.kill(os.getpid(), signal.SIGINT)
+
+    executor.on_step = interrupt
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("mine", LONG)
+    other.join()
+    assert found == [expected]
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_step_cut_short_by_a_handler_that_raises_is_not_trusted_again(llm: LLM, executor: SlowExecutor) -> None:
+    def stop(step: int) -> None:
+        raise SystemExit("from a handler")
+
+    executor.on_step = stop
+    with pytest.raises(SystemExit):
+        llm.generate("long", LONG)
+    with pytest.raises(UsageError, match="cut short by SystemExit; make a new LLM"):
+        llm.generate("again", SHORT)
+
+
+# ---- ends
+
+
+def test_closing_while_others_generate_ends_their_calls(executor: SlowExecutor) -> None:
+    llm = LLM.over(LLMEngine(fake_core(executor), byte_inputs()))
+    errors: list[str] = []
+
+    def work(index: int) -> None:
+        try:
+            llm.generate(f"long {index}", LONG)
+        except UsageError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(llm.engine._outputs) == 4)
+    stream = llm.stream("a stream", LONG)
+    next(stream)
+    llm.close()
+    for thread in threads:
+        thread.join(10)
+    assert errors == ["this LLM was closed while it generated"] * 4
+    with pytest.raises(UsageError, match="closed"):
+        next(stream)
+    with pytest.raises(UsageError, match="this LLM is closed"):
+        llm.stream("another", SHORT)
+    llm.close()
+
+
+class DyingExecutor(SlowExecutor):
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        if len(output.rows) == 3:
+            self.shutdown()
+        return super().submit(output)
+
+
+def test_every_thread_hears_that_the_worker_died() -> None:
+    llm = LLM.over(LLMEngine(fake_core(DyingExecutor()), byte_inputs()))
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(llm.generate, f"p{i}", LONG) for i in range(3)]
+        assert all(isinstance(call.exception(30), WorkerDied) for call in calls)
+    with pytest.raises(WorkerDied):
+        llm.generate("again", SHORT)
+    llm.close()
+
+
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(llm: LLM) -> None:
+    expected = tokens(llm.generate("p", SHORT)[0])
+    busy = threading.Thread(target=lambda: llm.generate("long", LONG))
+    busy.start()  # the child inherits locks that this thread holds
+    wait_until(llm.engine.has_unfinished_requests)
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)  # a deadlock must not leave a process behind
+        said = "nothing"
+        try:
+            llm.generate("p", SHORT)
+        except UsageError as error:
+            said = str(error)
+        llm.close()
+        os.write(write_end, said.encode())
+        os._exit(0)
+    os.close(write_end)
+    _, status = os.waitpid(pid, 0)
+    with os.fdopen(read_end) as pipe:
+        assert "is a fork of it" in pipe.read()
+    assert status == 0
+    busy.join()
+    assert tokens(llm.generate("p", SHORT)[0]) == expected
+
+
+def test_a_model_gives_threads_the_tokens_they_would_get_alone() -> None:
+    """With the real kernels, which two threads at once would bring down."""
+    cached_model("smollm2-135m")
+    prompts = ["The capital of France is", "Water boils at", "One, two, three,", "The largest planet is"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(max_num_seqs=8, max_model_len=256, kv_cache_memory=64 << 20) as llm:
+        alone = [tokens(llm.generate(prompt, greedy)[0]) for prompt in prompts]
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(3):
+                assert list(pool.map(lambda prompt: tokens(llm.generate(prompt, greedy)[0]), prompts)) == alone
