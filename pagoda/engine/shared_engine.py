@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import FrameType
 
 from pagoda.base.errors import PagodaError, UsageError, WorkerDied
@@ -64,7 +64,7 @@ class SharedEngine:
     # ---- calls
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Generator[None]:
         """Mark the calling thread as being in a call.
 
         Raises UsageError if the engine is closed, belongs to the parent of this process, or is already in use by this
@@ -164,7 +164,7 @@ class SharedEngine:
         return prompt
 
     @contextlib.contextmanager
-    def _commanding(self) -> Iterator[None]:
+    def _commanding(self) -> Generator[None]:
         """Hold the engine between two steps."""
         with _interrupt_afterwards(), self._turnstile, self._held:
             self._check_usable()
@@ -248,7 +248,7 @@ class SharedEngine:
 
 
 @contextlib.contextmanager
-def _interrupt_afterwards() -> Iterator[None]:
+def _interrupt_afterwards() -> Generator[None]:
     """Hold Ctrl-C back until the block is left, so that no step is torn apart. The second one comes through at once.
 
     Only where Ctrl-C means KeyboardInterrupt, and on the main thread, which alone receives it.
