@@ -1,5 +1,6 @@
 """RowConstraints: what a row forbids or shifts among its logits, as arrays made once at admission."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,6 @@ import numpy as np
 from pagoda.base.sampling_params import SamplingParams
 
 _NO_IDS = np.empty(0, np.int64)
-_NO_VALUES = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,7 +15,7 @@ class RowConstraints:
     """One row's irregular sampling parameters; rows that have none carry no RowConstraints at all.
 
     bias_ids: int64 [b], bias: float32 [b], added to those logits.   allowed: int64 [a], nothing else may come; or None.
-    bad_words: sequences of ids that must not be completed in the output.
+    bad_words: sequences of ids that must not be completed in the output; None without any.
     min_tokens: as long as the output is shorter, none of `end_ids` (int64, eos and stop tokens) may come.
     has_penalty: presence, frequency or repetition penalty differs from neutral.
     """
@@ -23,7 +23,7 @@ class RowConstraints:
     bias_ids: np.ndarray
     bias: np.ndarray
     allowed: np.ndarray | None
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words: "BadWords | None"
     min_tokens: int
     end_ids: np.ndarray
     has_penalty: bool
@@ -45,7 +45,7 @@ class RowConstraints:
             bias_ids=np.array([token for token, _ in params.logit_bias], np.int64),
             bias=np.array([value for _, value in params.logit_bias], np.float32),
             allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
-            bad_words=tuple(word for word in params.bad_words_token_ids if word),
+            bad_words=BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
             min_tokens=params.min_tokens,
             end_ids=np.array(ends, np.int64),
             has_penalty=has_penalty,
@@ -53,10 +53,42 @@ class RowConstraints:
 
     def forbidden(self, output_token_ids: np.ndarray) -> np.ndarray:
         """Ids, int64, that must not follow this output: ends that come too soon, and last tokens of bad words."""
-        banned = [
-            word[-1]
-            for word in self.bad_words
-            if len(word) == 1 or tuple(output_token_ids[1 - len(word) :].tolist()) == word[:-1]
-        ]
-        ends = self.end_ids if len(output_token_ids) < self.min_tokens else _NO_IDS
-        return np.concatenate([np.array(banned, np.int64), ends]) if banned else ends
+        banned = self.bad_words.after(output_token_ids) if self.bad_words is not None else []
+        if len(output_token_ids) < self.min_tokens:
+            banned = [*banned, self.end_ids]
+        return np.concatenate(banned) if banned else _NO_IDS
+
+
+class BadWords:
+    """Which ids would complete a bad word: a trie of the words without their last ids, read from the end.
+
+    A step walks as far back as the output agrees with some word, so its cost does not grow with the number of words.
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """words: sequences of ids, none of them empty."""
+        self._children: dict[tuple[int, int], int] = {}
+        ends: dict[int, set[int]] = {}
+        num_nodes = 1
+        for word in words:
+            node = 0
+            for token in word[-2::-1]:
+                child = self._children.setdefault((node, token), num_nodes)
+                num_nodes += child == num_nodes
+                node = child
+            ends.setdefault(node, set()).add(word[-1])
+        self._ends = {node: np.array(sorted(ids), np.int64) for node, ids in ends.items()}
+
+    def after(self, output_token_ids: np.ndarray) -> list[np.ndarray]:
+        """int64 arrays of the ids that must not follow this output."""
+        node, at = 0, len(output_token_ids)
+        found = [self._ends[0]] if 0 in self._ends else []
+        while at:
+            at -= 1
+            child = self._children.get((node, int(output_token_ids[at])))
+            if child is None:
+                break
+            node = child
+            if node in self._ends:
+                found.append(self._ends[node])
+        return found

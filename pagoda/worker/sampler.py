@@ -106,9 +106,9 @@ def apply_constraints(
             continue
         if limits.allowed is not None:
             allowed = torch.from_numpy(limits.allowed).to(logits.device)
-            kept = logits[draw, allowed]
-            logits[draw] = -torch.inf
-            logits[draw, allowed] = kept
+            own = logits[draw]
+            kept = own.index_select(0, allowed)
+            own.fill_(-torch.inf).index_copy_(0, allowed, kept)
         forbidden = limits.forbidden(table.token_ids[row, table.num_prompt[row] : position])
         if forbidden.size:
             cells.append((draw, forbidden, np.full(forbidden.size, -np.inf, np.float32)))
@@ -122,7 +122,7 @@ def _cells(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(row, ids, values) records as three flat tensors."""
     at = np.repeat(np.array([row for row, _, _ in cells], np.int64), [len(ids) for _, ids, _ in cells])
-    ids = np.concatenate([ids for _, ids, _ in cells])
+    ids = np.concatenate([ids for _, ids, _ in cells], dtype=np.int64)
     values = np.concatenate([values for _, _, values in cells])
     return torch.from_numpy(at).to(device), torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)
 
@@ -132,22 +132,24 @@ def _apply_penalties(
 ) -> None:
     """Repetition (over prompt and output), then frequency and presence (over the output), from the history itself.
 
-    Counting anew each step costs a sort of the history, and needs no state that a preemption or a rejected draft could
-    leave wrong.
+    Looking through the history at every step needs no state that a preemption or a rejected draft could leave wrong.
     """
-    vocab_size = logits.shape[1]
-    row_of_token = np.repeat(np.arange(len(rows)), positions)
-    column = np.arange(row_of_token.size) - np.repeat(np.cumsum(positions) - positions, positions)
-    keys = row_of_token * vocab_size + table.token_ids[rows[row_of_token], column]
-    is_output = column >= table.num_prompt[rows][row_of_token]
-    used, num_uses = np.unique(keys[is_output], return_counts=True)
-    seen = np.unique(keys) if (table.repetition[rows] != 1).any() else used
-    counts = np.zeros(len(seen), np.float32)
-    counts[np.searchsorted(seen, used)] = num_uses
-    at, ids = np.divmod(seen, vocab_size)
-    repetition = torch.from_numpy(table.repetition[rows][at]).to(logits.device)
-    shift = table.frequency[rows][at] * counts + table.presence[rows][at] * (counts > 0)
-    cell = (torch.from_numpy(draws[at]).to(logits.device), torch.from_numpy(ids).to(logits.device))
-    values = logits[cell]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    logits[cell] = values - torch.from_numpy(shift).to(logits.device)
+    penalised = zip(draws.tolist(), rows.tolist(), positions.tolist(), strict=True)
+    seen: list[tuple[int, np.ndarray, np.ndarray]] = []
+    shifts: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for draw, row, position in penalised:
+        repetition, frequency, presence = table.repetition[row], table.frequency[row], table.presence[row]
+        if repetition != 1:
+            history = table.token_ids[row, :position]
+            seen.append((draw, history, np.broadcast_to(repetition, history.shape)))
+        if frequency or presence:
+            used, counts = np.unique(table.token_ids[row, table.num_prompt[row] : position], return_counts=True)
+            shifts.append((draw, used, frequency * counts.astype(np.float32) + presence))
+    if seen:
+        # A token that was used twice is read twice and written twice, with the same value: cheaper than to sort.
+        at, ids, repetitions = _cells(seen, logits.device)
+        values = logits[at, ids]
+        logits[at, ids] = torch.where(values > 0, values / repetitions, values * repetitions)
+    if shifts:
+        at, ids, amounts = _cells(shifts, logits.device)
+        logits[at, ids] -= amounts
