@@ -213,6 +213,7 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> RenderedChat:
         """A conversation as the model reads it (see InputProcessor.render_chat). Templates run on a thread."""
         return await asyncio.to_thread(
@@ -223,6 +224,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
+            add_special_tokens=add_special_tokens,
         )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

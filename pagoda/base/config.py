@@ -43,6 +43,7 @@ class ModelConfig:
     dtype: "auto" (the checkpoint's; bfloat16 for fp16 checkpoints where fp16 is slow), "bfloat16", "float16",
     "float32".
     max_model_len: longest prompt + output in tokens; None takes the model's own limit.
+    parse_special_tokens_in_chat: special tokens that messages spell become special, as in vLLM; else ordinary text.
     """
 
     model: str = "smollm2-135m"
@@ -55,6 +56,7 @@ class ModelConfig:
     max_model_len: int | None = None
     seed: int | None = None
     chat_template: str | None = None
+    parse_special_tokens_in_chat: bool = False
     served_model_name: tuple[str, ...] = ()
     max_logprobs: int = 20
 

@@ -12,6 +12,7 @@ HELP: dict[str, str] = {
     "max_model_len": "Longest prompt + output in tokens (default: the model's own limit).",
     "seed": "Makes sampled output repeatable.",
     "chat_template": "Jinja file or text used instead of the model's own template.",
+    "parse_special_tokens_in_chat": "Special tokens spelled in messages are special, as in vLLM (off: plain text).",
     "served_model_name": "Name that clients use for the model; may be repeated.",
     "max_logprobs": "Most logprobs a request may ask for.",
     # cache

@@ -26,6 +26,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self.encode(text)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in token_ids if not (skip_special_tokens and i >= BOS))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")

@@ -2,7 +2,8 @@
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -14,6 +15,7 @@ import jinja2.utils
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.special_marks import Shield, SpecialMarks
 
 Message = Mapping[str, Any]
 """One turn: role, content (text, or a list of {"type": "text", "text": ...} parts), and what else templates know."""
@@ -24,19 +26,29 @@ class ChatTemplate:
 
     source: the template's text, or several by name ("default", "tool_use", ...).
     special_tokens: bos_token, eos_token, ... by name, as templates expect them.
+    marks: those of the tokenizer, so that special tokens of the template can be told from text in messages.
     """
 
-    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        marks: SpecialMarks | None = None,
+    ) -> None:
         """Raises ConfigError for a template that is not Jinja."""
         named = {"default": source} if isinstance(source, str) else dict(source)
         if not named:
             raise ConfigError("the model's list of chat templates is empty")
         self.sources: Mapping[str, str] = named
         self.special_tokens = dict(special_tokens or {})
+        self.marks = marks if marks is not None else SpecialMarks()
         try:
-            self._templates = {name: _ENVIRONMENT.from_string(text, globals=_GLOBALS) for name, text in named.items()}
+            self._plain = {name: _compile(text, str) for name, text in named.items()}
+            self._marked = {name: _compile(text, self.marks.put) for name, text in named.items()}
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid: {error.message} (line {error.lineno})") from None
+        self._marked_special_tokens = {name: self.marks.put(text) for name, text in self.special_tokens.items()}
+        self._composed: frozenset[str] | None = None
 
     def render(
         self,
@@ -53,34 +65,134 @@ class ChatTemplate:
         template_kwargs: more variables for the template (such as enable_thinking).
         Raises RequestError when messages are malformed or the template refuses or fails.
         """
-        turns = [_normal_message(index, message) for index, message in enumerate(messages)]
-        if not turns:
-            raise RequestError("messages is empty: a chat needs at least one", "messages")
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
-            )
-        variables = {
-            **self.special_tokens,
-            **(template_kwargs or {}),
-            "messages": turns,
-            "tools": list(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        if continue_final_message:
-            turns[-1]["content"] += _CUT_MARK
-        try:
-            text = self._choose(bool(tools)).render(variables)
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template refuses these messages: {error.message}", "messages") from None
-        except Exception as error:  # a template may fail in any way that Python can
-            raise RequestError(f"the chat template fails on these messages: {error!r}", "messages") from None
-        return _cut_at_mark(text) if continue_final_message else text
+        values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return _uncut(self._fill(self._plain, self.special_tokens, values), continue_final_message)
 
-    def _choose(self, has_tools: bool) -> jinja2.Template:
-        if has_tools and "tool_use" in self._templates:
-            return self._templates["tool_use"]
-        return self._templates.get("default") or next(iter(self._templates.values()))
+    def render_marked(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As `render`, with a mark in place of each special token that the template writes, and of no other."""
+        values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        composed = self._composed_tokens()
+        if composed is None:  # marks would change what the template does
+            text = self._fill_shielded(self._plain, self.special_tokens, values, self.marks.texts)
+        else:
+            text = self._fill_shielded(self._marked, self._marked_special_tokens, values, composed)
+        return _uncut(text, continue_final_message)
+
+    def _fill_shielded(
+        self,
+        templates: Mapping[str, jinja2.Template],
+        special_tokens: Mapping[str, str],
+        values: Mapping[str, Any],
+        composed: Iterable[str],
+    ) -> str:
+        """Render; `composed` tokens are marked wherever they appear, except those that came from `values`."""
+        if not composed:
+            return self._fill(templates, special_tokens, values)
+        for index, message in enumerate(values["messages"]):
+            if not _PLAIN_ROLE.fullmatch(message["role"]):
+                raise RequestError(
+                    f"messages[{index}].role: this model's roles are made of letters, digits, spaces, _, - and .",
+                    f"messages[{index}].role",
+                )
+        shield = Shield(self.marks, composed)
+        if not shield.is_needed(values):
+            return self.marks.put_only(self._fill(templates, special_tokens, values), composed)
+        text = self._fill(templates, special_tokens, shield.hide(values))
+        return shield.show(self.marks.put_only(text, composed))
+
+    def _fill(
+        self, templates: Mapping[str, jinja2.Template], special_tokens: Mapping[str, str], values: Mapping[str, Any]
+    ) -> str:
+        if values["tools"] and "tool_use" in templates:
+            template = templates["tool_use"]
+        else:
+            template = templates.get("default") or next(iter(templates.values()))
+        try:
+            return template.render({**special_tokens, **values})
+        except jinja2.TemplateError as error:
+            said = self.marks.remove(error.message or "")
+            raise RequestError(f"the chat template refuses these messages: {said}", "messages") from None
+        except Exception as error:  # a template may fail in any way that Python can
+            said = self.marks.remove(repr(error))
+            raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
+
+    def _composed_tokens(self) -> frozenset[str] | None:
+        """Special tokens that the template does not write in one piece, but composes, as in "<|" + role + "|>".
+
+        Found by rendering conversations that hold no special token. None: with marks the template renders something
+        else, because it looks at its own special tokens (at their length, say).
+        """
+        if self._composed is None:
+            self._composed = self._find_composed()
+        return None if _UNMARKABLE in self._composed else self._composed
+
+    def _find_composed(self) -> frozenset[str]:
+        composed: set[str] = set()
+        for messages, tools in _PROBES:
+            values = _values(messages, tools, tools is None, False, None)
+            try:
+                plain = self._fill(self._plain, self.special_tokens, values)
+            except RequestError:  # not every template takes every conversation
+                continue
+            try:
+                marked = self._fill(self._marked, self._marked_special_tokens, values)
+            except RequestError:
+                return frozenset({_UNMARKABLE})
+            if self.marks.remove(marked) != plain:
+                return frozenset({_UNMARKABLE})
+            composed |= self.marks.unmarked_in(marked)
+        return frozenset(composed)
+
+
+_UNMARKABLE = ""
+_PLAIN_ROLE = re.compile(r"[\w .-]+")
+
+
+def _compile(source: str, change: Callable[[str], str]) -> jinja2.Template:
+    """A template whose own text and string constants have been through `change`."""
+    tree = _ENVIRONMENT.parse(source)
+    for node in tree.find_all((jinja2.nodes.TemplateData, jinja2.nodes.Const)):
+        if isinstance(node, jinja2.nodes.TemplateData):
+            node.data = change(node.data)
+        elif isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str):
+            node.value = change(node.value)
+    return jinja2.Template.from_code(_ENVIRONMENT, _ENVIRONMENT.compile(tree), _ENVIRONMENT.make_globals(_GLOBALS))
+
+
+def _values(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a template is rendered with, checked and in its normal form. Raises RequestError."""
+    turns = [_normal_message(index, message) for index, message in enumerate(messages)]
+    if not turns:
+        raise RequestError("messages is empty: a chat needs at least one", "messages")
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
+        )
+    if continue_final_message:
+        turns[-1]["content"] += _CUT_MARK
+    return {
+        **(template_kwargs or {}),
+        "messages": turns,
+        "tools": list(tools) if tools else None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+
+
+def _uncut(text: str, continue_final_message: bool) -> str:
+    return _cut_at_mark(text) if continue_final_message else text
 
 
 def _normal_message(index: int, message: Message) -> dict[str, Any]:
@@ -178,3 +290,29 @@ _GLOBALS: dict[str, Any] = {
     "strftime_now": _strftime_now,
     "namespace": _Namespace,
 }
+
+
+# ---- conversations that show how a template writes its special tokens
+
+
+def _probe(*roles: str) -> list[Message]:
+    return [{"role": role, "content": "x"} for role in roles]
+
+
+_CALL = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
+_CALLING: list[Message] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "x", "name": "f", "tool_call_id": "call12345"},
+]
+_PROBES: tuple[tuple[list[Message], list[dict[str, Any]] | None], ...] = (
+    *((_probe(role), None) for role in ("user", "assistant", "system", "developer", "tool", "function")),
+    (_probe("user", "assistant", "user"), None),
+    (_probe("system", "user", "assistant", "user"), None),
+    (_probe("developer", "user", "assistant", "user"), None),
+    (_probe("user", "assistant", "tool"), None),
+    (_CALLING, None),
+    (_CALLING, [_TOOL]),
+    ([*_probe("system"), *_CALLING, *_probe("assistant", "user")], [_TOOL]),
+)

@@ -1,6 +1,7 @@
 """InputProcessor: what a user gave becomes a core Request, or a RequestError that says what is wrong with it."""
 
 import dataclasses
+import functools
 import operator
 import secrets
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,8 @@ def text_of(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
+_KEPT_TEMPLATES = 8
+"""Compiled templates of callers that are kept."""
 _SEED_BITS = 62  # leaves room in an int64 for `seed + branch`
 
 
@@ -71,13 +74,27 @@ class InputLimits:
 class InputProcessor:
     """Makes Requests. Holds no request; `handle` numbers count up."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: InputLimits, engine_seed: int | None = None) -> None:
-        """engine_seed: makes the seeds of requests that bring none repeatable, by their order."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: InputLimits,
+        engine_seed: int | None = None,
+        parses_special_tokens_in_chat: bool = False,
+    ) -> None:
+        """engine_seed: makes the seeds of requests that bring none repeatable, by their order.
+
+        parses_special_tokens_in_chat: those that messages spell become special, instead of ordinary text.
+        """
         self.tokenizer = tokenizer
+        self._parses_special_tokens = parses_special_tokens_in_chat
         self.limits = limits
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
         # A tokenizer may name ids that the model has no logits for; the sampler indexes logits by these.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
+        facts = tokenizer.facts
+        self._template_of = functools.lru_cache(_KEPT_TEMPLATES)(
+            lambda source: ChatTemplate(source, facts.special_names, facts.marks)
+        )
         self._next_handle = 0
 
     def process(
@@ -160,16 +177,19 @@ class InputProcessor:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> RenderedChat:
-        """The conversation as text and token ids.
+        """The conversation as text and token ids. Special tokens in the caller's values become ordinary text.
 
         chat_template: the text of a template to use instead of the model's own.
+        add_special_tokens: also those that the tokenizer puts around a text; templates usually write them themselves.
         Raises RequestError when there is no template, or it refuses.
         """
-        own = self.tokenizer.facts.chat_template
+        facts = self.tokenizer.facts
+        own = facts.chat_template
         if chat_template is not None:
             try:
-                template = ChatTemplate(chat_template, own.special_tokens if own is not None else None)
+                template = self._template_of(chat_template)
             except ValueError as error:
                 raise RequestError(str(error), "chat_template") from None
         elif own is None:
@@ -178,8 +198,12 @@ class InputProcessor:
             )
         else:
             template = own
-        text = template.render(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
-        return RenderedChat(text, self.encode(text, add_special_tokens=False))
+        if self._parses_special_tokens:
+            text = template.render(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+            return RenderedChat(text, self.encode(text, add_special_tokens))
+        marked = template.render_marked(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        check_encodable("messages", marked)
+        return RenderedChat(facts.marks.remove(marked), self.tokenizer.encode_marked(marked, add_special_tokens))
 
     def _check_prompt(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
         """int32 [num_prompt_tokens]."""
@@ -288,4 +312,4 @@ def build_input_processor(
     """
     tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template)
     limits = InputLimits(vocab_size, max_model_len, config.scheduler.max_num_seqs, config.model.max_logprobs)
-    return InputProcessor(tokenizer, limits, config.model.seed)
+    return InputProcessor(tokenizer, limits, config.model.seed, config.model.parse_special_tokens_in_chat)

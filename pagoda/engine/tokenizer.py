@@ -1,8 +1,8 @@
 """Tokenizer: between text and token ids. Bytes are the truth: every token stands for some, text is their UTF-8."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tokenizers
@@ -10,6 +10,8 @@ import tokenizers
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError, PagodaError, RequestError
 from pagoda.engine.chat_template import ChatTemplate
+from pagoda.engine.marked_encoder import MarkedEncoder
+from pagoda.engine.special_marks import SpecialMarks
 
 
 class Tokenizer(Protocol):
@@ -20,6 +22,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written out in the text become their ids."""
+        ...
+
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of what ChatTemplate.render_marked gave: its marks become special tokens, and nothing else does."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -37,6 +43,7 @@ class TokenizerFacts:
 
     vocab_size: largest id + 1.   eos_token_ids: ids that end an output, the main one first.
     special_token_ids: ids that skip_special_tokens leaves out of the text.
+    special_names: bos_token, eos_token, ... -> how it is written.
     """
 
     vocab_size: int
@@ -44,6 +51,8 @@ class TokenizerFacts:
     eos_token_ids: tuple[int, ...] = ()
     special_token_ids: frozenset[int] = frozenset()
     chat_template: ChatTemplate | None = None
+    special_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    marks: SpecialMarks = field(default_factory=SpecialMarks)
 
 
 class LibraryTokenizer:
@@ -57,14 +66,15 @@ class LibraryTokenizer:
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self._spelling = _spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
+        unknown = facts.special_names.get("unk_token") or getattr(backend.model, "unk_token", None)
+        ids = {text: token_id for token_id, text in self._added.items() if text in set(facts.marks.texts)}
+        self._marked = MarkedEncoder(backend, facts.marks, ids, unknown)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except BaseException as error:  # its regular expressions give up after so many steps, by a panic
-            if not is_panic(error):
-                raise
-            raise RequestError(f"the tokenizer cannot split this text: {shorten(str(error))}", "prompt") from None
+        return _encode(self.backend, text, add_special_tokens).ids
+
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._marked.encode(text, _encode, add_special_tokens)
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """As `encode` for each, on all cores."""
@@ -87,8 +97,18 @@ class LibraryTokenizer:
     def _read_bytes(self, token_id: int) -> bytes:
         token = self._added.get(token_id)
         if token is None:
-            token = self.backend.id_to_token(token_id) if token_id >= 0 else None
+            # Beyond the vocabulary are only the marks' stand-ins, which must stay unknown.
+            token = self.backend.id_to_token(token_id) if 0 <= token_id < self.facts.vocab_size else None
         return b"" if token is None else self._spelling.to_bytes(token)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    except BaseException as error:  # its regular expressions give up after so many steps, by a panic
+        if not is_panic(error):
+            raise
+        raise RequestError(f"the tokenizer cannot split this text: {shorten(str(error))}", "prompt") from None
 
 
 # ---- how tokens are spelled
@@ -189,18 +209,20 @@ def make_facts(
     """Facts of a backend whose special tokens are all added. Raises ConfigError for a broken chat template."""
     added = backend.get_added_tokens_decoder()
     size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-    template = _template_of(template_text, special_names) if template_text else None
     special = frozenset(token_id for token_id, token in added.items() if token.special)
-    return TokenizerFacts(size, bos_id, eos_ids, special, template)
+    marked = {*special, *eos_ids} | ({bos_id} if bos_id is not None else set())
+    marks = SpecialMarks(token.content for token_id, token in added.items() if token_id in marked)
+    template = _template_of(template_text, special_names, marks) if template_text else None
+    return TokenizerFacts(size, bos_id, eos_ids, special, template, special_names, marks)
 
 
-def _template_of(source: object, special_names: dict[str, str]) -> ChatTemplate:
+def _template_of(source: object, special_names: dict[str, str], marks: SpecialMarks) -> ChatTemplate:
     """Compile a chat template. Raises ConfigError for one that is no template at all, or that no compiler can take."""
     named = {"default": source} if isinstance(source, str) else source
     if not isinstance(named, dict) or not all(isinstance(text, str) for text in named.values()):
         raise ConfigError(f"the chat template is {abbreviate(source)}, expected a string or strings by name")
     try:
-        return ChatTemplate(named, special_names)
+        return ChatTemplate(named, special_names, marks)
     except (SyntaxError, RecursionError, MemoryError) as error:  # from Python's own compiler
         raise ConfigError(f"the chat template is nested too deeply ({type(error).__name__})") from None
 

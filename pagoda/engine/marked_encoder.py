@@ -1,0 +1,102 @@
+"""MarkedEncoder: tokenizes text in which marks stand for special tokens; everything else in it is ordinary text."""
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import tokenizers
+
+from pagoda.base.errors import RequestError
+from pagoda.engine.special_marks import SpecialMarks
+
+Encode = Callable[[tokenizers.Tokenizer, str], tokenizers.Encoding]
+"""Tokenizes without adding special tokens. Raises RequestError for text that the library cannot take."""
+
+
+class MarkedEncoder:
+    """Encodes for one backend, to which it adds tokens of its own. Objects are shared by threads.
+
+    A mark is tokenized as a stand-in: an added token that splits the text just as the special token does (so that a
+    text without special tokens in its ordinary parts gives the same ids as ever), and that no caller can write. Where
+    the ordinary parts do spell special tokens, a second backend is used that does not look for them; it is made when
+    it is needed for the first time.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, marks: SpecialMarks, ids: Mapping[str, int], unknown: str | None
+    ) -> None:
+        """ids: of every special token.   unknown: the one for what the vocabulary lacks: any text may contain it."""
+        self._backend = backend
+        self._marks = marks
+        self._ids = ids
+        self._unknown = unknown
+        self._alarming = frozenset(token_id for text, token_id in ids.items() if text != unknown)
+        self._joint = marks.new_mark()
+        self._stand_ins: dict[str, str] = {}
+        by_behaviour: dict[tuple[bool, ...], str] = {}
+        added = backend.get_added_tokens_decoder()
+        for text, token_id in ids.items():
+            token = added[token_id]
+            behaviour = (token.single_word, token.lstrip, token.rstrip, token.normalized)
+            self._stand_ins[text] = by_behaviour.setdefault(behaviour, marks.new_mark())
+        own = [
+            tokenizers.AddedToken(
+                text, single_word=single_word, lstrip=lstrip, rstrip=rstrip, normalized=normalized, special=False
+            )
+            for (single_word, lstrip, rstrip, normalized), text in by_behaviour.items()
+        ]
+        backend.add_tokens([*own, tokenizers.AddedToken(self._joint, normalized=False, special=False)])
+        self._own_ids = frozenset(
+            id_ for text in by_behaviour.values() if (id_ := backend.token_to_id(text)) is not None
+        )
+        self._joint_id = backend.token_to_id(self._joint)
+        self._literal: tokenizers.Tokenizer | None = None
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, encode: Encode, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a marked text.   add_special_tokens: also those that the tokenizer puts around a text."""
+        written: list[int] = []
+
+        def stand_in(special: str) -> str:
+            written.append(self._ids[special])
+            return self._stand_ins[special]
+
+        plain = self._marks.replace(text, stand_in)
+        encoding = encode(self._backend, plain)
+        if self._spells_special(encoding.ids, plain):
+            encoding = self._encode_literally(plain, encode)
+        if add_special_tokens:
+            encoding = self._backend.post_process(encoding, add_special_tokens=True)
+        following = iter(written)
+        own, joint = self._own_ids, self._joint_id
+        return [next(following) if token_id in own else token_id for token_id in encoding.ids if token_id != joint]
+
+    def _spells_special(self, ids: Sequence[int], plain: str) -> bool:
+        return not self._alarming.isdisjoint(ids) or (self._unknown is not None and self._unknown in plain)
+
+    def _encode_literally(self, plain: str, encode: Encode) -> tokenizers.Encoding:
+        """As ordinary text, whatever it spells."""
+        backend = self._literal_backend()
+        encoding = encode(backend, plain)
+        found = self._alarming.intersection(encoding.ids)
+        if found:
+            # The model itself has such a token among its words: it must not see the whole of it.
+            spelled = [text for text, token_id in self._ids.items() if token_id in found and len(text) > 1]
+            pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))) or r"(?!)")
+            encoding = encode(backend, pattern.sub(lambda match: f"{match[0][0]}{self._joint}{match[0][1:]}", plain))
+            if not self._alarming.isdisjoint(encoding.ids):
+                raise RequestError(
+                    "a message spells special tokens in a way that this tokenizer cannot read as text", "messages"
+                )
+        return encoding
+
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        with self._lock:
+            if self._literal is None:
+                literal = tokenizers.Tokenizer.from_str(self._backend.to_str())
+                added = literal.get_added_tokens_decoder()
+                # Also end tokens that their file does not call special: the flag is what the library goes by.
+                literal.add_special_tokens([added[id_] for id_ in self._ids.values() if not added[id_].special])
+                literal.encode_special_tokens = True
+                self._literal = literal
+            return self._literal
