@@ -1,11 +1,14 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both work in their own .venv (the tests' load generator in
-# .venv-load); stamp files keep a second run from installing again, so it needs no network.
+# .venv-load, clients with other pins in .venv-clients); stamp files keep a second run from installing again, so it needs
+# no network.
 
 VENV := .venv
 BIN := $(VENV)/bin
 LOAD_VENV := $(VENV)-load
+CLIENTS_VENV := $(VENV)-clients
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 LOAD_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(LOAD_VENV)/bin/python
+CLIENTS_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(CLIENTS_VENV)/bin/python
 PROMPT ?= In one sentence: why does the moon have phases?
 WORKLOADS ?= offline64 single
 BENCH_DIR := build/bench
@@ -19,16 +22,16 @@ help:
 	@echo "make test-slow  the tests that take longer or need larger models"
 	@echo "make lint       format, lint, types, import contract only"
 	@echo "make bench      throughput of the default model on WORKLOADS='$(WORKLOADS)'"
-	@echo "make clean      remove $(VENV), $(LOAD_VENV) and build output"
+	@echo "make clean      remove $(VENV), $(LOAD_VENV), $(CLIENTS_VENV) and build output"
 
 demo: $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --max-tokens 64 "$(PROMPT)"
 
-test: lint $(LOAD_VENV)/.installed
+test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed
+test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m gemma3-270m
 	$(BIN)/python -m pytest -q -m slow
 
@@ -47,7 +50,7 @@ bench: $(VENV)/.installed
 	done
 
 clean:
-	rm -rf $(VENV) $(LOAD_VENV) build
+	rm -rf $(VENV) $(LOAD_VENV) $(CLIENTS_VENV) build
 
 # The first Python of 3.11 to 3.13 that runs and can make an environment; PYTHON=... overrides.
 $(BIN)/python:
@@ -76,4 +79,15 @@ $(LOAD_VENV)/.installed: requirements-load.txt $(VENV)/.installed-test
 	  $(BIN)/python -c "$$site" > "$$($(LOAD_VENV)/bin/python -c "$$site")/tests.pth"
 	@$(LOAD_PIP) install --quiet --no-deps --requirement requirements-load.txt
 	@$(LOAD_PIP) check
+	@touch $@
+
+# Clients over openai 3, and lm-eval, in the same way. Two lists are longer than what is installed or differ from it:
+# lm-eval's (see requirements-clients.txt) and that of $(VENV)'s litellm, which wants openai 2.
+$(CLIENTS_VENV)/.installed: requirements-clients.txt $(VENV)/.installed-test
+	@echo "installing clients of the server into $(CLIENTS_VENV)"
+	@$(BIN)/python -m venv --clear --without-pip $(CLIENTS_VENV)
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  $(BIN)/python -c "$$site" > "$$($(CLIENTS_VENV)/bin/python -c "$$site")/tests.pth"
+	@$(CLIENTS_PIP) install --quiet --no-deps --requirement requirements-clients.txt
+	@! $(CLIENTS_PIP) check | grep -v -e "^lm-eval " -e "^litellm "
 	@touch $@

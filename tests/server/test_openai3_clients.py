@@ -1,0 +1,68 @@
+"""Clients over openai 3 against a live server: chat, streams, and errors as each of them tells them.
+
+They have an environment of their own beside the tests' (see the Makefile): their pins are not ours.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.live import LiveServer
+
+PYTHON = Path(f"{sys.prefix}-clients") / "bin" / "python"
+SCRIPT = Path(__file__).parent / "client_scripts" / "openai3_clients.py"
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"no {PYTHON}; install it with: make .venv-clients/.installed"
+)
+
+
+@pytest.fixture
+def saw(fake_server: LiveServer, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the client that the test is named after has seen."""
+    name = request.node.name.removeprefix("test_").partition("__")[0]
+    command = [str(PYTHON), str(SCRIPT), name, fake_server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+def test_openai_package__chats_streams_and_raises(saw: dict[str, Any]) -> None:
+    assert saw["version"].startswith("3.")
+    assert saw["whole"] == saw["streamed"] != ""
+    assert saw["temperature"] == [400, "temperature"]
+    assert saw["model"] == [404, "model"]
+
+
+def test_openai_retries__never_repeats_what_is_not_available(saw: dict[str, Any]) -> None:
+    """Each is a 501 whose X-Should-Retry says no; the client would send any other 5xx three times."""
+    for name in ("embeddings", "response_format", "responses", "files"):
+        assert saw[name] == {"status": 501, "sent": 1}, name
+
+
+def test_instructor__answers_plainly_and_says_what_is_missing(saw: dict[str, Any]) -> None:
+    assert saw["plain"]
+    assert "501" in saw["json"]
+    assert "response_format" in saw["json"]
+
+
+def test_langchain__chats_streams_and_batches(saw: dict[str, Any]) -> None:
+    assert saw["whole"] == saw["streamed"] != ""
+    assert saw["batch"] == [saw["whole"]] * 2
+    assert saw["usage"] == 8
+    assert saw["json_mode"] == 501
+
+
+def test_pydantic_ai__runs_an_agent(saw: dict[str, Any]) -> None:
+    assert saw["whole"] == saw["streamed"] != ""
+    assert saw["tools"] == 400  # this model's template has no place for tools
+
+
+def test_openai_agents__runs_an_agent(saw: dict[str, Any]) -> None:
+    assert saw["whole"] == saw["streamed"] != ""
+    assert saw["tools"] == 400
