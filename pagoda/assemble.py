@@ -24,7 +24,8 @@ from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
-from pagoda.worker.memory import DTYPE_BYTES, KVCapacity, available_memory, estimate_weight_bytes, plan_capacity
+from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.worker.memory import KVCapacity, available_memory, plan_capacity
 
 logger = logging.getLogger("pagoda")
 
@@ -86,13 +87,24 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len)
 
 
+def weights_in_memory(setup: EngineSetup) -> int:
+    """Bytes that the weights will take once they are loaded and prepared for the kernels."""
+    parallel = setup.config.parallel
+    prepared = PreparedAs(
+        dtype=setup.dtype,
+        quantization=setup.config.model.quantization,
+        packed=setup.device == "cpu" and parallel.kernels in ("auto", "native"),
+        num_positions=_num_positions(setup),
+    )
+    return weight_memory(setup.files, prepared)
+
+
 def size_cache(setup: EngineSetup) -> KVCapacity:
     """How many KV blocks this machine gives the engine, before its weights are loaded.
 
     Raises CapacityError when a sequence of max_model_len would not fit; it says what would.
     """
-    weights = estimate_weight_bytes(setup.spec, DTYPE_BYTES[setup.dtype])
-    free = max(0, _free_bytes(setup.device) - weights)
+    free = max(0, _free_bytes(setup.device) - weights_in_memory(setup))
     return plan_capacity(setup.spec, setup.groups, setup.config.cache, setup.kv_dtype, setup.max_model_len, free)
 
 
@@ -145,7 +157,7 @@ def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None
         if not is_out_of_memory(error):
             raise
         dtype = setup.config.model.quantization or setup.dtype
-        weights = estimate_weight_bytes(setup.spec, DTYPE_BYTES.get(dtype, DTYPE_BYTES[setup.dtype]))
+        weights = weights_in_memory(setup)
         raise CapacityError(
             f"memory ran out while loading {setup.files.name!r}: weights take about {weights >> 20} MiB as {dtype}, "
             f"the KV cache {capacity.pool_bytes >> 20} MiB; lower kv_cache_memory, quantize (quantization='int8'), or "
@@ -157,7 +169,7 @@ def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> E
     if setup.config.parallel.distributed_executor_backend == "fake":
         return FakeExecutor(
             max_rows,
-            setup.max_model_len + _max_drafts(setup.config) + 1,
+            _num_positions(setup),
             capacity.block_size,
             len(setup.groups),
             vocab_size=setup.spec.vocab_size,
@@ -182,6 +194,11 @@ def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> E
         )
     )
     return InProcessExecutor(worker, overlap=config.scheduler.pipeline_depth > 1)
+
+
+def _num_positions(setup: EngineSetup) -> int:
+    """Positions of the longest row: a step in flight past its end may still write its tokens."""
+    return setup.max_model_len + _max_drafts(setup.config) + 1
 
 
 def _max_drafts(config: EngineConfig) -> int:

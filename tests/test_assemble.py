@@ -10,11 +10,11 @@ import pytest
 from pagoda.assemble import build_engine_core, resolve_engine, size_cache
 from pagoda.base.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from pagoda.base.config_rules import AT_LEAST, WORDS
+from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
-from pagoda.worker.memory import DTYPE_BYTES
 from tests.engine.driver import drive, request, write_tiny_llama
 
 

@@ -2,15 +2,12 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pagoda.base.config import EngineConfig
 from pagoda.cli.options import engine_config, engine_options
-
-if TYPE_CHECKING:
-    from pagoda.assemble import EngineSetup
 
 TYPICAL_LENGTHS = (512, 2048, 8192)
 
@@ -19,7 +16,7 @@ TYPICAL_LENGTHS = (512, 2048, 8192)
 class Plan:
     """All figures of `pagoda plan`; sizes in bytes, lengths in tokens.
 
-    weights_disk, weights_memory: as the checkpoint has them, and about what they take once loaded.
+    weights_disk, weights_memory: as the checkpoint has them, and what they take once they are prepared.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once.
     """
 
@@ -63,7 +60,7 @@ def plan(
 
 def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
-    from pagoda.assemble import resolve_engine, size_cache
+    from pagoda.assemble import resolve_engine, size_cache, weights_in_memory
     from pagoda.loading.model_config import summarize_weights
     from pagoda.worker.memory import available_memory, blocks_for, kv_bytes_per_slot
 
@@ -80,7 +77,7 @@ def make_plan(config: EngineConfig) -> Plan:
         kv_dtype=setup.kv_dtype,
         weights_disk=weights.num_bytes,
         weight_types=weights.bytes_by_type,
-        weights_memory=_weights_memory(setup, weights.num_bytes),
+        weights_memory=weights_in_memory(setup),
         weights_as=config.model.quantization or setup.dtype,
         memory_available=available_memory(),
         kv_bytes_per_token=setup.spec.num_layers * kv_bytes_per_slot(setup.spec, setup.kv_dtype),
@@ -96,16 +93,6 @@ def make_plan(config: EngineConfig) -> Plan:
         },
         max_num_seqs=config.scheduler.max_num_seqs,
     )
-
-
-def _weights_memory(setup: "EngineSetup", on_disk: int) -> int:
-    """Bytes that the weights take once loaded, to a few percent."""
-    from pagoda.worker.memory import DTYPE_BYTES, estimate_weight_bytes
-
-    quantization = setup.config.model.quantization
-    if quantization == "gguf":  # kept as the file has them
-        return on_disk
-    return estimate_weight_bytes(setup.spec, DTYPE_BYTES["int8" if quantization == "int8" else setup.dtype])
 
 
 def _print(made: Plan) -> None:

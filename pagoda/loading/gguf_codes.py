@@ -7,6 +7,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.loading import dequantize
+from pagoda.loading.code_forms import GROUP, code_form
 from pagoda.loading.dequantize import Kind
 
 _PIECE_VALUES = 1 << 22  # values decoded at a time
@@ -19,30 +20,31 @@ def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> Quantiz
     """A weight [rows, columns] without dequantising it; None for a tensor of plain floats.
 
     Q4_0, Q4_1, Q5_0 and Q8_0 lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types have
-    no kernel: they become 8 bits in groups of 32, a step that is small beside their own.
+    no kernel: they become 8 bits in groups of 32, a step that is small compared with their own.
     """
-    if kind not in GGML_QUANT_SIZES or GGML_QUANT_SIZES[kind][0] == 1:
+    form = code_form(kind)
+    if form is None:
         return None
     if kind not in _DECODERS:
         values = torch.empty(rows, columns)
         dequantize.dequantize(data, kind, values)
-        return quantize(values, group=32)
-    decode, bits = _DECODERS[kind]
+        return quantize(values, GROUP)
+    decode = _DECODERS[kind]
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes)
     pieces = [decode(piece) for piece in blocks.split(_PIECE_VALUES // block_values)]
     codes = torch.cat([codes for codes, _, _ in pieces]).view(rows, columns)
-    scales = torch.cat([scales for _, scales, _ in pieces]).half().view(rows, columns // 32)
+    scales = torch.cat([scales for _, scales, _ in pieces]).half().view(rows, columns // GROUP)
     minima = [least for _, _, least in pieces if least is not None]
-    least = torch.cat(minima).half().view(rows, columns // 32) if minima else None
-    return QuantizedWeight(codes, scales, least, columns, group=32, bits=bits)
+    least = torch.cat(minima).half().view(rows, columns // GROUP) if minima else None
+    return QuantizedWeight(codes, scales, least, columns, GROUP, form.bits)
 
 
 def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Parts one below the other; 8 bits in groups of 32 if they are not all of one kind."""
     first = parts[0]
     if len({(part.bits, part.group, part.minima is None) for part in parts}) > 1:
-        parts = [part if part.bits == 8 else quantize(part.dequantize(), group=32) for part in parts]
+        parts = [part if part.bits == 8 else quantize(part.dequantize(), GROUP) for part in parts]
         first = parts[0]
     minima = None if first.minima is None else torch.cat([part.minima for part in parts if part.minima is not None])
     return QuantizedWeight(
@@ -78,10 +80,10 @@ def _q4_k(blocks: torch.Tensor) -> _Groups:
     return dequantize.k_nibbles(blocks[:, 16:]), scales, -minima
 
 
-_DECODERS: dict[Kind, tuple[Callable[[torch.Tensor], _Groups], int]] = {
-    Kind.Q4_0: (_q4_0, 4),
-    Kind.Q4_1: (_q4_1, 4),
-    Kind.Q5_0: (_q5_0, 8),
-    Kind.Q8_0: (_q8_0, 8),
-    Kind.Q4_K: (_q4_k, 4),
+_DECODERS: dict[Kind, Callable[[torch.Tensor], _Groups]] = {
+    Kind.Q4_0: _q4_0,
+    Kind.Q4_1: _q4_1,
+    Kind.Q5_0: _q5_0,
+    Kind.Q8_0: _q8_0,
+    Kind.Q4_K: _q4_k,
 }

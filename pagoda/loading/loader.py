@@ -12,6 +12,7 @@ from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Declaration, Matrix, Parameter, Part, RotaryTable, Table, Vector
 from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import MatrixShard, shard_of
+from pagoda.loading.code_forms import INT8_GROUP
 from pagoda.loading.gguf_codes import stack_codes
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
@@ -177,7 +178,7 @@ class Filler:
 
     def _prepare(self, matrix: Matrix, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         if self._quantization == "int8" and matrix.quantizable:
-            return self._ops.prepare_quantized_linear(quantize(weight), self._dtype, bias)
+            return self._ops.prepare_quantized_linear(quantize(weight, INT8_GROUP), self._dtype, bias)
         return self._ops.prepare_linear(weight, bias)
 
     def _stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:

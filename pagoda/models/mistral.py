@@ -9,10 +9,10 @@ from pagoda.models.decoder_config import DecoderConfig, read_decoder
 from pagoda.models.llama import Llama
 
 
-def read(config: ConfigReader) -> DecoderConfig:
+def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
     config.refuse("layer_types")
     window = config.integer("sliding_window") if config.has("sliding_window") else 0
-    return read_decoder(config, "mistral", windows=(window,) * config.num_layers())
+    return read_decoder(config, architecture, windows=(window,) * config.num_layers())
 
 
 MISTRAL = Architecture(name="mistral", hf_names=("MistralForCausalLM",), model=Llama, read=read)

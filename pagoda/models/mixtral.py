@@ -27,7 +27,7 @@ class Mixtral(Llama):
 
 def read(config: ConfigReader) -> DecoderConfig:
     experts = read_experts(config, "intermediate_size", renormalize=True)
-    return replace(mistral.read(config), experts=experts)
+    return replace(mistral.read(config, "mixtral"), experts=experts)
 
 
 MIXTRAL = Architecture(

@@ -22,10 +22,10 @@ class Qwen3(Llama):
     layer = Qwen3Layer
 
 
-def read(config: ConfigReader) -> DecoderConfig:
+def read(config: ConfigReader, architecture: str = "qwen3") -> DecoderConfig:
     attention_bias = config.flag("attention_bias", False)
     return replace(
-        read_decoder(config, "qwen3", layer_windows(config)),
+        read_decoder(config, architecture, layer_windows(config)),
         qkv_bias=attention_bias,
         attention_out_bias=config.flag("attention_out_bias", attention_bias),
     )

@@ -28,7 +28,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     step, listed = config.integer("decoder_sparse_step", 1), set(config.ids("mlp_only_layers"))
     dense = frozenset(at for at in range(config.num_layers()) if at in listed or (at + 1) % step)
     experts = read_experts(config, "moe_intermediate_size", renormalize)
-    return replace(qwen3.read(config), experts=experts, dense_layers=dense)
+    return replace(qwen3.read(config, "qwen3_moe"), experts=experts, dense_layers=dense)
 
 
 def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.base.config import CacheConfig
+from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, layers_per_block
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _GIB = 1024**3
 
 
@@ -103,14 +103,6 @@ def _cgroup_headrooms(root: Path) -> list[int | None]:
         stat = dict(line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
         headrooms.append(limit - used + int(stat.get(field, 0)))
     return headrooms
-
-
-def estimate_weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Bytes of a dense decoder's weights in memory, to about a percent (norms and biases are left out)."""
-    attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
-    per_layer = attention + 3 * spec.hidden_size * spec.intermediate_size
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
-    return (spec.num_layers * per_layer + embeddings) * dtype_bytes
 
 
 def kv_bytes_per_slot(spec: ModelSpec, kv_dtype: str) -> int:

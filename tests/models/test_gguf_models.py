@@ -114,3 +114,9 @@ def test_weights_are_weighed_without_being_read(tmp_path: Path):
     assert list(summary.bytes_by_type) == ["Q8_0", "F32"]
     matrices = num_parameters - summary.bytes_by_type["F32"] // 4
     assert summary.bytes_by_type["Q8_0"] == matrices // 32 * 34
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe"])
+def test_a_model_is_called_what_its_architecture_is(name: str, tmp_path: Path):
+    architecture, config = read_architecture(identify(save(make_model(name), tmp_path)))
+    assert config.spec.architecture == architecture.name == name.replace("-", "_")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.kernels.linear.arena import WeightArena
+from pagoda.kernels.linear.packed_bytes import PANEL
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native.library import NativeLibrary
 
-PANEL = 32
 _Q8, _Q4, _Q4_MIN = 3, 4, 5  # `Kind` in packed.h; the kinds of unquantised weights are their dtype codes
 
 

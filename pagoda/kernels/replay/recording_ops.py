@@ -7,7 +7,8 @@ import torch
 
 from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer
-from pagoda.kernels.linear.packed import PANEL, PackedWeight
+from pagoda.kernels.linear.packed import PackedWeight
+from pagoda.kernels.linear.packed_bytes import PANEL
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native_ops import NativeOps, check_page_shape

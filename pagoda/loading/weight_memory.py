@@ -1,0 +1,94 @@
+"""What a model's weights will take in memory, from declarations and headers. No torch: `pagoda plan` uses it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagoda.base.dtypes import DTYPE_BYTES
+from pagoda.kernels.linear.packed_bytes import Form, packed_bias_bytes, packed_bytes
+from pagoda.layers.module import parameters
+from pagoda.layers.parameter import Declaration, Matrix, RotaryTable, Table, Vector
+from pagoda.layers.sharding import shard_of
+from pagoda.loading.code_forms import GROUP, INT8_GROUP, stacked_form
+from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.model_config import read_architecture
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.pieces import weight_pieces
+from pagoda.models.naming import Naming
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAs:
+    """How weights are held.
+
+    dtype: the compute dtype, "float32", "bfloat16" or "float16".   quantization: None, "int8" or "gguf".
+    packed: in the native kernels' panels; else as dense matrices of the compute dtype.
+    num_positions: that the rotary tables reach.
+    """
+
+    dtype: str
+    quantization: str | None
+    packed: bool
+    num_positions: int
+
+
+def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
+    """Bytes of all parameters once loaded: exact for packed weights, but for the padding between them.
+
+    An embedding that is also the head is held twice, as the table that is looked up and as the packed head; torch's
+    float32 kernels multiply with the table itself.
+    """
+    architecture, config = read_architecture(files)
+    form_of = _forms(files, architecture.gguf, prepared)
+    paths: dict[int, str] = {}
+    total = 0
+    for path, parameter in parameters(architecture.model(config)):
+        paths[id(parameter)] = path
+        tied = parameter.declared.tied if isinstance(parameter.declared, Matrix) else None
+        total += _bytes(path if tied is None else paths[id(tied)], parameter.declared, prepared, form_of)
+    return total
+
+
+_FormOf = Callable[[str, Matrix], tuple[Form, int]]
+
+
+def _bytes(path: str, declared: Declaration, prepared: PreparedAs, form_of: _FormOf) -> int:
+    """path: where the values are stored (of a tied head, the table's)."""
+    element = DTYPE_BYTES[prepared.dtype]
+    match declared:
+        case Table(rows, columns):
+            return rows * columns * element
+        case Vector(size):
+            return size * element
+        case RotaryTable(_, head_dim):
+            return 2 * prepared.num_positions * (head_dim // 2) * 4
+        case Matrix() as matrix:
+            count = max(1, matrix.num_experts)
+            if prepared.packed:
+                form, group = form_of(path, matrix)
+                bias = packed_bias_bytes(matrix.rows) if matrix.bias else 0
+                return count * (packed_bytes(form, matrix.rows, matrix.columns, group) + bias)
+            if matrix.tied is not None and prepared.dtype == "float32" and prepared.quantization is None:
+                return 0
+            return count * (matrix.rows * matrix.columns + (matrix.rows if matrix.bias else 0)) * element
+
+
+def _forms(files: ModelFiles, naming: Naming, prepared: PreparedAs) -> _FormOf:
+    """The form of each matrix, and the group of a quantised one."""
+    floats = (Form(prepared.dtype), 0)
+    tensors = GGUFFile(files.path).tensors if prepared.quantization == "gguf" and files.format == "gguf" else {}
+
+    def form_of(path: str, matrix: Matrix) -> tuple[Form, int]:
+        if prepared.quantization is None or not matrix.quantizable:
+            return floats
+        if prepared.quantization == "int8":
+            return Form.Q8, INT8_GROUP
+        pieces = weight_pieces(naming, path, matrix, shard_of(matrix, 0, 1))
+        kinds = [tensors[piece.name].type for piece in pieces if piece.name in tensors]
+        codes = stacked_form(kinds) if kinds else None
+        if codes is None:
+            return floats
+        if codes.bits == 8:
+            return Form.Q8, GROUP
+        return (Form.Q4_MIN if codes.has_minima else Form.Q4), GROUP
+
+    return form_of

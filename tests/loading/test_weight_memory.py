@@ -1,0 +1,124 @@
+"""What `pagoda plan` says the weights take is what they take."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from pagoda.kernels.linear.library import LibraryLinear
+from pagoda.kernels.linear.packed import PackedWeight
+from pagoda.kernels.moe.reference import ExpertList
+from pagoda.kernels.native.build import NativeUnavailable
+from pagoda.kernels.native.library import load
+from pagoda.kernels.select import select_ops
+from pagoda.layers.module import parameters
+from pagoda.layers.parameter import Matrix
+from pagoda.layers.rotary import RotaryTables
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_files import ModelFiles, identify
+from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.models.base import Model
+from tests.models.gguf_writer import write_gguf
+from tests.models.tiny import make_model, save
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _native() -> None:
+    try:
+        load()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def held_by(value: object) -> int:
+    """Bytes of a loaded parameter."""
+    match value:
+        case torch.Tensor():
+            return value.nbytes
+        case RotaryTables():
+            return held_by(value.cos) + held_by(value.sin)
+        case PackedWeight():
+            return value.panels.nbytes + (0 if value.bias is None else value.bias.nbytes)
+        case LibraryLinear():
+            return value.weight.nbytes + (0 if value.bias is None else value.bias.nbytes)
+        case ExpertList():
+            return sum(map(held_by, value.weights))
+        case _:
+            raise TypeError(type(value).__name__)
+
+
+def held(model: Model) -> int:
+    values = {id(parameter.value): parameter.value for _, parameter in parameters(model)}
+    return sum(map(held_by, values.values()))
+
+
+def loaded(files: ModelFiles, kernels: str, prepared: PreparedAs) -> Model:
+    ops = select_ops(kernels, CPU, 1)
+    return load_model(files, ops, DTYPES[prepared.dtype], CPU, prepared.quantization, prepared.num_positions)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "qwen3-moe-some-layers"])
+def test_packed(name: str, dtype: str, quantization: str | None, tmp_path: Path) -> None:
+    files = identify(save(make_model(name), tmp_path))
+    prepared = PreparedAs(dtype, quantization, packed=True, num_positions=50)
+    assert weight_memory(files, prepared) == held(loaded(files, "native", prepared))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
+def test_codes_of_a_gguf(name: str, kind: Kind, tmp_path: Path) -> None:
+    """The table of tied embeddings is held in the compute dtype besides the head's codes."""
+    write_gguf(make_model(name), tmp_path / "model.gguf", kind)
+    files = identify(tmp_path / "model.gguf")
+    prepared = PreparedAs("bfloat16", "gguf", packed=True, num_positions=64)
+    model = loaded(files, "native", prepared)
+    assert weight_memory(files, prepared) == held(model)
+    quantised = [
+        parameter.value.dtype is None
+        for _, parameter in parameters(model)
+        if isinstance(parameter.declared, Matrix) and isinstance(parameter.value, PackedWeight)
+    ]
+    assert any(quantised) == (kind is not Kind.F16)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biased"])
+def test_dense_in_float32(name: str, tmp_path: Path) -> None:
+    files = identify(save(make_model(name), tmp_path))
+    prepared = PreparedAs("float32", None, packed=False, num_positions=64)
+    assert weight_memory(files, prepared) == held(loaded(files, "torch", prepared)) - shared(name)
+
+
+def shared(name: str) -> int:
+    """Bytes that `held` counts twice: torch multiplies with the embedding's table itself."""
+    return 131 * 96 * 4 if name == "llama-tied-biased" else 0
+
+
+def test_plan_needs_no_torch(tmp_path: Path) -> None:
+    """From the command line to the last figure, for a dense model, for experts and for a GGUF's codes."""
+    save(make_model("gemma3"), tmp_path / "gemma3")
+    save(make_model("qwen3-moe"), tmp_path / "moe")
+    write_gguf(make_model("llama-tied-biased"), tmp_path / "model.gguf", Kind.Q4_1)
+    code = (
+        "import sys\n"
+        "from pagoda.cli.main import main\n"
+        "plans = ['gemma3'], ['moe', '--quantization', 'int8'], ['model.gguf', '--quantization', 'gguf']\n"
+        "for model, *more in plans:\n"
+        "    try:\n"
+        "        main(['plan', '--json', '--device', 'cpu', '--model', f'{sys.argv[1]}/{model}', *more])\n"
+        "    except SystemExit as ended:\n"
+        "        assert not ended.code, ended.code\n"
+        "print('torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    *plans, torch_came = answer.stdout.splitlines()
+    assert torch_came == "False"
+    assert [json.loads(plan)["architecture"] for plan in plans] == ["gemma3", "qwen3_moe", "llama"]
