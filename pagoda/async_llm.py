@@ -254,9 +254,11 @@ class AsyncLLM:
         return self._died
 
     def tokenizer_facts(self) -> dict[str, Any]:
-        """What callers may know of the tokenizer."""
+        """What callers may know of the tokenizer: bos_token, eos_token, ... as text, and what belongs to them."""
         facts = self.input_processor.tokenizer.facts
         return {
+            **{name: facts.special_names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+            **facts.special_names,
             "vocab_size": facts.vocab_size,
             "bos_token_id": facts.bos_token_id,
             "eos_token_ids": list(facts.eos_token_ids),

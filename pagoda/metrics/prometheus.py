@@ -9,6 +9,8 @@ from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 
+REJECTION_REASONS = ("requests", "tokens", "key_concurrency", "key_rate", "connections")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 _LABELS = ("model_name", "engine")
 _SECONDS = (
     0.001,
@@ -63,6 +65,11 @@ class ServerMetrics:
             (*_LABELS, "reason"),
             registry=self.registry,
         )
+        # Rates of a series that appears with its first event begin with that event lost.
+        for reason in REJECTION_REASONS:
+            self.rejections.labels(*self._values, reason)
+        for reason in FINISH_REASONS:
+            self.request_success.labels(*self._values, reason)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._itl = self._histogram("inter_token_latency_seconds", "Gap between tokens.", _GAPS)
         self._tpot = self._histogram("time_per_output_token_seconds", "Gap between tokens (older name).", _GAPS)

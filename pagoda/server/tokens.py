@@ -50,6 +50,12 @@ async def detokenize(http: Request) -> dict[str, str]:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(http: Request) -> dict[str, Any]:
-    """Facts of the tokenizer, chat template included."""
+    """The tokenizer's settings under the names of tokenizer_config.json, chat template included."""
     state = state_of(http)
-    return {**state.generator.llm.tokenizer_facts(), "chat_template": state.chat_template}
+    facts = state.generator.llm.tokenizer_facts()
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": state.max_model_len,
+        **facts,
+        "chat_template": state.chat_template,
+    }

@@ -152,7 +152,14 @@ def test_operators_routes(fake_server: LiveServer) -> None:
     assert models[0]["max_model_len"] == 2048
     assert fake_server.get(f"/v1/models/{models[0]['id']}")[0] == 200
     assert fake_server.get("/v1/models/none")[0] == 404
-    assert "chat_template" in json.loads(fake_server.get("/tokenizer_info")[1])
+    info = json.loads(fake_server.get("/tokenizer_info")[1])
+    assert (info["bos_token"], info["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert isinstance(info["tokenizer_class"], str)
+    assert "<|im_start|>" in info["chat_template"]
+    for name in ("bos_token", "eos_token"):  # as lm-eval reads it
+        ids = fake_server.post("/tokenize", {"prompt": info[name], "add_special_tokens": False})[1]["tokens"]
+        assert len(ids) == 1
+    assert {"unk_token", "pad_token"} <= info.keys()
     fake_server.wait_idle()
     assert fake_server.post("/reset_prefix_cache", b"")[0] == 200
     assert fake_server.get("/openapi.json")[0] == 200
@@ -174,6 +181,7 @@ METRICS = [
     "request_success_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
+    "admission_rejections_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
@@ -205,6 +213,19 @@ def test_metrics_have_the_names_that_dashboards_read(fake_server: LiveServer) ->
         assert counts[f"vllm:{name}_seconds_count"] >= 1, name
     assert counts["vllm:iteration_tokens_total_count"] >= 8
     assert counts["vllm:generation_tokens_total"] >= 8
+
+
+def test_series_of_rare_events_are_there_from_the_start(keyed_server: LiveServer) -> None:
+    import urllib.request
+
+    request = urllib.request.Request(f"{keyed_server.url}/metrics", headers={"Authorization": "Bearer one"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    for reason in ("requests", "tokens", "key_concurrency", "key_rate", "connections"):
+        series = 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="%s"} 0.0'
+        assert series % reason in lines
+    for reason in ("stop", "length", "abort", "error"):
+        assert any(line.startswith("vllm:request_success_total") and f'"{reason}"' in line for line in lines)
 
 
 def test_timings_come_on_demand(fake_server: LiveServer) -> None:
