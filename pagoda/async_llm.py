@@ -20,13 +20,13 @@ from pagoda.engine.core_client import EngineCoreClient
 from pagoda.engine.input_processor import InputProcessor, Prompt, RenderedChat, build_input_processor, text_of
 from pagoda.engine.mailbox import Mailbox
 from pagoda.engine.output_processor import OutputKind, OutputProcessor
+from pagoda.engine.text_threads import TextThreads
 from pagoda.engine.thread_client import ThreadClient
+from pagoda.engine.tokenizer import LONG_TEXT_CHARS
 from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")
 
-_LONG_TEXT_CHARS = 4096
-"""Texts of this length are tokenised on a thread, so that no other request waits for them."""
 _LONG_TEXT_TOKENS = 2048
 """Token ids of this number are turned into text on a thread."""
 
@@ -46,6 +46,7 @@ class AsyncLLM:
         self._clock = clock if clock is not None else SystemClock()
         self._outputs = OutputProcessor(input_processor.tokenizer)
         self._readers: dict[str, Mailbox] = {}
+        self._threads = TextThreads()
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
 
@@ -69,6 +70,7 @@ class AsyncLLM:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
             self._pump = None
+        self._threads.shutdown()
         await self._client.shutdown()
 
     async def __aenter__(self) -> Self:
@@ -114,12 +116,15 @@ class AsyncLLM:
     ) -> Request:
         """Tokenise and check. Raises RequestError; nothing runs until `stream`."""
         arrival_time_s = self._clock.now()
+        self.input_processor.check_before_tokenising(prompt, params)
         text = text_of(prompt)
         token_ids: Sequence[int] | Any
-        if text is not None and len(text) >= _LONG_TEXT_CHARS:
-            token_ids = await asyncio.to_thread(self.input_processor.token_ids_of, prompt)
+        if text is not None and len(text) >= LONG_TEXT_CHARS:
+            token_ids = await self._threads.run(len(text), self.input_processor.token_ids_of, prompt)
         else:
             token_ids = self.input_processor.token_ids_of(prompt)
+        if num_chars := sum(map(len, params.bad_words)):
+            params = await self._threads.run(num_chars, self.input_processor.tokenize_bad_words, params)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_is_new(request_id)
         return self.input_processor.make_request(
@@ -229,9 +234,9 @@ class AsyncLLM:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; RequestError when it is not valid Unicode."""
-        if len(text) < _LONG_TEXT_CHARS:
+        if len(text) < LONG_TEXT_CHARS:
             return self.input_processor.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.input_processor.encode, text, add_special_tokens)
+        return await self._threads.run(len(text), self.input_processor.encode, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of token ids; ids that do not exist are skipped. For few of them: it runs where it is called."""
@@ -241,12 +246,16 @@ class AsyncLLM:
         """As `decode`, of any length: long ones on a thread."""
         if len(token_ids) < _LONG_TEXT_TOKENS:
             return self.decode(token_ids)
-        return await asyncio.to_thread(self.decode, token_ids)
+        return await self._threads.run(len(token_ids), self.decode, token_ids)
 
-    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text; U+FFFD where it is no whole character."""
-        tokenizer = self.input_processor.tokenizer
-        return [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in token_ids]
+
+        def texts() -> list[str]:
+            read = self.input_processor.tokenizer.token_bytes
+            return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
+
+        return await self._threads.run(len(token_ids), texts)
 
     @property
     def died(self) -> WorkerDied | None:

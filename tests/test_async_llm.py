@@ -223,7 +223,7 @@ def test_text_services() -> None:
         assert await llm.encode("é") == list("é".encode())
         assert await llm.encode("x" * 5000) == [120] * 5000
         assert llm.decode([104, 105, 257]) == "hi<eos>"
-        assert llm.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "\ufffd"]
+        assert await llm.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "\ufffd"]
         rendered = await llm.render_chat([{"role": "user", "content": "hi"}])
         assert rendered.text == "<user>hi\n<assistant>"
         assert llm.tokenizer_facts()["vocab_size"] == 258

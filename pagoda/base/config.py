@@ -148,8 +148,8 @@ class ServerConfig:
 
     api_keys: any of them opens every route; none leaves the server open.   admin_api_key: opens every route too, and is
     the only key for those that operate the server, once it is set.   cors_origins: none leaves CORS off.
-    max_queued_requests, max_queued_tokens: live requests, and their prompt + asked output tokens, beyond which callers
-    hear 429.
+    max_queued_requests, max_queued_tokens, max_queued_bytes: running requests, their prompt + requested output tokens,
+    and the bytes of their bodies, beyond which further requests get 429.
     max_requests_per_key, requests_per_minute_per_key: the same for each API key.
     trust_request_chat_template: callers may send chat templates of their own (sandboxed, but free to loop).
     max_connections: open at once; one more hears 503.   header_timeout_s, body_timeout_s: until a request's head, and
@@ -169,6 +169,7 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     max_queued_requests: int = 1024
     max_queued_tokens: int = 2_000_000
+    max_queued_bytes: int = 256 * 2**20
     max_requests_per_key: int = 0
     requests_per_minute_per_key: int = 0
     max_body_bytes: int = 16 * 2**20

@@ -40,6 +40,7 @@ AT_LEAST: Mapping[type, Mapping[str, float]] = {
         "port": 0,
         "max_queued_requests": 0,
         "max_queued_tokens": 0,
+        "max_queued_bytes": 0,
         "max_requests_per_key": 0,
         "requests_per_minute_per_key": 0,
         "max_body_bytes": 1,

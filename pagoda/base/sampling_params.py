@@ -207,7 +207,9 @@ def _token_ids(name: str, value: Any, *, allow_empty: bool = True) -> tuple[int,
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise _refuse(name, value, "a list of token ids")
-    ids = tuple(_integer(name, item, 0) for item in value)
+    ids = tuple(value)
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > _MAX_COUNT:  # checked at the speed of C
+        ids = tuple(_integer(name, item, 0) for item in ids)
     if not ids and not allow_empty:
         raise _refuse(name, value, "a list of at least one token id, or None")
     return ids

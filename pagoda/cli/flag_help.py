@@ -69,6 +69,7 @@ HELP: dict[str, str] = {
     "tool_call_parser": "How tool calls are read: auto (from the chat template), hermes, llama_json, none.",
     "max_queued_requests": "Live requests beyond which callers hear 429 (0: no limit).",
     "max_queued_tokens": "Live prompt and asked output tokens beyond which callers hear 429 (0: no limit).",
+    "max_queued_bytes": "Bytes of request bodies beyond which further requests get 429 (0: no limit).",
     "max_requests_per_key": "Live requests of one API key (0: no limit).",
     "requests_per_minute_per_key": "Requests one API key may start in a minute (0: no limit).",
     "max_body_bytes": "Largest request body.",

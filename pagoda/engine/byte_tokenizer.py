@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pagoda.engine.chat_template import ChatTemplate
+from pagoda.engine.token_length import TokenLengthBound
 from pagoda.engine.tokenizer import TokenizerFacts
 
 BOS, EOS = 256, 257
@@ -21,6 +22,7 @@ class ByteTokenizer:
         eos_token_ids=(EOS,),
         special_token_ids=frozenset({BOS, EOS}),
         chat_template=ChatTemplate(_TEMPLATE),
+        length_bound=TokenLengthBound(max_chars=1),
     )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -108,6 +108,7 @@ class InputProcessor:
         cache_salt: str | None = None,
     ) -> Request:
         """Tokenise, check and complete. Raises RequestError naming what is wrong."""
+        self.check_before_tokenising(prompt, params)
         token_ids = self.token_ids_of(prompt)
         return self.make_request(
             request_id, token_ids, params, arrival_time_s=arrival_time_s, priority=priority, cache_salt=cache_salt
@@ -124,10 +125,7 @@ class InputProcessor:
         cache_salt: str | None = None,
     ) -> Request:
         """As `process`, for a prompt that is token ids already."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params is {type(params).__name__}, expected SamplingParams", "sampling_params"
-            )
+        _check_type(params)
         _check_request_id(request_id)
         if cache_salt is not None:
             _check_salt(cache_salt)
@@ -210,6 +208,10 @@ class InputProcessor:
         limits = self.limits
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+        if truncate is not None:
+            token_ids = token_ids[-(limits.max_model_len - 1 if truncate == -1 else truncate) :]
+        if len(token_ids) >= limits.max_model_len:
+            raise self._too_long(f"{len(token_ids)} tokens")
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError("a prompt is text or a flat list of integer token ids", "prompt")
@@ -219,15 +221,27 @@ class InputProcessor:
             raise RequestError(
                 f"prompt token {at} is {int(ids[at])}, outside the vocabulary of {limits.vocab_size}", "prompt"
             )
-        if truncate is not None:
-            ids = ids[-(limits.max_model_len - 1 if truncate == -1 else truncate) :]
-        if len(ids) >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the model takes {limits.max_model_len} with the output; "
-                "shorten it, or set truncate_prompt_tokens",
-                "prompt",
-            )
         return ids.astype(np.int32)
+
+    def check_before_tokenising(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise RequestError for params of another type, and for a text that cannot fit, whatever its tokens are."""
+        _check_type(params)
+        if params.truncate_prompt_tokens is None:
+            self._check_length(text_of(prompt))
+
+    def _check_length(self, text: str | None) -> None:
+        bound = self.tokenizer.facts.length_bound
+        if text is None or bound is None:
+            return
+        if len(text) > self.limits.max_model_len and bound.min_tokens(text) >= self.limits.max_model_len:
+            raise self._too_long(f"at least {bound.min_tokens(text)} tokens ({len(text)} characters)")
+
+    def _too_long(self, size: str) -> RequestError:
+        most = self.limits.max_model_len
+        return RequestError(
+            f"the prompt has {size}, the model takes {most} with the output; shorten it, or set truncate_prompt_tokens",
+            "prompt",
+        )
 
     # ---- parameters
 
@@ -245,32 +259,31 @@ class InputProcessor:
         self._check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
         room = limits.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        bad_words = params.bad_words_token_ids + self._bad_words_token_ids(params.bad_words)
-        for sequence in bad_words:
+        params = self.tokenize_bad_words(params)
+        for sequence in params.bad_words_token_ids:
             self._check_ids("bad_words_token_ids", sequence)
         return dataclasses.replace(
             params,
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
-            bad_words_token_ids=tuple(dict.fromkeys(bad_words)),
         )
 
     def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
         size = self.limits.vocab_size
-        for token_id in ids:
+        for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < size:
                 raise RequestError(f"{name} has {token_id}, outside the vocabulary of {size}", name)
 
-    def _bad_words_token_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is written in the middle of a text (behind a space) and at its beginning."""
-        found: list[tuple[int, ...]] = []
-        for word in words:
+    def tokenize_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return params whose bad_words are token ids: as written after a space, and at the beginning of a text."""
+        found = list(params.bad_words_token_ids)
+        for word in params.bad_words:
             bare = word.lstrip(" ") or word
             for text in (bare, " " + bare):
                 ids = tuple(self.encode(text, add_special_tokens=False))
                 if ids:
                     found.append(ids)
-        return tuple(found)
+        return dataclasses.replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(found)))
 
     def _seed(self, asked: int | None) -> int:
         if asked is not None:
@@ -301,6 +314,11 @@ def _normal_priority(priority: SupportsIndex) -> int:
     if not -(2**31) <= value < 2**31:
         raise RequestError(f"priority must be an integer of 32 bits (got {priority!r:.80})", "priority")
     return value
+
+
+def _check_type(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {type(params).__name__}, expected SamplingParams", "sampling_params")
 
 
 def build_input_processor(

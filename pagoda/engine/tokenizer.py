@@ -9,9 +9,14 @@ import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError, PagodaError, RequestError
+from pagoda.engine.byte_letters import BYTE_OF_LETTER
 from pagoda.engine.chat_template import ChatTemplate
 from pagoda.engine.marked_encoder import MarkedEncoder
 from pagoda.engine.special_marks import SpecialMarks
+from pagoda.engine.token_length import TokenLengthBound, token_length_bound
+
+LONG_TEXT_CHARS = 1024
+"""Texts of this length are tokenised on a thread where other work must not wait: about half a millisecond."""
 
 
 class Tokenizer(Protocol):
@@ -44,6 +49,7 @@ class TokenizerFacts:
     vocab_size: largest id + 1.   eos_token_ids: ids that end an output, the main one first.
     special_token_ids: ids that skip_special_tokens leaves out of the text.
     special_names: bos_token, eos_token, ... -> how it is written.
+    length_bound: how much text a token can stand for, if that is known.
     """
 
     vocab_size: int
@@ -53,6 +59,7 @@ class TokenizerFacts:
     chat_template: ChatTemplate | None = None
     special_names: Mapping[str, str] = field(default_factory=dict[str, str])
     marks: SpecialMarks = field(default_factory=SpecialMarks)
+    length_bound: TokenLengthBound | None = None
 
 
 class LibraryTokenizer:
@@ -104,7 +111,10 @@ class LibraryTokenizer:
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
     try:
-        return backend.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) < LONG_TEXT_CHARS:
+            return backend.encode(text, add_special_tokens=add_special_tokens)
+        # Unlike `encode`, this releases the interpreter lock, and leaves out the tokens' positions in the text.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
     except BaseException as error:  # its regular expressions give up after so many steps, by a panic
         if not is_panic(error):
             raise
@@ -127,7 +137,7 @@ class _Spelling:
     def to_bytes(self, token: str) -> bytes:
         if self.byte_level:
             try:
-                return bytes([_BYTE_OF_LETTER[letter] for letter in token])
+                return bytes([BYTE_OF_LETTER[letter] for letter in token])
             except KeyError:  # an added token, written as it is
                 return token.encode("utf-8")
         if self.byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -140,18 +150,6 @@ class _Spelling:
                 return token.removeprefix(self.word_prefix).encode("utf-8")
             return (" " + token).encode("utf-8")
         return (token.replace(self.space, " ") if self.space else token).encode("utf-8")
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """The GPT-2 alphabet: printable bytes stand for themselves, the others for letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    letters.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return letters
-
-
-_BYTE_OF_LETTER = _letters_of_bytes()
 
 
 def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
@@ -213,7 +211,7 @@ def make_facts(
     marked = {*special, *eos_ids} | ({bos_id} if bos_id is not None else set())
     marks = SpecialMarks(token.content for token_id, token in added.items() if token_id in marked)
     template = _template_of(template_text, special_names, marks) if template_text else None
-    return TokenizerFacts(size, bos_id, eos_ids, special, template, special_names, marks)
+    return TokenizerFacts(size, bos_id, eos_ids, special, template, special_names, marks, token_length_bound(backend))
 
 
 def _template_of(source: object, special_names: dict[str, str], marks: SpecialMarks) -> ChatTemplate:

@@ -21,6 +21,7 @@ from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import ApiError
 from pagoda.server.http_protocol import BoundedHttpProtocol
 from pagoda.server.middleware import OPEN_PATHS, AccessLog, Gate
+from pagoda.server.queued_bytes import QueuedBytes
 from pagoda.server.state import ServerState
 
 
@@ -40,7 +41,8 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     for part in (chat, completions, tokens, operations, planned):
         app.include_router(part.router)
     _describe(app, has_keys=bool(config.api_keys))
-    layers: ASGIApp = Gate(app, config, state.drain)
+    bounded = QueuedBytes(app, config.max_queued_bytes, lambda: state.generator.metrics.on_refusal("bytes"))
+    layers: ASGIApp = Gate(bounded, config, state.drain)
     if config.cors_origins:
         # Around the gate: a browser shows a page only answers that carry these headers, refusals included, and asks
         # for them (OPTIONS) without the key.

@@ -11,6 +11,7 @@ from fastapi import Request
 from pagoda.base.errors import RequestError
 from pagoda.base.text import is_encodable
 from pagoda.server.body_limits import BodyLimits
+from pagoda.server.json_structure import check_structure
 from pagoda.server.protocol import REQUEST_BODIES, UNSUPPORTED, Body, ChatMessage
 
 B = TypeVar("B", bound=Body)
@@ -41,6 +42,7 @@ async def read_body(http: Request, kind: type[B], limits: BodyLimits) -> B:
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (content_type == "application/json" or content_type.endswith("+json")):
         raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
+    await check_structure(data, limits)
     return parse_body(data, kind, limits)
 
 

@@ -7,14 +7,15 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from pagoda.base.outputs import CompletionOutput
 from pagoda.server.answers import ChatCompletionResponse, described
 from pagoda.server.body import described_body, read_body
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
-from pagoda.server.logprobs import chat_logprobs, prompt_logprobs
+from pagoda.server.json_answer import JsonAnswer
+from pagoda.server.logprobs import chat_logprobs, prompt_logprobs_in_slices
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning, template_reasons
 from pagoda.server.state import ServerState, state_of
@@ -74,7 +75,7 @@ async def create_chat_completion(http: Request) -> Response:
         if body.stream:
             at_end.pop_all()
             return EventStream(answer.events(), generation.close)
-        return JSONResponse(await unless_gone(http, answer.whole()))
+        return JsonAnswer(await unless_gone(http, answer.whole()))
 
 
 class _Reader:
@@ -189,7 +190,7 @@ class _Answer:
         async with generation.outputs() as deltas:
             async for _, delta in deltas:
                 if delta.prompt_logprobs is not None:
-                    about_prompt["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs)
+                    about_prompt["prompt_logprobs"] = await prompt_logprobs_in_slices(delta.prompt_logprobs)
                 for output in delta.outputs:
                     self._put(pieces[output.index], output)
         if body.return_token_ids:

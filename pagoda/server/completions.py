@@ -6,13 +6,14 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.server.answers import CompletionResponse, described
 from pagoda.server.body import described_body, read_body
 from pagoda.server.generation import Generation
-from pagoda.server.logprobs import completion_logprobs, prompt_logprobs
+from pagoda.server.json_answer import JsonAnswer
+from pagoda.server.logprobs import completion_logprobs_in_slices, prompt_logprobs_in_slices
 from pagoda.server.protocol import CompletionRequest
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.streams import EventStream, event, unless_gone
@@ -44,7 +45,7 @@ async def create_completion(http: Request) -> Response:
         if body.stream:
             at_end.pop_all()
             return EventStream(answer.events(), generation.close)
-        return JSONResponse(await unless_gone(http, answer.whole()))
+        return JsonAnswer(await unless_gone(http, answer.whole()))
 
 
 class _Answer:
@@ -72,7 +73,7 @@ class _Answer:
             async for index, delta in deltas:
                 for output in delta.outputs:
                     choice_index = index * self._n + output.index
-                    choice = self._choice(choice_index, index, delta, output, not begun[choice_index])
+                    choice = await self._choice(choice_index, index, delta, output, not begun[choice_index])
                     begun[choice_index] = True
                     chunk = {**self._head, "choices": [choice]}
                     if continuous:
@@ -90,14 +91,14 @@ class _Answer:
             async for index, delta in deltas:
                 for output in delta.outputs:
                     at = index * self._n + output.index
-                    choice = self._choice(at, index, delta, output, at not in choices)
+                    choice = await self._choice(at, index, delta, output, at not in choices)
                     choices[at] = _joined(choices[at], choice) if at in choices else choice
         answer = {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_of(self._generation)}
         if self._body.return_timings:
             answer["timings"] = self._generation.timings
         return answer
 
-    def _choice(
+    async def _choice(
         self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool
     ) -> dict[str, Any]:
         """A choice of one chunk: what is new, and, first of all, what was asked about the prompt."""
@@ -109,13 +110,13 @@ class _Answer:
         logged_ids = token_ids
         if is_first and body.echo:
             prompt_ids = request.prompt_token_ids.tolist()
-            text = self._llm.decode(prompt_ids) + text
+            text = await self._llm.detokenize(prompt_ids) + text
             if body.logprobs is not None:
                 known = delta.prompt_logprobs or [None] * len(prompt_ids)
                 entries, logged_ids = [*known, *entries], [*prompt_ids, *token_ids]
         logprobs = None
         if body.logprobs is not None:
-            logprobs, self._offsets[at] = completion_logprobs(
+            logprobs, self._offsets[at] = await completion_logprobs_in_slices(
                 logged_ids, entries, body.logprobs, self._offsets[at], lambda token_id: self._llm.decode([token_id])
             )
         choice: dict[str, Any] = {
@@ -126,7 +127,7 @@ class _Answer:
             "stop_reason": output.stop_reason,
         }
         if is_first and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs)
+            choice["prompt_logprobs"] = await prompt_logprobs_in_slices(delta.prompt_logprobs)
         if body.return_token_ids:
             choice["token_ids"] = token_ids
             if is_first:

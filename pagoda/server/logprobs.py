@@ -1,11 +1,39 @@
 """Log-probabilities in the shapes of OpenAI's two APIs."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagoda.base.outputs import Logprob
 
 LogprobDicts = Sequence[dict[int, Logprob] | None]
+
+
+_SLICE_TOKENS = 64
+"""The log-probabilities of a prompt are written so many tokens at a time: about a millisecond with 20 entries each."""
+
+
+async def completion_logprobs_in_slices(
+    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, offset: int, text_of: Callable[[int], str]
+) -> tuple[dict[str, Any], int]:
+    """As `completion_logprobs`, for any number of tokens: the event loop runs between slices."""
+    whole, offset = completion_logprobs(token_ids[:_SLICE_TOKENS], logprobs[:_SLICE_TOKENS], num_top, offset, text_of)
+    for start in range(_SLICE_TOKENS, len(token_ids), _SLICE_TOKENS):
+        await asyncio.sleep(0)
+        part = slice(start, start + _SLICE_TOKENS)
+        more, offset = completion_logprobs(token_ids[part], logprobs[part], num_top, offset, text_of)
+        for name, values in more.items():
+            whole[name] += values
+    return whole, offset
+
+
+async def prompt_logprobs_in_slices(logprobs: LogprobDicts) -> list[dict[str, Any] | None]:
+    """As `prompt_logprobs`, for any number of tokens: the event loop runs between slices."""
+    whole: list[dict[str, Any] | None] = []
+    for start in range(0, len(logprobs), _SLICE_TOKENS):
+        whole += prompt_logprobs(logprobs[start : start + _SLICE_TOKENS])
+        await asyncio.sleep(0)
+    return whole
 
 
 def completion_logprobs(

@@ -1,12 +1,13 @@
 """POST /tokenize, POST /detokenize, GET /tokenizer_info"""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
 from pagoda.server.answers import ERRORS
 from pagoda.server.body import described_body, read_body
+from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.server.state import state_of
 
@@ -14,7 +15,7 @@ router = APIRouter()
 
 
 @router.post("/tokenize", responses=ERRORS, openapi_extra=described_body(TokenizeRequest))
-async def tokenize(http: Request) -> dict[str, Any]:
+async def tokenize(http: Request) -> Response:
     """Token ids of a text, or of a conversation through the chat template."""
     state = state_of(http)
     body = await read_body(http, TokenizeRequest, state.body_limits)
@@ -35,17 +36,17 @@ async def tokenize(http: Request) -> dict[str, Any]:
         token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": state.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
-        answer["token_strs"] = await asyncio.to_thread(llm.token_strings, token_ids)
-    return answer
+        answer["token_strs"] = await llm.token_strings(token_ids)
+    return JsonAnswer(answer)
 
 
 @router.post("/detokenize", responses=ERRORS, openapi_extra=described_body(DetokenizeRequest))
-async def detokenize(http: Request) -> dict[str, str]:
+async def detokenize(http: Request) -> Response:
     """The text of token ids."""
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.body_limits)
     state.check_model(body.model)
-    return {"prompt": await state.generator.llm.detokenize(body.tokens)}
+    return JsonAnswer({"prompt": await state.generator.llm.detokenize(body.tokens)})
 
 
 @router.get("/tokenizer_info")

@@ -1,0 +1,98 @@
+"""How much text one token can stand for: an upper bound that refuses hopeless prompts before they are tokenised."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from pagoda.engine.byte_letters import BYTE_LETTERS
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLengthBound:
+    """max_chars: characters of input text that one token can stand for.
+
+    dropped: characters that the tokenizer leaves out, because its vocabulary cannot spell them.
+    """
+
+    max_chars: int
+    dropped: str = ""
+
+    def min_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without tokenising it."""
+        kept = len(text) - sum(map(text.count, self.dropped))
+        return -(-kept // self.max_chars)
+
+
+_NFC_SHRINKS = 4  # a precomposed character stands for at most four characters
+_KEEPS_EVERY_CHARACTER = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
+
+
+def token_length_bound(backend: tokenizers.Tokenizer) -> TokenLengthBound | None:
+    """Return how much text a token of this tokenizer can stand for.
+
+    None where there is no bound: unknown words of any length become one token, or a normaliser drops characters.
+    """
+    normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
+    shrinks = _shrinking(normalizer)
+    dropped = _dropped(backend, pre_tokenizer)
+    if shrinks is None or dropped is None or not _keeps_characters(pre_tokenizer):
+        return None
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None  # such a token takes all the white space around it
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    return TokenLengthBound(shrinks * longest, dropped)
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _steps(described: Any, key: str) -> list[dict[str, Any]]:
+    if described is None:
+        return []
+    return described[key] if described["type"] == "Sequence" else [described]
+
+
+def _shrinking(normalizer: Any) -> int | None:
+    """By how much a normaliser can at most shorten a text; None if by any amount."""
+    factor = 1
+    for step in _steps(normalizer, "normalizers"):
+        match step:
+            case {"type": "NFC"}:
+                factor *= _NFC_SHRINKS
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if len(new) >= len(old):
+                pass
+            case _:
+                return None
+    return factor
+
+
+def _keeps_characters(pre_tokenizer: Any) -> bool:
+    return all(
+        step["type"] in _KEEPS_EVERY_CHARACTER or (step["type"] == "Split" and step["behavior"] != "Removed")
+        for step in _steps(pre_tokenizer, "pretokenizers")
+    )
+
+
+def _dropped(backend: tokenizers.Tokenizer, pre_tokenizer: Any) -> str | None:
+    """The characters that a byte-level vocabulary cannot spell; None if whole runs of text can be one token or none."""
+    if not isinstance(backend.model, tokenizers.models.BPE):
+        return None
+    if backend.model.byte_fallback:
+        return "" if all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)) else None
+    if not any(step["type"] == "ByteLevel" for step in _steps(pre_tokenizer, "pretokenizers")):
+        return None
+    if backend.model.unk_token is not None and backend.model.fuse_unk:
+        return None
+    missing = [byte for byte, letter in enumerate(BYTE_LETTERS) if backend.token_to_id(letter) is None]
+    # A character of several bytes is dropped only if all of them are missing: none is while those inside are known.
+    return "".join(map(chr, (byte for byte in missing if byte < 0x80))) if not any(map(_is_inner, missing)) else None
+
+
+def _is_inner(byte: int) -> bool:
+    """Whether UTF-8 has this byte after the first of a character."""
+    return 0x80 <= byte < 0xC0

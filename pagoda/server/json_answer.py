@@ -1,0 +1,85 @@
+"""JSON answers of any size, encoded in small pieces: the event loop serves others in between."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+_PIECE_BYTES = 64 * 1024
+_CHOICE_LOGPROBS_DEPTH = 4  # answer, choices, one choice, its logprobs
+_encode = msgspec.json.Encoder().encode
+
+
+class JsonAnswer(Response):
+    """A plain value as JSON. Small ones leave in one message with their length; larger ones as they are encoded."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: Any, status_code: int = 200) -> None:
+        super().__init__(status_code=status_code)
+        self._value = value
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pieces = json_pieces(self._value)
+        buffer = bytearray()
+        async for piece in pieces:
+            buffer += piece
+            if len(buffer) > _PIECE_BYTES:
+                break
+        else:
+            self.headers["content-length"] = str(len(buffer))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            return await send({"type": "http.response.body", "body": bytes(buffer), "more_body": False})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": bytes(buffer), "more_body": True})
+        buffer.clear()
+        async for piece in pieces:
+            buffer += piece
+            if len(buffer) > _PIECE_BYTES:
+                await send({"type": "http.response.body", "body": bytes(buffer), "more_body": True})
+                buffer.clear()
+        return await send({"type": "http.response.body", "body": bytes(buffer), "more_body": False})
+
+
+async def json_pieces(value: Any, depth: int = _CHOICE_LOGPROBS_DEPTH) -> AsyncIterator[bytes]:
+    """The JSON text of `value`, in pieces of about a millisecond of encoding; the event loop runs between them.
+
+    depth: how many levels of objects, and of lists of objects, are taken apart. Lists below are cut into slices.
+    """
+    if isinstance(value, dict) and depth:
+        for index, (key, item) in enumerate(value.items()):
+            yield (b"," if index else b"{") + _encode(key) + b":"
+            async for piece in json_pieces(item, depth - 1):
+                yield piece
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and depth and value and isinstance(value[0], dict):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            async for piece in json_pieces(item, depth - 1):
+                yield piece
+        yield b"]"
+    elif isinstance(value, list):
+        async for piece in _list_pieces(value):
+            yield piece
+    else:
+        yield _encode(value)
+
+
+async def _list_pieces(items: list[Any]) -> AsyncIterator[bytes]:
+    start, size = 0, 64
+    while start < len(items) or not start:
+        piece = _encode(items[start : start + size])[1:-1]
+        is_last = start + size >= len(items)
+        yield (b"," if start else b"[") + piece + (b"]" if is_last else b"")
+        if is_last:
+            return
+        start += size
+        await asyncio.sleep(0)
+        if len(piece) < _PIECE_BYTES:
+            size *= 2
+        elif len(piece) > 4 * _PIECE_BYTES:
+            size = max(1, size // 2)

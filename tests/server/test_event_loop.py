@@ -1,0 +1,139 @@
+"""No request within the limits keeps the event loop from others for long, valid or not, and memory comes back."""
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.live import FAKE_FLAGS, LiveServer, serving
+from tests.server.serve_probed import LoopProbe
+
+MOST_CPU_S = 0.25
+"""Of the loop's thread at a stretch. The aim is 0.1 s on an idle machine; what this file prevents took 2 s to 17 s."""
+MB = 2**20
+USER = b'{"role":"user","content":"x"}'
+
+
+def filled(before: bytes, item: bytes, after: bytes, size: int) -> bytes:
+    return before + b",".join([item] * (size // (len(item) + 1))) + after
+
+
+CASES: dict[str, tuple[str, bytes, int]] = {
+    "wrong ids to abort": ("/abort_requests", filled(b'{"request_ids":[', b"1", b"]}", 600_000), 400),
+    "as many as fit": ("/abort_requests", filled(b'{"request_ids":[', b"1", b"]}", 15 * MB), 400),
+    "unknown ids to abort": ("/abort_requests", filled(b'{"request_ids":[', b'"abc"', b"]}", MB), 200),
+    "negative token ids": ("/v1/completions", filled(b'{"prompt":[', b"-1", b"]}", 900_000), 400),
+    "too many token ids": ("/v1/completions", filled(b'{"prompt":[', b"49000", b"]}", 5 * MB), 400),
+    "most cut off": (
+        "/v1/completions",
+        filled(b'{"max_tokens":1,"truncate_prompt_tokens":5,"prompt":[', b"1", b"]}", 1_900_000),
+        200,
+    ),
+    "many prompts": ("/v1/completions", filled(b'{"prompt":[', b"[1]", b"]}", 390_000), 400),
+    "a long text": ("/v1/completions", b'{"prompt":"' + b"a" * 15 * MB + b'"}', 400),
+    "spaces": ("/v1/completions", b'{"prompt":"' + b" " * 15 * MB + b'"}', 400),
+    "escapes": ("/v1/completions", b'{"prompt":"' + b',\\"' * 5 * MB + b'"}', 400),
+    "a text that might fit": ("/v1/completions", b'{"prompt":"' + b"a" * 160_000 + b'"}', 400),
+    "a long text cut off": (
+        "/v1/completions",
+        b'{"max_tokens":1,"truncate_prompt_tokens":5,"prompt":"' + b"a b" * 350_000 + b'"}',
+        200,
+    ),
+    "many objects": (
+        "/v1/chat/completions",
+        filled(b'{"messages":[' + USER + b'],"chat_template_kwargs":{"a":[', b"[]", b"]}}", 15 * MB),
+        400,
+    ),
+    "as many objects as are taken": (
+        "/v1/chat/completions",
+        filled(b'{"max_tokens":1,"messages":[' + USER + b'],"metadata":{"a":[', b"[]", b"]}}", 290_000),
+        200,
+    ),
+    "many keys": (
+        "/v1/chat/completions",
+        b'{"messages":[' + USER + b'],"metadata":{' + b",".join(b'"k%d":1' % i for i in range(10**6)) + b"}}",
+        400,
+    ),
+    "deep nesting": (
+        "/v1/chat/completions",
+        b'{"messages":[' + USER + b'],"metadata":{"a":' + b"[" * 7 * MB + b"]" * 7 * MB + b"}}",
+        400,
+    ),
+    "an unknown field of megabytes": ("/v1/completions", b'{"' + b"a" * 15 * MB + b'":1}', 400),
+    "a megabyte tokenised": ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a b " * (MB // 4) + b'"}', 200),
+    "token ids decoded": ("/detokenize", filled(b'{"tokens":[', b"100", b"]}", 3_900_000), 200),
+    "choices": (
+        "/v1/completions",
+        b'{"max_tokens":500,"n":50,"ignore_eos":true,"logprobs":20,"return_token_ids":true,"prompt":"hi"}',
+        200,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, LoopProbe]]:
+    folder = tmp_path_factory.mktemp("probed")
+    with serving(folder, *FAKE_FLAGS, "--num-blocks", "4096", probe=folder / "probe") as server:
+        yield server, LoopProbe(folder / "probe")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_large_request_does_not_keep_the_loop(probed: tuple[LiveServer, LoopProbe], name: str) -> None:
+    server, probe = probed
+    path, body, expected = CASES[name]
+    probe.reset()
+    status, answer = server.post(path, body)
+    assert status == expected, str(answer)[:500]
+    time.sleep(0.05)  # what is freed after the answer counts as well
+    cpu_s, wall_s = probe.worst()
+    assert 0 < cpu_s < MOST_CPU_S, f"the loop was busy for {cpu_s:.3f} s ({wall_s:.3f} s on the clock)"
+    if status == 400:
+        assert len(answer["error"]["message"]) < 500
+
+
+def test_memory_comes_back(probed: tuple[LiveServer, LoopProbe]) -> None:
+    server, _ = probed
+
+    def resident_mb() -> int:
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) // 1024
+
+    def ask() -> None:
+        for path, body, expected in CASES.values():
+            assert server.post(path, body)[0] == expected
+
+    ask()
+    before = resident_mb()
+    ask()
+    assert resident_mb() < before + 60
+
+
+def test_bytes_of_bodies_count_against_a_limit(tmp_path: Path) -> None:
+    with serving(tmp_path, *FAKE_FLAGS, "--max-queued-bytes", "100000") as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        alone = b'{"prompt":"' + b"a" * 150_000 + b'"}'
+        assert server.post("/v1/completions", alone)[0] == 400, "too long for the model, not for the server"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 90000\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", port), 10) as slow:
+            slow.sendall(head + b"\r\n" + b" " * 80_000)
+            refused, end = 0, time.monotonic() + 10
+            while refused != 429:
+                assert time.monotonic() < end, "the bytes that have arrived do not count"
+                refused, answer = server.post("/v1/completions", b" " * 30_000)
+            assert "bytes" in answer["error"]["message"]
+            chunked = (
+                b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n7530\r\n" + b" " * 30_000
+            )
+            with socket.create_connection(("127.0.0.1", port), 10) as other:
+                other.sendall(chunked)
+                assert b" 429 " in other.recv(65536)
+            assert server.post("/tokenize", {"prompt": "small"})[0] == 200
+        end = time.monotonic() + 10
+        while server.post("/tokenize", b" " * 30_000)[0] == 429:
+            assert time.monotonic() < end, "the bytes of a closed connection still count"
+        assert 'reason="bytes"' in server.get("/metrics")[1]

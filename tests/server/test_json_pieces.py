@@ -1,0 +1,75 @@
+"""Large JSON bodies are counted before they are decoded, large answers encoded in pieces: both held to plain Python."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+from pagoda.server.json_answer import json_pieces
+from pagoda.server.json_structure import count_structure
+
+TEXTS = ["", "a", '"', "\\", '\\"', '\\\\"', "[1,2]", '{"a":1,', ",,,", "\\u0022", "é\U0001f600"]
+
+
+def random_value(rng: random.Random, depth: int) -> Any:
+    kind = rng.choice("tnld") if depth else rng.choice("tn")
+    if kind == "t":
+        return "".join(rng.choices(TEXTS, k=rng.randint(0, 4)))
+    if kind == "n":
+        return rng.choice([0, -1.5, None, True, 10**9])
+    size = rng.choice([0, 1, 3, 200])
+    if kind == "l":
+        return [random_value(rng, depth - 1) for _ in range(size)]
+    return {f"{rng.choice(TEXTS)}{index}": random_value(rng, depth - 1) for index in range(size)}
+
+
+def count(value: Any) -> tuple[int, int, int]:
+    """(values, objects and lists, keys)"""
+    if not isinstance(value, dict | list):
+        return 1, 0, 0
+    parts = [count(item) for item in (value.values() if isinstance(value, dict) else value)]
+    keys = len(value) if isinstance(value, dict) else 0
+    return 1 + sum(p[0] for p in parts), 1 + sum(p[1] for p in parts), keys + sum(p[2] for p in parts)
+
+
+def test_structure_is_counted_as_a_decoder_finds_it() -> None:
+    rng = random.Random(3)
+    for seed in range(60):
+        value = random_value(rng, 3)
+        text = json.dumps(value, ensure_ascii=seed % 2 == 0).encode()
+        values, containers, keys = count(value)
+        num_values, num_objects = count_structure(text)
+        assert num_objects == containers + keys, text[:200]
+        # Empty containers are counted with a value inside, which is the safe side.
+        assert values <= num_values <= values + containers
+
+
+def test_an_answer_in_pieces_is_the_answer() -> None:
+    async def encoded(value: Any) -> bytes:
+        return b"".join([piece async for piece in json_pieces(value)])
+
+    rng = random.Random(4)
+    for _ in range(60):
+        value = random_value(rng, 3)
+        assert json.loads(asyncio.run(encoded(value))) == value
+    tokens = {"choices": [{"logprobs": {"tokens": ["a" * 50] * 100_000, "top": [None] * 3}}], "usage": {}}
+    assert json.loads(asyncio.run(encoded(tokens))) == tokens
+
+
+def test_the_loop_runs_between_the_pieces_of_a_large_answer() -> None:
+    async def turns() -> int:
+        count = 0
+
+        async def other() -> None:
+            nonlocal count
+            while True:
+                count += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        async for _ in json_pieces({"tokens": list(range(1_000_000))}):
+            pass
+        task.cancel()
+        return count
+
+    assert asyncio.run(turns()) > 50
