@@ -10,6 +10,7 @@ from pathlib import Path
 from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig, ParallelConfig, SchedulingMode
+from pagoda.base.config_fit import fit_defaults, note_given
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
@@ -38,6 +39,9 @@ _SCHEDULER_ONLY = {
 }
 """Settings that would do nothing, and why."""
 
+_SHORTEST_FITTED = 1024
+"""Tokens: a default max_model_len is not lowered below this, since few prompts would fit."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
@@ -65,12 +69,13 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     Raises ConfigError that names the setting, its value and what would do.
     """
     check_settings(config)
+    config = note_given(config)
     files = files or resolve_model(config.model)
     model = read_model(files)
     spec = model.spec
-    max_model_len = _max_model_len(config, spec)
     device = _device_name(config.parallel)
-    dtype = _dtype(config.model.dtype, spec.torch_dtype, device)
+    config, max_model_len = fit_defaults(config, _max_model_len(config, spec), device)
+    dtype = _dtype(_asked_dtype(config, device), spec.torch_dtype, device)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     if kv_dtype not in (dtype, "int8") and device == "cpu" and config.parallel.kernels in ("auto", "native"):
         raise ConfigError(
@@ -108,6 +113,36 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
     return plan_capacity(setup.spec, setup.groups, setup.config.cache, setup.kv_dtype, setup.max_model_len, free)
 
 
+def fit_cache(setup: EngineSetup) -> tuple[EngineSetup, KVCapacity]:
+    """As `size_cache`; where max_model_len is the model's own, it is lowered to what the cache holds, with a warning.
+
+    Raises CapacityError if the option was given and does not fit, or if less than 1,024 tokens would be left.
+    """
+    try:
+        return setup, size_cache(setup)
+    except CapacityError:
+        if "max_model_len" in (setup.config.given or ()):
+            raise
+        capacity = size_cache(_with_max_model_len(setup, 1))
+        own, fits = setup.max_model_len, capacity.max_tokens
+        if fits < min(own, _SHORTEST_FITTED):
+            raise
+    logger.warning(
+        "max_model_len is lowered from %d to %d, the longest sequence that the KV cache holds; give it more "
+        "(kv_cache_memory), or set max_model_len",
+        own,
+        fits,
+    )
+    return _with_max_model_len(setup, fits), capacity
+
+
+def _with_max_model_len(setup: EngineSetup, max_model_len: int) -> EngineSetup:
+    model = dataclasses.replace(setup.config.model, max_model_len=max_model_len)
+    return dataclasses.replace(
+        setup, config=dataclasses.replace(setup.config, model=model), max_model_len=max_model_len
+    )
+
+
 def build_engine_core(
     config: EngineConfig | EngineSetup,
     clock: Clock | None = None,
@@ -120,8 +155,7 @@ def build_engine_core(
     Raises ConfigError for settings, CapacityError for too little memory, WorkerDied when the executor does not start.
     """
     begin_s = time.perf_counter()
-    setup = config if isinstance(config, EngineSetup) else resolve_engine(config)
-    capacity = size_cache(setup)
+    setup, capacity = fit_cache(config if isinstance(config, EngineSetup) else resolve_engine(config))
     clock = clock or SystemClock()
     scheduler_config = setup.config.scheduler
     scheduler = Scheduler(
@@ -204,6 +238,14 @@ def _num_positions(setup: EngineSetup) -> int:
 def _max_drafts(config: EngineConfig) -> int:
     """Tokens that may stand past a row's end, to be verified."""
     return max(config.scheduler.num_speculative_tokens, config.scheduler.num_lookahead_slots)
+
+
+def _asked_dtype(config: EngineConfig, device: str) -> str:
+    """The dtype that was asked for; the cache's where only that was given and the native kernels need both alike."""
+    kv_dtype, native = config.cache.kv_cache_dtype, config.parallel.kernels in ("auto", "native")
+    if config.model.dtype == "auto" and device == "cpu" and native and kv_dtype not in ("auto", "int8"):
+        return kv_dtype
+    return config.model.dtype
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

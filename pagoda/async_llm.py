@@ -60,7 +60,7 @@ class AsyncLLM:
             build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
         )
         client = ThreadClient(lambda: build_engine_core(setup))
-        await client.start()
+        inputs.fit((await client.start()).max_model_len)
         return cls(client, inputs)
 
     async def shutdown(self) -> None:

@@ -51,7 +51,9 @@ class LLM:
         setup = resolve_engine(EngineConfig.for_engine(**options))
         # The tokenizer first: what is wrong with it shows before the weights are read.
         inputs = build_input_processor(setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len)
-        self._begin(LLMEngine(build_engine_core(setup), inputs))
+        core = build_engine_core(setup)
+        inputs.fit(core.facts.max_model_len)
+        self._begin(LLMEngine(core, inputs))
 
     @classmethod
     def over(cls, engine: LLMEngine) -> Self:

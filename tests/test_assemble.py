@@ -1,6 +1,7 @@
 """Settings in, engine out: what is derived, and what is refused."""
 
 import dataclasses
+import json
 import logging
 import typing
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.assemble import build_engine_core, resolve_engine, size_cache
-from pagoda.base.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pagoda.base.config import PARTS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagoda.base.config_rules import AT_LEAST, WORDS
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
@@ -43,8 +44,14 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
     [
         ({"max_model_len": 513}, "max_model_len=513 must be in 1 .. 512"),
         ({"max_model_len": 0}, "max_model_len=0"),
-        ({"max_num_batched_tokens": 255}, "max_num_batched_tokens=255 is less than max_num_seqs=256"),
-        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 500}, "without chunked prefill"),
+        (
+            {"max_num_batched_tokens": 255, "max_num_seqs": 256},
+            "max_num_batched_tokens=255 is less than max_num_seqs=256",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 500, "max_model_len": 512},
+            "without chunked prefill",
+        ),
         ({"device": "cude"}, "did you mean 'cuda'"),
         ({"dtype": "float23"}, "did you mean 'float32'"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'"),
@@ -56,15 +63,20 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
         ({"threads": 0}, "threads=0"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"distributed_executor_backend": "in_proces"}, "did you mean 'in_process'"),
-        ({"kv_cache_dtype": "bfloat16", "kernels": "auto"}, "kv_cache_dtype='bfloat16' with dtype='float32'"),
-        ({"kv_cache_dtype": "float16", "kernels": "native"}, "take 'auto' or 'int8'"),
+        (
+            {"dtype": "float32", "kv_cache_dtype": "bfloat16", "kernels": "auto"},
+            "kv_cache_dtype='bfloat16' with dtype='float32'",
+        ),
+        ({"dtype": "bf16", "kv_cache_dtype": "float16", "kernels": "native"}, "take 'auto' or 'int8'"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory: 'much' is not a size"),
+        ({"max_num_seqs": "x" * 5000}, "(5000 characters) must be an integer"),
         ({"kernels": "nativ"}, "did you mean 'native'"),
         ({"source": "huggingfaces"}, "did you mean 'huggingface'"),
         ({"quantization": "int4"}, "did you mean 'int8'"),
         ({"revision": "main"}, "revision='main' is for hub models"),
         ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
         ({"num_host_blocks": -1}, "num_host_blocks=-1"),
-        ({"kv_cache_memory": "1GiB"}, "kv_cache_memory='1GiB' must be an integer"),
+        ({"kv_cache_memory": 1.5}, "kv_cache_memory=1.5 must be an integer"),
         ({"max_num_seqs": 2.5}, "max_num_seqs=2.5 must be an integer"),
         ({"max_num_seqs": True}, "max_num_seqs=True must be an integer"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
@@ -76,8 +88,8 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
         ({"num_speculative_tokens": 3}, "there is no drafter yet"),
         ({"encoder_budget": 3}, "there is no model with an encoder yet"),
         ({"port": 70000}, "port=70000"),
-        ({"served_model_name": 5}, "served_model_name=5 must be texts"),
-        ({"tokenizer": 5}, "tokenizer=5 must be a text"),
+        ({"served_model_name": 5}, "served_model_name=5 must be strings"),
+        ({"tokenizer": 5}, "tokenizer=5 must be a string"),
     ],
     ids=str,
 )
@@ -90,8 +102,7 @@ def test_what_cannot_be_is_refused_by_name(model: Path, options: dict[str, objec
 def test_every_number_of_the_settings_has_a_range_or_needs_none() -> None:
     """A new numeric field is named in the rules, or here with the place that judges it."""
     elsewhere = {"max_model_len", "seed", "prefix_hash_seed", "gpu_memory_utilization", "watermark"}
-    for part in dataclasses.fields(EngineConfig):
-        kind = type(getattr(EngineConfig(), part.name))
+    for kind in PARTS.values():
         numbers = {
             item.name for item in dataclasses.fields(kind) if {int, float} & {item.type, *typing.get_args(item.type)}
         }
@@ -108,6 +119,90 @@ def test_options_are_taken_as_people_write_them(model: Path) -> None:
     made = EngineConfig.from_options(model=model, served_model_name="tiny", api_keys=["a", "b"])
     assert made.model.model == str(model)
     assert (made.model.served_model_name, made.server.api_keys) == (("tiny",), ("a", "b"))
+
+
+def test_values_as_on_the_command_line(model: Path) -> None:
+    made = EngineConfig.from_options(kv_cache_memory="1.5GiB", dtype="half", kv_cache_dtype="bf16")
+    assert (made.cache.kv_cache_memory, made.model.dtype, made.cache.kv_cache_dtype) == (3 << 29, "float16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_num_batched_tokens": 64}, {"max_num_seqs": 64}),
+        ({"max_num_seqs": 4096}, {"max_num_batched_tokens": 4096}),
+        ({"enable_chunked_prefill": False, "max_num_seqs": 8}, {"max_num_batched_tokens": 2048}),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, {"max_model_len": 100, "max_num_seqs": 100}),
+        ({"block_size": 12, "kernels": "auto"}, {"kernels": "torch"}),
+        ({"block_size": 16, "kernels": "auto"}, {"kernels": "auto"}),
+        ({"kv_cache_dtype": "bfloat16", "kernels": "auto"}, {"dtype": "bfloat16"}),
+        ({"kv_cache_dtype": "int8", "kernels": "auto"}, {"dtype": "float32"}),
+    ],
+    ids=str,
+)
+def test_defaults_give_way_to_what_was_given(
+    model: Path, options: dict[str, object], expected: dict[str, object]
+) -> None:
+    setup = resolve_engine(config(model, **options))
+    parts = [getattr(setup.config, part) for part in PARTS]
+    settings = {item.name: getattr(part, item.name) for part in parts for item in dataclasses.fields(part)}
+    assert {name: settings[name] for name in {**expected, **options}} == {**options, **expected}
+    assert resolve_engine(setup.config) == setup
+
+
+def test_one_setting_alone_never_contradicts_a_default(model: Path) -> None:
+    """Each numeric setting of the engine at small and large values, alone: what is refused is refused by its name."""
+    parts = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+    tried = 0
+    for part in parts:
+        for item in dataclasses.fields(part):
+            if not {int, float, bool} & {item.type, *typing.get_args(item.type)}:
+                continue
+            for value in (1, 3, 500) if item.type is not bool else (True, False):
+                tried += 1
+                options = {"model": str(model), "device": "cpu", "distributed_executor_backend": "fake"}
+                try:
+                    core = build_engine_core(EngineConfig.from_options(**options, **{item.name: value}))
+                except (ConfigError, CapacityError) as error:
+                    assert item.name in str(error), f"{item.name}={value}: {error}"  # noqa: PT017
+                else:
+                    core.shutdown()
+    assert tried >= 90
+
+
+def test_configs_made_by_hand_count_what_differs_from_the_defaults_as_given(model: Path) -> None:
+    by_hand = EngineConfig(ModelConfig(str(model)), scheduler=SchedulerConfig(max_num_batched_tokens=64))
+    assert resolve_engine(by_hand).config.scheduler.max_num_seqs == 64
+
+
+def test_a_model_s_own_length_is_lowered_to_what_the_cache_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_tiny_llama(tmp_path)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 8192}))
+    block = size_cache(resolve_engine(config(model, num_blocks=8192))).block_bytes
+    options = {"kv_cache_memory": 201 * block, "distributed_executor_backend": "fake"}
+    core = build_engine_core(config(model, **options))
+    assert core.facts.max_model_len == 200 * 8
+    assert "max_model_len is lowered from 8192 to 1600" in caplog.text
+    core.shutdown()
+    with pytest.raises(CapacityError, match="max_model_len=1600 or less"):
+        build_engine_core(config(model, **options, max_model_len=8192))
+    with pytest.raises(CapacityError, match="set max_model_len="):
+        build_engine_core(config(model, **{**options, "kv_cache_memory": 100 * block}))
+
+
+def test_options_of_the_server_are_none_of_an_engine() -> None:
+    with pytest.raises(ConfigError, match="port is an option of `pagoda serve`, not of the engine"):
+        EngineConfig.for_engine(port=8000)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.for_engine(quantisation=1)
+    assert "did you mean 'quantization'" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.for_engine(zzz=1)
+    assert "max_num_seqs" in str(caught.value)
+    assert "port" not in str(caught.value)
 
 
 def test_too_little_memory_says_what_would_fit(model: Path) -> None:

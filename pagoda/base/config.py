@@ -7,6 +7,8 @@ checks the parts against each other and logs the result once.
 import dataclasses
 import logging
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
@@ -192,16 +194,20 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    given: tuple[str, ...] | None = field(default=None, compare=False)
+    """Names of the options that the user set, None if unknown. Other values are defaults, which give way to these."""
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
-        """Flat options (`max_num_seqs=8, block_size=16`) to a config. Enum fields take their words, text fields a path,
-        fields that hold several texts a single one or a list.
+        """Make a config from flat options (`max_num_seqs=8, block_size=16`).
+
+        Enum fields take their words, string fields a path, fields that hold several strings a single one or a list,
+        kv_cache_memory bytes or a size ("1GiB"), dtypes their usual short names ("half", "bf16").
 
         Raises ConfigError for an unknown name (with the nearest known one) or an unknown word. Values are checked when
         the config is resolved.
         """
-        return cls._of({part.name: part.default_factory for part in dataclasses.fields(cls)}, options)
+        return cls._of(PARTS, options)
 
     @classmethod
     def for_engine(cls, **options: Any) -> "EngineConfig":
@@ -210,22 +216,28 @@ class EngineConfig:
         for name in options:
             if name in server:
                 raise ConfigError(f"{name} is an option of `pagoda serve`, not of the engine; leave it out")
-        parts = {part.name: part.default_factory for part in dataclasses.fields(cls) if part.name != "server"}
-        return cls._of(parts, options)
+        return cls._of({part: kind for part, kind in PARTS.items() if part != "server"}, options)
 
     @classmethod
-    def _of(cls, parts: dict[str, Any], options: dict[str, Any]) -> "EngineConfig":
-        owner: dict[str, str] = {}
-        for part, kind in parts.items():
-            for item in dataclasses.fields(kind):  # type: ignore[arg-type]
-                owner[item.name] = part
+    def _of(cls, parts: Mapping[str, type[Any]], options: dict[str, Any]) -> "EngineConfig":
+        owner = {item.name: part for part, kind in parts.items() for item in dataclasses.fields(kind)}
         chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
         for name, value in options.items():
             if name not in owner:
                 raise ConfigError(f"unknown option {abbreviate(name)}{nearest(name, list(owner))}")
             chosen[owner[name]][name] = _normal(name, value)
-        return cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})  # type: ignore[misc,operator]
+        made = {part: kind(**chosen[part]) for part, kind in parts.items()}
+        return cls(**made, given=tuple(sorted(name for name, value in options.items() if value is not None)))
 
+
+PARTS: Mapping[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "server": ServerConfig,
+}
+"""The parts of an EngineConfig by name."""
 
 _ENUMS: dict[str, type[Enum]] = {
     "scheduling_mode": SchedulingMode,
@@ -237,6 +249,39 @@ _ENUMS: dict[str, type[Enum]] = {
 _SEVERAL = ("served_model_name", "api_keys", "cors_origins")
 
 
+_SIZES = ("kv_cache_memory",)
+_DTYPES = ("dtype", "kv_cache_dtype")
+_DTYPE_NAMES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}
+_BYTES = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
+_POWERS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of `1073741824`, `1GiB` or `1.5G`; units are powers of 1024, those with a bare B (`MB`) of 1000.
+
+    Raises ValueError that says what a size looks like.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{abbreviate(text)} is not a size; write bytes or a number with KiB, MiB, GiB")
+    unit = match[2].upper()
+    base = 1000 if len(unit) == 2 and unit.endswith("B") else 1024
+    return int(float(match[1]) * base ** _POWERS[unit[:1]])
+
+
+def _size(name: str, value: str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
 def _normal(name: str, value: Any) -> Any:
     """A value in the form that its field has."""
     if name in _ENUMS:
@@ -245,6 +290,10 @@ def _normal(name: str, value: Any) -> Any:
         return (value,)
     if name in _SEVERAL and isinstance(value, list):
         return tuple(cast("list[object]", value))
+    if name in _SIZES and isinstance(value, str):
+        return _size(name, value)
+    if name in _DTYPES and isinstance(value, str):
+        return _DTYPE_NAMES.get(value, value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -254,4 +303,4 @@ def _to_enum(name: str, value: Any) -> Enum:
         return kind(value)
     except ValueError:
         words = ", ".join(str(member.value) for member in kind)
-        raise ConfigError(f"{name}={value!r} is not one of: {words}") from None
+        raise ConfigError(f"{name}={abbreviate(value)} is not one of: {words}") from None

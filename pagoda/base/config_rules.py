@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from enum import Enum
 from numbers import Integral, Real
 
-from pagoda.base.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServerConfig
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.config import (
+    PARTS,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 
@@ -73,8 +82,8 @@ WORDS: Mapping[type, Mapping[str, tuple[str | None, ...]]] = {
 
 def check_settings(config: EngineConfig) -> None:
     """Every setting for itself: its type, its range, its words. Raises ConfigError with the name, value and remedy."""
-    for part in dataclasses.fields(config):
-        settings = getattr(config, part.name)
+    for part in PARTS:
+        settings = getattr(config, part)
         kind = type(settings)
         hints = typing.get_type_hints(kind)
         for item in dataclasses.fields(settings):
@@ -86,7 +95,7 @@ def check_settings(config: EngineConfig) -> None:
             words = WORDS.get(kind, {}).get(item.name)
             if words is not None and value not in words:
                 known = [word for word in words if word is not None]
-                raise ConfigError(f"{item.name}={value!r} is unknown{nearest(str(value), known)}")
+                raise ConfigError(f"{item.name}={abbreviate(value)} is unknown{nearest(str(value), known)}")
     cache, server = config.cache, config.server
     if not 0 < cache.gpu_memory_utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization={cache.gpu_memory_utilization} must be in (0, 1]")
@@ -104,8 +113,8 @@ _NOUNS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "an integer"),
     float: (Real, "a number"),
-    str: (str, "a text"),
-    tuple: (tuple, "texts"),
+    str: (str, "a string"),
+    tuple: (tuple, "strings"),
 }
 """Annotation -> the class that its values have, and how to call it."""
 
@@ -124,4 +133,4 @@ def _check_type(name: str, value: object, hint: object) -> None:
     if isinstance(value, tuple):
         fits = fits and all(isinstance(text, str) for text in typing.cast("tuple[object, ...]", value))
     if not fits:
-        raise ConfigError(f"{name}={value!r} must be {noun}")
+        raise ConfigError(f"{name}={abbreviate(value)} must be {noun}")

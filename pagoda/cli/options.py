@@ -6,7 +6,6 @@ A flag that is not given leaves its field at its default, so only what was typed
 import dataclasses
 import functools
 import inspect
-import re
 import types
 import typing
 from collections.abc import Callable
@@ -15,7 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
-from pagoda.base.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, ServerConfig
+from pagoda.base.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    parse_size,
+)
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.flag_help import HELP
 
@@ -44,18 +51,13 @@ SAMPLING_FIELDS = (
     "ignore_eos",
 )
 
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
-_POWERS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
 
 def parse_bytes(text: str) -> int:
-    """`1073741824`, `1GiB`, `1.5G` to bytes; units are powers of 1024, those with a bare B (`MB`) of 1000."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write bytes or a number with KiB, MiB, GiB")
-    unit = match[2].upper()
-    base = 1000 if len(unit) == 2 and unit.endswith("B") else 1024
-    return int(float(match[1]) * base ** _POWERS[unit[:1]])
+    """As `parse_size`, with typer's error."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _flag_of(field: str) -> str:

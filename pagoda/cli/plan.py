@@ -60,12 +60,12 @@ def plan(
 
 def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
-    from pagoda.assemble import resolve_engine, size_cache, weights_in_memory
+    from pagoda.assemble import fit_cache, resolve_engine, weights_in_memory
     from pagoda.loading.model_config import summarize_weights
     from pagoda.worker.memory import available_memory, blocks_for, kv_bytes_per_slot
 
-    setup = resolve_engine(config)
-    capacity = size_cache(setup)
+    setup, capacity = fit_cache(resolve_engine(config))
+    config = setup.config
     weights = summarize_weights(setup.files)
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
     return Plan(

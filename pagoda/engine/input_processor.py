@@ -97,6 +97,10 @@ class InputProcessor:
         )
         self._next_handle = 0
 
+    def fit(self, max_model_len: int) -> None:
+        """Take over the max_model_len of the engine, which may be lower than the one it was made with."""
+        self.limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
+
     def process(
         self,
         request_id: str,

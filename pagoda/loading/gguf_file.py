@@ -15,7 +15,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pagoda.base.abbreviate import abbreviate
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.out_of_memory import is_out_of_memory
 
 _VERSIONS = (2, 3)
 _LARGEST_ALIGNMENT = 1 << 20
@@ -87,6 +88,11 @@ class GGUFFile:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
         except (OSError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise CapacityError(
+                    f"memory ran out while loading {path}: raise the memory limit (ulimit -v), take a smaller model, or "
+                    "lower kv_cache_memory"
+                ) from None
             raise ConfigError(f"{path}: cannot be read as GGUF: {error}") from None
         self._size = len(self._data)
         if self._data[:4] != b"GGUF":

@@ -28,6 +28,7 @@ async def build_state(
         build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
     )
     facts = await starting
+    inputs.fit(facts.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts))

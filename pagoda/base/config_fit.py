@@ -1,0 +1,68 @@
+"""Defaults give way to what the user set: a default that contradicts a given option is adjusted, never an error."""
+
+import dataclasses
+import logging
+from typing import Any
+
+from pagoda.base.config import PARTS, EngineConfig, SchedulingMode
+
+logger = logging.getLogger("pagoda")
+
+_NATIVE_BLOCK_MULTIPLE = 8  # what the native attention kernels need of block_size
+
+
+def note_given(config: EngineConfig) -> EngineConfig:
+    """Return the config with `given` filled in: for one made without `from_options`, what differs from the defaults."""
+    if config.given is not None:
+        return config
+    names = [
+        item.name
+        for part in PARTS
+        for settings in [getattr(config, part)]
+        for item in dataclasses.fields(settings)
+        if getattr(settings, item.name) != item.default
+    ]
+    return dataclasses.replace(config, given=tuple(sorted(names)))
+
+
+def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple[EngineConfig, int]:
+    """Return the config with defaults adjusted to the options that were given, and the max_model_len to use.
+
+    max_model_len: what was given, else the model's own limit. Options that were both given and contradict each other
+    stay as they are; whoever checks them raises.
+    """
+    given = config.given or ()
+    scheduler = config.scheduler
+    changes: dict[str, Any] = {}
+    budget = scheduler.max_num_batched_tokens
+    if budget < scheduler.max_num_seqs:
+        if "max_num_seqs" not in given:
+            changes["max_num_seqs"] = budget
+        elif "max_num_batched_tokens" not in given:
+            budget = changes["max_num_batched_tokens"] = scheduler.max_num_seqs
+    whole_prompts = not scheduler.enable_chunked_prefill and scheduler.scheduling_mode is SchedulingMode.MIXED
+    if whole_prompts and budget < max_model_len:
+        if "max_num_batched_tokens" not in given:
+            changes["max_num_batched_tokens"] = max_model_len
+        elif "max_model_len" not in given:
+            logger.warning(
+                "max_model_len is lowered from %d to max_num_batched_tokens=%d: without chunked prefill a prompt "
+                "must fit one step",
+                max_model_len,
+                budget,
+            )
+            max_model_len = budget
+    config = dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, **changes))
+    return _fit_kernels(config) if device == "cpu" else config, max_model_len
+
+
+def _fit_kernels(config: EngineConfig) -> EngineConfig:
+    """The automatic choice of kernels takes only those that can serve the block size."""
+    if config.parallel.kernels != "auto" or config.cache.block_size % _NATIVE_BLOCK_MULTIPLE == 0:
+        return config
+    logger.warning(
+        "block_size=%d is no multiple of %d: torch's kernels run, which are slower than the native ones",
+        config.cache.block_size,
+        _NATIVE_BLOCK_MULTIPLE,
+    )
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, kernels="torch"))
