@@ -90,8 +90,7 @@ class GGUFFile:
         except (OSError, ValueError) as error:
             if is_out_of_memory(error):
                 raise CapacityError(
-                    f"memory ran out while loading {path}: raise the memory limit (ulimit -v), take a smaller model, or "
-                    "lower kv_cache_memory"
+                    f"memory ran out while loading {path}: raise the memory limit (ulimit -v), or lower kv_cache_memory"
                 ) from None
             raise ConfigError(f"{path}: cannot be read as GGUF: {error}") from None
         self._size = len(self._data)
