@@ -16,6 +16,7 @@ from typing import Any, cast
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
+from pagoda.base.request_limits import RequestLimits
 
 logger = logging.getLogger("pagoda")
 
@@ -45,6 +46,7 @@ class ModelConfig:
     dtype: "auto" (the checkpoint's; bfloat16 for fp16 checkpoints where fp16 is slow), "bfloat16", "float16",
     "float32".
     max_model_len: longest prompt + output in tokens; None takes the model's own limit.
+    request_limits: most of everything else that one request may ask for (docs/limits.md).
     parse_special_tokens_in_chat: special tokens that messages spell become special, as in vLLM; else ordinary text.
     """
 
@@ -61,6 +63,7 @@ class ModelConfig:
     parse_special_tokens_in_chat: bool = False
     served_model_name: tuple[str, ...] = ()
     max_logprobs: int = 20
+    request_limits: RequestLimits = field(default_factory=RequestLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +289,8 @@ def _normal(name: str, value: Any) -> Any:
     """A value in the form that its field has."""
     if name in _ENUMS:
         return value if isinstance(value, Enum) else _to_enum(name, value)
+    if name == "request_limits":
+        return RequestLimits.of(value)
     if name in _SEVERAL and isinstance(value, str):
         return (value,)
     if name in _SEVERAL and isinstance(value, list):

@@ -128,7 +128,7 @@ def _check_type(name: str, value: object, hint: object) -> None:
     if issubclass(wanted, Enum):
         kind, noun = wanted, f"one of {', '.join(repr(member.value) for member in wanted)}"
     else:
-        kind, noun = _NOUNS[wanted]
+        kind, noun = _NOUNS.get(wanted, (wanted, wanted.__name__))
     fits = isinstance(value, kind) and (wanted is bool or not isinstance(value, bool))
     if isinstance(value, tuple):
         fits = fits and all(isinstance(text, str) for text in typing.cast("tuple[object, ...]", value))

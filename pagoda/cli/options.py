@@ -23,6 +23,7 @@ from pagoda.base.config import (
     ServerConfig,
     parse_size,
 )
+from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.flag_help import HELP
 
@@ -75,7 +76,7 @@ def _parameter(part: type, item: "dataclasses.Field[Any]", default: object) -> i
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
     elif item.name in SHORT_FLAGS:
         flags.append(SHORT_FLAGS[item.name])
-    if typing.get_origin(kind) is tuple:
+    if typing.get_origin(kind) is tuple or kind is RequestLimits:
         kind = list[str]
     option = typer.Option(
         *flags,
@@ -99,7 +100,7 @@ def _without_none(hint: Any) -> Any:
 
 def _shown(default: object) -> str:
     """A default as the help prints it, after the text."""
-    if default is None or default == ():
+    if default is None or default == () or default is dataclasses.MISSING:
         return ""
     if isinstance(default, bool):
         return f" (default: {'on' if default else 'off'})"

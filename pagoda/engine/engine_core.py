@@ -163,9 +163,8 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "bad_words_token_ids": tuple(token for word in params.bad_words_token_ids for token in word),
     }
     for name, ids in named.items():
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"{name}: id {token} is outside of the vocabulary (0 .. {vocab_size - 1})", name)
+        if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:
+            raise RequestError(f"{name}: id {worst} is outside of the vocabulary (0 .. {vocab_size - 1})", name)
 
 
 def _has_events(output: SchedulerOutput) -> bool:

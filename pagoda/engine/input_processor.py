@@ -5,13 +5,14 @@ import functools
 import operator
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NotRequired, SupportsIndex, TypedDict
 
 import numpy as np
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
 from pagoda.core.request import Request
@@ -63,12 +64,14 @@ class InputLimits:
     """What requests of one engine must keep to.
 
     vocab_size: ids are below it.   max_model_len: prompt and output together, in tokens.   max_num_branches: largest n.
+    of_request: the counts and sizes that callers control.
     """
 
     vocab_size: int
     max_model_len: int
     max_num_branches: int
     max_logprobs: int = 20
+    of_request: RequestLimits = field(default_factory=RequestLimits)
 
 
 class InputProcessor:
@@ -130,9 +133,13 @@ class InputProcessor:
     ) -> Request:
         """As `process`, for a prompt that is token ids already."""
         _check_type(params)
+        bounds = self.limits.of_request
         _check_request_id(request_id)
+        # The server puts a key's digest, a route's prefix and numbers around a caller's name.
+        bounds.check("name_chars", len(request_id) // 2, "request_id")
         if cache_salt is not None:
             _check_salt(cache_salt)
+            bounds.check_names(cache_salt=cache_salt)
         prompt_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
         sampling = self._complete(params, len(prompt_ids))
         self._next_handle += 1
@@ -187,6 +194,7 @@ class InputProcessor:
         add_special_tokens: also those that the tokenizer puts around a text; templates usually write them themselves.
         Raises RequestError when there is no template, or it refuses.
         """
+        self.limits.of_request.check_chat(messages, tools, chat_template, template_kwargs)
         facts = self.tokenizer.facts
         own = facts.chat_template
         if chat_template is not None:
@@ -228,8 +236,10 @@ class InputProcessor:
         return ids.astype(np.int32)
 
     def check_before_tokenising(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise RequestError for params of another type, and for a text that cannot fit, whatever its tokens are."""
+        """Raise RequestError for params of another type or beyond their bounds, and for a text that cannot fit."""
         _check_type(params)
+        self.limits.of_request.check_lists(params)
+        self.limits.of_request.check_bad_words_ids(params.bad_words_token_ids)
         if params.truncate_prompt_tokens is None:
             self._check_length(text_of(prompt))
 
@@ -258,6 +268,11 @@ class InputProcessor:
             asked = getattr(params, name)
             if asked is not None and asked > limits.max_logprobs:
                 raise RequestError(f"{name}={asked} is more than max_logprobs, which is {limits.max_logprobs}", name)
+        bounds = limits.of_request
+        if params.logprobs is not None:
+            bounds.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
+        if params.prompt_logprobs is not None:
+            bounds.check("prompt_logprob_entries", num_prompt_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
@@ -333,5 +348,8 @@ def build_input_processor(
     Raises ConfigError when the tokenizer or its chat template cannot be used.
     """
     tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template)
-    limits = InputLimits(vocab_size, max_model_len, config.scheduler.max_num_seqs, config.model.max_logprobs)
+    model = config.model
+    limits = InputLimits(
+        vocab_size, max_model_len, config.scheduler.max_num_seqs, model.max_logprobs, model.request_limits
+    )
     return InputProcessor(tokenizer, limits, config.model.seed, config.model.parse_special_tokens_in_chat)

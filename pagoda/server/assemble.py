@@ -46,6 +46,7 @@ async def build_state(
         tool_template=sources.get("tool_use", source),
         tool_parser=server.tool_call_parser,
         trusts_templates=server.trust_request_chat_template,
+        request_limits=config.model.request_limits,
         has_admin_key=server.admin_api_key is not None,
         engine=client,
     )

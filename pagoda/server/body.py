@@ -9,8 +9,8 @@ import msgspec
 from fastapi import Request
 
 from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import is_encodable
-from pagoda.server.body_limits import BodyLimits
 from pagoda.server.json_structure import check_structure
 from pagoda.server.protocol import REQUEST_BODIES, UNSUPPORTED, Body, ChatMessage
 
@@ -36,7 +36,7 @@ _TYPE_NAMES = {
 }
 
 
-async def read_body(http: Request, kind: type[B], limits: BodyLimits) -> B:
+async def read_body(http: Request, kind: type[B], limits: RequestLimits) -> B:
     """The request's body. Raises RequestError that names what is wrong with it, HTTPException as the Gate does."""
     data = await http.body()
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -46,7 +46,7 @@ async def read_body(http: Request, kind: type[B], limits: BodyLimits) -> B:
     return parse_body(data, kind, limits)
 
 
-def parse_body(data: bytes, kind: type[B], limits: BodyLimits) -> B:
+def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
     """As `read_body`, for bytes."""
     try:
         body: B = _decoder(kind).decode(data)

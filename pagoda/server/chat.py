@@ -35,7 +35,7 @@ router = APIRouter()
 async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     state = state_of(http)
-    body = await read_body(http, ChatCompletionRequest, state.body_limits)
+    body = await read_body(http, ChatCompletionRequest, state.request_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
     request_id = state.request_id(http, body.request_id, "chatcmpl")

@@ -31,7 +31,7 @@ router = APIRouter()
 async def create_completion(http: Request) -> Response:
     """Continue a text, token ids, or a list of either."""
     state = state_of(http)
-    body = await read_body(http, CompletionRequest, state.body_limits)
+    body = await read_body(http, CompletionRequest, state.request_limits)
     state.check_model(body.model)
     request_id = state.request_id(http, body.request_id, "cmpl")
     # With max_tokens 0 only the prompt is scored; the engine computes it by sampling one token, which is not shown.

@@ -8,23 +8,18 @@ import asyncio
 
 import numpy as np
 
-from pagoda.base.errors import RequestError
-from pagoda.server.body_limits import BodyLimits
+from pagoda.base.request_limits import RequestLimits
 
 _ALWAYS_QUICK_BYTES = 128 * 1024
 
 
-async def check_structure(data: bytes, limits: BodyLimits) -> None:
+async def check_structure(data: bytes, limits: RequestLimits) -> None:
     """Raise RequestError if `data` holds more values than `limits` allow. Text that is not JSON passes."""
-    if len(data) <= _ALWAYS_QUICK_BYTES or _quick_bound(data) <= limits.max_objects:
+    if len(data) <= _ALWAYS_QUICK_BYTES or _quick_bound(data) <= limits.body_objects:
         return
     num_values, num_objects = await asyncio.to_thread(count_structure, data)
-    for name, count, most in (
-        ("values", num_values, limits.max_values),
-        ("objects, lists and keys of objects", num_objects, limits.max_objects),
-    ):
-        if count > most:
-            raise RequestError(f"the body holds {count} {name}; at most {most} are taken")
+    limits.check("body_values", num_values, None)
+    limits.check("body_objects", num_objects, None)
 
 
 def _quick_bound(data: bytes) -> int:

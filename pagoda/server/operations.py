@@ -98,7 +98,7 @@ async def abort_requests(http: Request) -> dict[str, Any]:
     Without ids: all requests, for which the admin key is needed where the server has one; else all of the caller's.
     """
     state = state_of(http)
-    body = await read_body(http, AbortRequest, state.body_limits)
+    body = await read_body(http, AbortRequest, state.request_limits)
     if not body.request_ids:
         state.check_admin(http)
     caller = http.scope["state"]

@@ -1,10 +1,10 @@
 """The HTTP API's request bodies, in OpenAI's shape with the engine's sampling parameters as extra fields.
 
 The types say what a value may be on its own: msgspec checks them while it decodes and stops at the first error
-(body.py). What types cannot say is in `check`: fields against each other, counts and sizes against BodyLimits. A field
-that is not declared here is refused, so nothing a caller asks for is dropped in silence; `UNSUPPORTED` names OpenAI's
-fields that are known and cannot be served, to say so in words. Answers are built as plain dicts by the routes, and
-described in answers.py for the OpenAPI page.
+(body.py). What types cannot say is in `check`: fields against each other, counts and sizes against RequestLimits. A
+field that is not declared here is refused, so nothing a caller asks for is dropped in silence; `UNSUPPORTED` names
+OpenAI's fields that are known and cannot be served, to say so in words. Answers are built as plain dicts by the routes,
+and described in answers.py for the OpenAPI page.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,13 +13,12 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.server.body_limits import BodyLimits
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-ShortText = Annotated[str, Meta(max_length=256)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -42,7 +41,7 @@ UNSUPPORTED = {
 class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request body: unknown fields are errors."""
 
-    def check(self, limits: BodyLimits) -> None:
+    def check(self, limits: RequestLimits) -> None:
         """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
 
 
@@ -86,7 +85,7 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: TokenCount | None = None
     priority: Int32 = 0
-    cache_salt: ShortText | None = None
+    cache_salt: str | None = None
     request_id: RequestId | None = None
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
@@ -103,9 +102,16 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     best_of: None = None
     moderation: None = None
 
-    def check(self, limits: BodyLimits) -> None:
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_lists(self)
+        limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
+        limits.check_values({"response_format": self._schema, "structured_outputs": self.structured_outputs})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
+
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        return self.response_format.json_schema if self.response_format is not None else None
 
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
@@ -196,6 +202,22 @@ def check_messages(messages: Messages) -> None:
     msgspec.convert(messages, list[ChatMessage])
 
 
+def _check_chat(
+    limits: RequestLimits,
+    messages: Messages,
+    tools: list[Tool] | None,
+    template: str | None,
+    template_kwargs: dict[str, Any] | None,
+) -> None:
+    """Hold a conversation to the bounds first, then to its types."""
+    schemas = [tool.function.parameters for tool in tools or ()]
+    limits.check_chat(messages, schemas, template, template_kwargs)
+    check_messages(messages)
+    for index, message in enumerate(messages):
+        named = {f"messages[{index}].{name}": message.get(name) for name in ("name", "tool_call_id")}
+        limits.check_names(**named)
+
+
 def _without_nulls(messages: Messages) -> Messages:
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
@@ -225,9 +247,15 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     prompt_cache_key: str | None = None
     reasoning_effort: str | None = None
 
-    def check(self, limits: BodyLimits) -> None:
+    def check(self, limits: RequestLimits) -> None:
         super().check(limits)
-        check_messages(self.messages)
+        _check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
+        limits.check_values({"metadata": self.metadata})
+        limits.check_names(
+            safety_identifier=self.safety_identifier,
+            prompt_cache_key=self.prompt_cache_key,
+            reasoning_effort=self.reasoning_effort,
+        )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt is True:
@@ -254,8 +282,11 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     echo: bool = False
     add_special_tokens: bool = True
 
-    def check(self, limits: BodyLimits) -> None:
+    def check(self, limits: RequestLimits) -> None:
         super().check(limits)
+        num_prompts = len(self.prompts())
+        limits.check("prompts", num_prompts, "prompt")
+        limits.check("outputs", num_prompts * (self.n or 1), "prompt")
         if not self.prompt:
             raise RequestError("prompt: is empty", "prompt")
         if isinstance(self.prompt, list) and len(set(map(type, self.prompt))) > 1:
@@ -286,11 +317,11 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
 
-    def check(self, limits: BodyLimits) -> None:
+    def check(self, limits: RequestLimits) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt: give either prompt or messages", "prompt")
-        if self.messages is not None:
-            check_messages(self.messages)
+        limits.check_names(model=self.model)
+        _check_chat(limits, self.messages or [], self.tools, self.chat_template, self.chat_template_kwargs)
 
     @property
     def opens_answer(self) -> bool:
@@ -307,6 +338,9 @@ class DetokenizeRequest(Body, kw_only=True, frozen=True):
 
     model: str | None = None
     tokens: list[TokenId]
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(model=self.model)
 
 
 class AbortRequest(Body, kw_only=True, frozen=True):

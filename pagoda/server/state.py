@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from pagoda.base.abbreviate import abbreviate
+from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.process_client import ProcessClient
-from pagoda.server.body_limits import BodyLimits
 from pagoda.server.draining import Drain
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
@@ -20,7 +20,7 @@ class ServerState:
     """model_names: the first is the one we answer with.   chat_template: the model's own.
 
     tool_template: the one it uses with tools.   tool_parser: a name in TOOL_PARSERS, "none", or "auto".
-    trusts_templates: callers may send chat templates of their own.   body_limits: what one body may hold.
+    trusts_templates: callers may send chat templates of their own.   request_limits: what one body may hold.
     """
 
     generator: Generator
@@ -31,7 +31,7 @@ class ServerState:
     tool_parser: str
     trusts_templates: bool = False
     has_admin_key: bool = False
-    body_limits: BodyLimits = field(default_factory=BodyLimits)
+    request_limits: RequestLimits = field(default_factory=RequestLimits)
     engine: ProcessClient | None = None
     drain: Drain = field(default_factory=Drain)
     started_at: int = field(default_factory=lambda: int(time.time()))

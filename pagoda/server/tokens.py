@@ -18,7 +18,7 @@ router = APIRouter()
 async def tokenize(http: Request) -> Response:
     """Token ids of a text, or of a conversation through the chat template."""
     state = state_of(http)
-    body = await read_body(http, TokenizeRequest, state.body_limits)
+    body = await read_body(http, TokenizeRequest, state.request_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
     llm = state.generator.llm
@@ -44,7 +44,7 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     """The text of token ids."""
     state = state_of(http)
-    body = await read_body(http, DetokenizeRequest, state.body_limits)
+    body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.check_model(body.model)
     return JsonAnswer({"prompt": await state.generator.llm.detokenize(body.tokens)})
 

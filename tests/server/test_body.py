@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import body_schemas, parse_body
-from pagoda.server.body_limits import BodyLimits
 from pagoda.server.protocol import (
     AbortRequest,
     Body,
@@ -17,7 +17,7 @@ from pagoda.server.protocol import (
     TokenizeRequest,
 )
 
-LIMITS = BodyLimits()
+LIMITS = RequestLimits()
 USER = {"role": "user", "content": "hi"}
 CHAT = {"messages": [USER]}
 

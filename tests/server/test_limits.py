@@ -1,0 +1,130 @@
+"""Bounds over HTTP: a 400 that names the field and the bound, for every route; operators' own bounds; what is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits, describe_limits
+from pagoda.server.body import parse_body
+from pagoda.server.protocol import (
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
+from tests.server.live import FAKE_FLAGS, LiveServer, serving
+
+LIMITS = RequestLimits()
+USER = {"role": "user", "content": "hi"}
+PART = {"type": "text", "text": "x"}
+TOOL = {"function": {"name": "f"}}
+
+
+def deep(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"messages": [USER], **more}
+
+
+CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
+    ("stop_strings", CompletionRequest, {"prompt": "x", "stop": ["a"] * 65}, "stop"),
+    ("stop_chars", CompletionRequest, {"prompt": "x", "stop": "a" * 60_000}, "stop"),
+    ("stop_token_ids", CompletionRequest, {"prompt": "x", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ("bad_words", CompletionRequest, {"prompt": "x", "bad_words": ["a"] * 1025}, "bad_words"),
+    ("bad_words_chars", ChatCompletionRequest, chat(bad_words=["a" * 20_000]), "bad_words"),
+    ("logit_bias", ChatCompletionRequest, chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+    ("allowed_token_ids", ChatCompletionRequest, chat(allowed_token_ids=[1] * 65_537), "allowed_token_ids"),
+    ("prompts", CompletionRequest, {"prompt": ["x"] * 1025}, "prompt"),
+    ("outputs", CompletionRequest, {"prompt": ["x"] * 9, "n": 128}, "prompt"),
+    ("messages", ChatCompletionRequest, {"messages": [USER] * 4097}, "messages"),
+    ("messages", TokenizeRequest, {"messages": [USER] * 4097}, "messages"),
+    ("content_parts", ChatCompletionRequest, {"messages": [{**USER, "content": [PART] * 2049}] * 2}, "messages"),
+    ("tools", ChatCompletionRequest, chat(tools=[TOOL] * 513), "tools"),
+    ("template_chars", TokenizeRequest, chat(chat_template="x" * 131_073), "chat_template"),
+    (
+        "template_kwargs",
+        ChatCompletionRequest,
+        chat(chat_template_kwargs=dict.fromkeys(map(str, range(65)), 1)),
+        "chat_template_kwargs",
+    ),
+    ("name_chars", ChatCompletionRequest, chat(user="x" * 257), "user"),
+    ("name_chars", CompletionRequest, {"prompt": "x", "model": "x" * 5000}, "model"),
+    ("name_chars", ChatCompletionRequest, chat(prompt_cache_key="x" * 257), "prompt_cache_key"),
+    ("name_chars", ChatCompletionRequest, {"messages": [USER, {**USER, "name": "x" * 257}]}, "messages[1].name"),
+    ("json_depth", ChatCompletionRequest, chat(chat_template_kwargs=deep(65)), "chat_template_kwargs"),
+    ("json_depth", ChatCompletionRequest, chat(metadata=deep(65)), "metadata"),
+    ("json_depth", ChatCompletionRequest, {"messages": [{**USER, "x": deep(65)}]}, "messages"),
+    ("json_depth", ChatCompletionRequest, chat(tools=[{"function": {"name": "f", "parameters": deep(65)}}]), "tools"),
+    ("json_depth", CompletionRequest, {"prompt": "x", "structured_outputs": deep(65)}, "structured_outputs"),
+    (
+        "json_depth",
+        CompletionRequest,
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": deep(65)}},
+        "response_format",
+    ),
+    ("json_values", ChatCompletionRequest, chat(metadata={"x": [1] * 131_072}), "metadata"),
+]
+
+
+@pytest.mark.parametrize(("limit", "kind", "body", "param"), CASES)
+def test_every_bound_is_a_400_that_states_it(limit: str, kind: type[Body], body: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_body(json.dumps(body).encode(), kind, LIMITS)
+    assert caught.value.param == param
+    assert f"more than the limit of {getattr(LIMITS, limit)} ({limit})" in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_every_bound_has_a_case() -> None:
+    # Those of a prompt's length are in test_request_limits.py, those of the undecoded body in test_json_pieces.py.
+    in_python = {"logprob_entries", "prompt_logprob_entries", "body_values", "body_objects"}
+    assert {limit for limit, *_ in CASES} | in_python == {name for name, _, _ in describe_limits()}
+
+
+def test_generous_requests_pass() -> None:
+    body = chat(
+        messages=[{**USER, "content": [PART] * 20}] * 200,
+        tools=[TOOL] * 128,
+        stop=["x" * 100] * 16,
+        logit_bias={str(i): 1 for i in range(300)},
+        chat_template_kwargs=deep(60),
+    )
+    parse_body(json.dumps(body).encode(), ChatCompletionRequest, LIMITS)
+
+
+def test_the_server_states_its_bounds_and_operators_set_them(tmp_path: Path) -> None:
+    flags = ("--request-limits", "stop_strings=2", "--request-limits", "messages=3")
+    with serving(tmp_path, *FAKE_FLAGS, *flags) as server:
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "stop": ["a", "b"]})[0] == 200
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "x", "stop": ["a", "b", "c"]}, "stop"),
+            ("/v1/completions", {"prompt": "x", "stop": "a" * 60_000}, "stop"),
+            ("/v1/chat/completions", {"messages": [USER] * 4}, "messages"),
+        ):
+            status, answer = server.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert "more than the limit of" in answer["error"]["message"]
+
+
+def peak_mib(server: LiveServer) -> float:
+    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no VmHWM")
+
+
+def test_the_longest_stop_strings_cost_little_memory(fake_server: LiveServer) -> None:
+    stop = ["".join(chr(0x4E00 + (i * 131 + j) % 20_000) for j in range(128)) for i in range(64)]
+    body = {"prompt": "x", "max_tokens": 4, "n": 128, "ignore_eos": True}
+    assert fake_server.post("/v1/completions", body)[0] == 200
+    before = peak_mib(fake_server)
+    assert fake_server.post("/v1/completions", {**body, "stop": stop})[0] == 200
+    assert peak_mib(fake_server) < before + 60
