@@ -62,7 +62,8 @@ def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
     from pagoda.assemble import fit_cache, resolve_engine, weights_in_memory
     from pagoda.loading.model_config import summarize_weights
-    from pagoda.worker.memory import available_memory, blocks_for, kv_bytes_per_slot
+    from pagoda.worker.kv_slots import kv_bytes_per_token
+    from pagoda.worker.memory import available_memory, blocks_for
 
     setup, capacity = fit_cache(resolve_engine(config))
     config = setup.config
@@ -80,7 +81,7 @@ def make_plan(config: EngineConfig) -> Plan:
         weights_memory=weights_in_memory(setup),
         weights_as=config.model.quantization or setup.dtype,
         memory_available=available_memory(),
-        kv_bytes_per_token=setup.spec.num_layers * kv_bytes_per_slot(setup.spec, setup.kv_dtype),
+        kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
         has_windows=any(setup.spec.layer_windows),
         kv_cache=capacity.pool_bytes,
         num_blocks=capacity.num_blocks,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagoda.core.kv_specs import KVGroupKind
+from pagoda.core.kv_specs import KVGroupKind, KVShape
 from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import Module
@@ -61,7 +61,7 @@ class Attention(Module):
         self.scale = dim**-0.5 if scale is None else scale
         self.softcap = softcap
         kind = KVGroupKind.WINDOW if window else KVGroupKind.FULL
-        self.kv = KVDeclaration(kind, window, heads.num_kv_heads, dim, dim)
+        self.kv: KVDeclaration | None = KVDeclaration(kind, window, KVShape(heads.num_kv_heads, dim, dim))
         self.place = KVPlace()
 
     def __call__(

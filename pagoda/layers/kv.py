@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.layers.module import Module, walk
 
 _MAX_GROUPS = 8  # each group costs a block table; beyond this, unused places in the last groups cost less
@@ -14,15 +14,13 @@ _MAX_GROUPS = 8  # each group costs a block table; beyond this, unused places in
 class KVDeclaration:
     """The KV of one attention.
 
-    kind: full, window or cross; an attention that keeps nothing declares None instead.   window: tokens, 0 unless the
-    kind is window.   key_dim, value_dim: of one head.
+    kind: full, window or cross; an attention that keeps nothing declares None instead.
+    window: tokens, 0 unless the kind is window.   shape: of K and V.
     """
 
     kind: KVGroupKind
     window: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    shape: KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ def group_kv(declared: Sequence[KVDeclaration]) -> tuple[KVGroupSpec, ...]:
     else:
         size = min(range(1, smallest + 1), key=lambda s: (_num_groups(kinds, s) > _MAX_GROUPS, _waste(kinds, s), -s))
     return tuple(
-        KVGroupSpec(kind.kind, kind.window, tuple(layers[at : at + size]))
+        KVGroupSpec(kind.kind, kind.window, tuple(layers[at : at + size]), kind.shape)
         for kind, layers in kinds.items()
         for at in range(0, len(layers), size)
     )

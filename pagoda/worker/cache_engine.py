@@ -1,30 +1,31 @@
 """CacheEngine: the KV tensors of the device and the host pool, and the moving of whole blocks between them."""
 
+import math
 import mmap
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.kv_specs import KVGroupSpec, layers_per_block
+from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
+from pagoda.worker.kv_slots import KVSlot, kv_slots
 
 
 class CacheEngine:
     """Owns the pools. Which block holds what is the scheduler's business.
 
-    layers: KVLayer of each of the model's layers. The i-th layer of every group shares the i-th tensor (see
-    KVGroupSpec), so
-        the list names some tensors more than once when the model has several groups.
+    layers: KVLayer of each attention that keeps KV, as that attention sees it. The i-th layer of every group shares the
+        i-th slot (see KVGroupSpec), so with several groups some of these share memory.
     """
 
     def __init__(
         self,
         groups: tuple[KVGroupSpec, ...],
-        num_kv_heads: int,
-        head_dim: int,
         block_size: int,
         num_blocks: int,
         num_host_blocks: int,
@@ -34,18 +35,21 @@ class CacheEngine:
         """num_blocks: usable blocks; the null block 0 is added to them. dtype int8 adds scales."""
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-        shape = (num_kv_heads, block_size, head_dim)
-        num_slots = layers_per_block(groups)
-        self._device = [_new_layer((num_blocks + 1, *shape), dtype, device) for _ in range(num_slots)]
-        self._host: list[KVLayer] = []
+        slots = kv_slots(groups)
+        self._device = [_new_planes(slot, num_blocks + 1, block_size, dtype, device) for slot in slots]
+        self._host: list[_Planes] = []
         if num_host_blocks > 0:
             # Block ids of the host pool count like the device's, so it has a block 0 too.
-            host_shape = (num_host_blocks + 1, *shape)
-            self._host = [_new_layer(host_shape, dtype, torch.device("cpu")) for _ in range(num_slots)]
-        slot_of_layer = {layer: slot for group in groups for slot, layer in enumerate(group.layers)}
-        if sorted(slot_of_layer) != list(range(len(slot_of_layer))):
-            raise ConfigError(f"KV groups must name every layer once, got layers {sorted(slot_of_layer)}")
-        self.layers = [self._device[slot_of_layer[layer]] for layer in sorted(slot_of_layer)]
+            cpu = torch.device("cpu")
+            self._host = [_new_planes(slot, num_host_blocks + 1, block_size, dtype, cpu) for slot in slots]
+        layers = {
+            layer: self._device[slot].seen_as(group.shape, block_size)
+            for group in groups
+            for slot, layer in enumerate(group.layers)
+        }
+        if sorted(layers) != list(range(len(layers))):
+            raise ConfigError(f"KV groups must name every layer once, got layers {sorted(layers)}")
+        self.layers = [layers[layer] for layer in sorted(layers)]
 
     def apply(self, output: SchedulerOutput) -> float:
         """Do the step's block moves: all swaps out, then all swaps in, then all copies. Returns the seconds swaps took.
@@ -74,30 +78,51 @@ class CacheEngine:
         _move(pairs, self._device, self._device)
 
 
-def _planes(layer: KVLayer) -> list[torch.Tensor]:
-    return [plane for plane in (layer.k, layer.v, layer.k_scale, layer.v_scale) if plane is not None]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planes:
+    """The tensors of one slot, [num_blocks, elements of a block]; scales of an int8 cache only."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (plane for plane in (self.k, self.v, self.k_scale, self.v_scale) if plane is not None)
+
+    def seen_as(self, shape: KVShape, block_size: int) -> KVLayer:
+        """The beginning of each block, as a layer of this shape needs it."""
+        heads = shape.num_heads
+        return KVLayer(
+            _begin(self.k, (heads, block_size, shape.key_dim)),
+            _begin(self.v, (heads, block_size, shape.value_dim)),
+            None if self.k_scale is None else _begin(self.k_scale, (heads, block_size)),
+            None if self.v_scale is None else _begin(self.v_scale, (heads, block_size)),
+        )
 
 
-def _move(pairs: np.ndarray, sources: list[KVLayer], targets: list[KVLayer]) -> None:
+def _begin(plane: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return plane[:, : math.prod(shape)].unflatten(1, shape)
+
+
+def _move(pairs: np.ndarray, sources: list[_Planes], targets: list[_Planes]) -> None:
     if not len(pairs):
         return
     index = torch.from_numpy(pairs.astype(np.int64))
     for source, target in zip(sources, targets, strict=True):
-        for from_plane, to_plane in zip(_planes(source), _planes(target), strict=True):
+        for from_plane, to_plane in zip(source, target, strict=True):
             blocks = from_plane.index_select(0, index[:, 0].to(from_plane.device))
             to_plane.index_copy_(0, index[:, 1].to(to_plane.device), blocks.to(to_plane.device))
 
 
-def _new_layer(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVLayer:
+def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> _Planes:
+    def plane(elements: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return _zeros((num_blocks, elements * block_size), of, device)
+
     if dtype != torch.int8:
-        return KVLayer(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
-    scales = shape[:3]
-    return KVLayer(
-        _zeros(shape, dtype, device),
-        _zeros(shape, dtype, device),
-        _zeros(scales, torch.float32, device),
-        _zeros(scales, torch.float32, device),
-    )
+        return _Planes(plane(slot.keys), plane(slot.values), None, None)
+    scales = (plane(slot.scales, torch.float32) for _ in range(2))
+    return _Planes(plane(slot.keys), plane(slot.values), *scales)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

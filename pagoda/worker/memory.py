@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.base.config import CacheConfig
-from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.base.model_spec import ModelSpec
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, layers_per_block
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.worker.kv_slots import kv_block_bytes
 
 _GIB = 1024**3
 
@@ -105,12 +104,6 @@ def _cgroup_headrooms(root: Path) -> list[int | None]:
     return headrooms
 
 
-def kv_bytes_per_slot(spec: ModelSpec, kv_dtype: str) -> int:
-    """Bytes of one token in one layer: K and V, with the scales of an int8 cache."""
-    scales = 4 * spec.num_kv_heads * 2 if kv_dtype == "int8" else 0
-    return 2 * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[kv_dtype] + scales
-
-
 def blocks_for(groups: tuple[KVGroupSpec, ...], num_tokens: int, block_size: int) -> int:
     """Blocks that one sequence of num_tokens holds at the end of its life, all groups together."""
     total = 0
@@ -123,7 +116,6 @@ def blocks_for(groups: tuple[KVGroupSpec, ...], num_tokens: int, block_size: int
 
 
 def plan_capacity(
-    spec: ModelSpec,
     groups: tuple[KVGroupSpec, ...],
     cache: CacheConfig,
     kv_dtype: str,
@@ -135,7 +127,7 @@ def plan_capacity(
     free_bytes: memory of the device once the weights are loaded.
     Raises CapacityError when one sequence of max_model_len does not fit; an explicit num_blocks is taken as it is.
     """
-    block_bytes = layers_per_block(groups) * kv_bytes_per_slot(spec, kv_dtype) * cache.block_size
+    block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
     budget = cache.kv_cache_memory
     if budget is None:
         budget = int(free_bytes * cache.gpu_memory_utilization)

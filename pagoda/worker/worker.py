@@ -96,8 +96,6 @@ class Worker:
         try:
             cache = CacheEngine(
                 model.kv_groups,
-                model.spec.num_kv_heads,
-                model.spec.head_dim,
                 config.block_size,
                 config.num_blocks,
                 config.num_host_blocks,

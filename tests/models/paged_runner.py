@@ -5,33 +5,30 @@ from dataclasses import replace
 
 import torch
 
-from pagoda.core.kv_specs import layers_per_block
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
+from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_pass import ForwardPass
 
 
 class PagedRunner:
     """Rows of tokens over one pool of blocks, which all KV groups share as they do in the engine.
 
-    Blocks are dealt in a shuffled order. Block 0 is full of NaN, and stands in the tables wherever a window has passed.
+    dtype: of the cache.   Blocks are dealt in a shuffled order. Block 0 is full of NaN, and is in the tables wherever a
+    window has passed.
     """
 
     def __init__(
         self, model: ForwardPass, num_rows: int, max_len: int, dtype: torch.dtype, block_size: int = 4
     ) -> None:
         self.model, self.block_size = model, block_size
-        groups, spec = model.kv_groups, model.spec
+        groups = model.kv_groups
         blocks_per_row = -(-max_len // block_size)
         num_blocks = len(groups) * num_rows * blocks_per_row
-        shape = (num_blocks + 1, spec.num_kv_heads, block_size, spec.head_dim)
-        pool = [
-            KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-            for _ in range(layers_per_block(groups))
-        ]
-        for layer in pool:
-            layer.k[0] = layer.v[0] = float("nan")
-        place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
-        self.kv = [pool[place[layer]] for layer in range(spec.num_layers)]
+        self.kv = CacheEngine(groups, block_size, num_blocks, 0, dtype, torch.device("cpu")).layers
+        for layer in self.kv:
+            for plane in (layer.k, layer.v) if layer.k_scale is None else (layer.k_scale, layer.v_scale):
+                assert plane is not None
+                plane[0] = float("nan")
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).int() + 1
         self.tables = order.view(len(groups), num_rows, blocks_per_row)
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pagoda.core.kv_specs import KVGroupKind, layers_per_block
+from pagoda.core.kv_specs import KVGroupKind, KVShape, layers_per_block
 from pagoda.layers.kv import KVDeclaration, group_kv
 
 
 def declared(window: int) -> KVDeclaration:
-    return KVDeclaration(KVGroupKind.WINDOW if window else KVGroupKind.FULL, window, 2, 16, 16)
+    return KVDeclaration(KVGroupKind.WINDOW if window else KVGroupKind.FULL, window, KVShape(2, 16, 16))
 
 
 def pattern(num_layers: int, period: int, window: int = 512) -> tuple[int, ...]:

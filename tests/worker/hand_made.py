@@ -7,7 +7,7 @@ import torch
 
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.sampling_params import PoolingParams, SamplingParams
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
@@ -75,7 +75,7 @@ class PagedSumModel:
     """
 
     def __init__(self, broken_token: int = -1) -> None:
-        self.kv_groups = (KVGroupSpec(layers=(0,)),)
+        self.kv_groups = (KVGroupSpec(shape=KVShape(1, 2, 2)),)
         self.spec = ModelSpec("paged_sum", VOCAB, 1, 1, 1, 1, 1, 2, 4096, (0,))
         self.broken_token = broken_token
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.worker.cache_engine import CacheEngine
 from tests.worker.hand_made import step
 
@@ -15,9 +15,10 @@ def pairs(*of: tuple[int, int]) -> np.ndarray:
 
 
 def engine(
-    dtype: torch.dtype = torch.float32, groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0, 1)),)
+    dtype: torch.dtype = torch.float32,
+    groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0, 1), shape=KVShape(2, 4, 4)),),
 ) -> CacheEngine:
-    cache = CacheEngine(groups, 2, 4, 3, num_blocks=6, num_host_blocks=4, dtype=dtype, device=CPU)
+    cache = CacheEngine(groups, 3, num_blocks=6, num_host_blocks=4, dtype=dtype, device=CPU)
     for number, layer in enumerate(cache.layers):
         for block in range(7):
             for nth, plane in enumerate((layer.k, layer.v, layer.k_scale, layer.v_scale)):
@@ -54,15 +55,34 @@ def test_copies_of_one_step_read_before_they_write() -> None:
 
 
 def test_groups_share_tensors() -> None:
-    groups = (KVGroupSpec(KVGroupKind.WINDOW, 8, (0, 2)), KVGroupSpec(KVGroupKind.FULL, 0, (1,)))
-    cache = CacheEngine(groups, 1, 4, 4, 3, 0, torch.float32, CPU)
-    assert cache.layers[0] is cache.layers[1]
+    shape = KVShape(1, 4, 4)
+    groups = (KVGroupSpec(KVGroupKind.WINDOW, 8, (0, 2), shape), KVGroupSpec(KVGroupKind.FULL, 0, (1,), shape))
+    cache = CacheEngine(groups, 4, 3, 0, torch.float32, CPU)
+    assert cache.layers[0].k.data_ptr() == cache.layers[1].k.data_ptr()
+    assert all(plane.is_contiguous() for layer in cache.layers for plane in (layer.k, layer.v))
     assert cache.layers[0].k.data_ptr() != cache.layers[2].k.data_ptr()
     assert cache.layers[0].k.shape == (4, 1, 4, 4)
     with pytest.raises(ConfigError):
-        CacheEngine((KVGroupSpec(layers=(0, 2)),), 1, 4, 4, 3, 0, torch.float32, CPU)
+        CacheEngine((KVGroupSpec(layers=(0, 2)),), 4, 3, 0, torch.float32, CPU)
 
 
 def test_pools_start_as_zeros_and_untouched_memory_costs_nothing() -> None:
-    big = CacheEngine((KVGroupSpec(layers=(0,)),), 8, 128, 16, 200_000, 0, torch.float32, CPU)  # 26 GB of addresses
+    groups = (KVGroupSpec(shape=KVShape(8, 128, 128)),)
+    big = CacheEngine(groups, 16, 200_000, 0, torch.float32, CPU)  # 26 GB of addresses
     assert big.layers[0].k[123_456].abs().sum() == 0
+
+
+def test_groups_of_different_shapes_share_memory_block_by_block() -> None:
+    """What one group writes in a block changes no other block of the other group; whole blocks are moved."""
+    wide, narrow = KVShape(1, 8, 4), KVShape(2, 2, 2)
+    groups = (KVGroupSpec(layers=(0,), shape=wide), KVGroupSpec(KVGroupKind.WINDOW, 8, (1,), narrow))
+    cache = CacheEngine(groups, 4, 5, 5, torch.float32, CPU)
+    first, second = cache.layers
+    assert (first.k.shape, first.v.shape) == ((6, 1, 4, 8), (6, 1, 4, 4))
+    assert (second.k.shape, second.v.shape) == ((6, 2, 4, 2), (6, 2, 4, 2))
+    first.k[2], second.k[3], first.k[4] = 2.0, 3.0, 4.0
+    assert [float(block.sum()) for block in first.k] == [0, 0, 64, 48, 128, 0]
+    assert [float(block.min()) for block in second.k] == [0, 0, 2, 3, 4, 0]
+    cache.apply(step(1, [], swap_out=pairs((4, 1)), swap_in=pairs((1, 5)), copies=pairs((3, 1))))
+    assert bool((first.k[5] == 4).all())
+    assert bool((second.k[1] == 3).all())

@@ -4,18 +4,16 @@ import pytest
 
 from pagoda.base.config import CacheConfig
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.base.model_spec import ModelSpec
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.worker.kv_slots import KVSlot, kv_block_bytes, kv_bytes_per_token, kv_slots
 from pagoda.worker.memory import (
     available_memory,
     blocks_for,
-    kv_bytes_per_slot,
     plan_capacity,
 )
 
 GIB = 1024**3
-SMOLLM2 = ModelSpec("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, (0,) * 30, tie_embeddings=True)
-FULL = (KVGroupSpec(layers=tuple(range(30))),)
+FULL = (KVGroupSpec(layers=tuple(range(30)), shape=KVShape(3, 64, 64)),)  # SmolLM2-135M
 
 
 def write(root: Path, **files: str) -> None:
@@ -69,38 +67,49 @@ def test_nothing_readable_is_an_error_with_a_remedy(tmp_path: Path) -> None:
 
 
 def test_smollm2_in_numbers() -> None:
-    assert 30 * kv_bytes_per_slot(SMOLLM2, "bfloat16") == 23040
-    assert 30 * kv_bytes_per_slot(SMOLLM2, "int8") == 30 * 2 * 3 * (64 + 4)
+    assert kv_bytes_per_token(FULL, "bfloat16") == 23040
+    assert kv_bytes_per_token(FULL, "int8") == 30 * 2 * 3 * (64 + 4)
+    assert kv_block_bytes(FULL, "bfloat16", 16) == 16 * 23040
+
+
+def test_a_slot_has_room_for_the_largest_shape() -> None:
+    """Two full layers with few wide keys, three window layers with many narrow heads."""
+    wide, narrow = KVShape(2, 128, 64), KVShape(8, 16, 16)
+    groups = (KVGroupSpec(layers=(0, 3), shape=wide), KVGroupSpec(KVGroupKind.WINDOW, 32, (1, 2, 4), narrow))
+    assert kv_slots(groups) == (KVSlot(256, 128, 8), KVSlot(256, 128, 8), KVSlot(128, 128, 8))
+    assert kv_block_bytes(groups, "bfloat16", 4) == 4 * 2 * (2 * (256 + 128) + 128 + 128)
+    assert kv_block_bytes(groups, "int8", 4) == 4 * (2 * (256 + 128) + 128 + 128 + 3 * 2 * 8 * 4)
+    assert kv_bytes_per_token(groups, "bfloat16") == 2 * (2 * (256 + 128) + 3 * (128 + 128))
 
 
 def test_pool_from_bytes_share_or_count() -> None:
     block = 23040 * 16
-    from_bytes = plan_capacity(SMOLLM2, FULL, CacheConfig(kv_cache_memory=101 * block), "bfloat16", 1600, 0)
+    from_bytes = plan_capacity(FULL, CacheConfig(kv_cache_memory=101 * block), "bfloat16", 1600, 0)
     assert (from_bytes.num_blocks, from_bytes.max_tokens) == (100, 1600)
     assert from_bytes.pool_bytes == 100 * block
     share = CacheConfig(gpu_memory_utilization=0.25, swap_space=1)
-    from_share = plan_capacity(SMOLLM2, FULL, share, "bfloat16", 8192, 4 * GIB)
+    from_share = plan_capacity(FULL, share, "bfloat16", 8192, 4 * GIB)
     assert from_share.num_blocks == GIB // block - 1
     assert from_share.num_host_blocks == GIB // block
     tiny = CacheConfig(num_blocks=3, num_host_blocks=2)
-    from_count = plan_capacity(SMOLLM2, FULL, tiny, "bfloat16", 8192, 0)
+    from_count = plan_capacity(FULL, tiny, "bfloat16", 8192, 0)
     assert (from_count.num_blocks, from_count.num_host_blocks) == (3, 2)
 
 
 def test_too_little_says_what_would_fit() -> None:
     config = CacheConfig(kv_cache_memory=101 * 23040 * 16)
     with pytest.raises(CapacityError) as caught:
-        plan_capacity(SMOLLM2, FULL, config, "bfloat16", 8192, 0)
+        plan_capacity(FULL, config, "bfloat16", 8192, 0)
     message = str(caught.value)
     assert "max_model_len=1600 or less" in message
     needed = int(message.split("kv_cache_memory=")[-1].split()[0])
-    enough = plan_capacity(SMOLLM2, FULL, CacheConfig(kv_cache_memory=needed), "bfloat16", 8192, 0)
+    enough = plan_capacity(FULL, CacheConfig(kv_cache_memory=needed), "bfloat16", 8192, 0)
     assert enough.max_tokens >= 8192
     with pytest.raises(CapacityError):
-        plan_capacity(SMOLLM2, FULL, CacheConfig(kv_cache_memory=needed - 1), "bfloat16", 8192, 0)
-    plan_capacity(SMOLLM2, FULL, config, "bfloat16", 1600, 0)
+        plan_capacity(FULL, CacheConfig(kv_cache_memory=needed - 1), "bfloat16", 8192, 0)
+    plan_capacity(FULL, config, "bfloat16", 1600, 0)
     with pytest.raises(CapacityError, match="gpu_memory_utilization"):
-        plan_capacity(SMOLLM2, FULL, CacheConfig(), "bfloat16", 8192, 1000)
+        plan_capacity(FULL, CacheConfig(), "bfloat16", 8192, 1000)
 
 
 def test_window_groups_need_less() -> None:

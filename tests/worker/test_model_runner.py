@@ -20,7 +20,7 @@ BLOCK = 4
 
 def runner(broken_token: int = -1) -> ModelRunner:
     model = PagedSumModel(broken_token)
-    cache = CacheEngine(model.kv_groups, 1, 2, BLOCK, 30, 10, torch.float32, CPU)
+    cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, CPU)
     return ModelRunner(EagerForward(model, TorchOps()), DeviceTable(8, 64, BLOCK, 1), cache, CPU)
 
 

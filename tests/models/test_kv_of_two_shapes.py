@@ -1,0 +1,98 @@
+"""A layer may have two attentions, and KV groups may differ in shape: chunks, windows and shared blocks still agree."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from pagoda.base.model_spec import ModelSpec
+from pagoda.core.kv_specs import KVGroupKind, KVShape
+from pagoda.kernels.select import select_ops
+from pagoda.layers.attention import Attention, Heads
+from pagoda.layers.embedding import Embedding
+from pagoda.layers.kv import place_kv
+from pagoda.layers.module import Module, parameters
+from pagoda.layers.norm import RMSNorm
+from pagoda.layers.parameter import Matrix, RotaryTable, Table
+from pagoda.layers.rope_config import RopeConfig
+from pagoda.layers.rotary import Rotary
+from pagoda.loading.rotary_tables import build_rotary_tables
+from pagoda.models.base import Model
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
+from pagoda.worker.forward_pass import EagerForward
+from tests.models.paged_runner import PagedRunner
+
+CPU = torch.device("cpu")
+HIDDEN, VOCAB = 48, 50
+SPEC = ModelSpec("two", VOCAB, HIDDEN, 1, 2, 4, 2, 16, 64, (0, 0))
+
+
+class TwoAttentions(Module):
+    """One sees everything through two KV heads of 16, one a window of 5 through one of 32."""
+
+    def __init__(self) -> None:
+        self.norm = RMSNorm(HIDDEN, 1e-5)
+        self.wide = Attention(HIDDEN, Heads(4, 2, 16), Rotary(RopeConfig(), 16))
+        self.near = Attention(HIDDEN, Heads(2, 1, 32), Rotary(RopeConfig(theta=300.0), 32), window=5)
+
+    def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, kv: Sequence[KVLayer], last: bool) -> Tensor:
+        normed = self.norm(ops, x)
+        far, residual = self.wide(ops, normed, x, batch, kv, last)
+        near, _ = self.near(ops, normed, x, batch, kv, last)
+        return ops.add(ops.add(far, near), residual)
+
+
+class Two(Model):
+    def __init__(self) -> None:
+        self.spec = SPEC
+        self.embedding = Embedding(VOCAB, HIDDEN)
+        self.layers = [TwoAttentions(), TwoAttentions()]
+        self.norm = RMSNorm(HIDDEN, 1e-5)
+        self.kv_groups = place_kv(self)
+
+    def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
+        x = self.embedding(ops, batch.token_ids)
+        for layer in self.layers:
+            x = layer(ops, x, batch, kv, last=layer is self.layers[-1])
+        return self.norm(ops, x)
+
+
+def made(kernels: str) -> EagerForward:
+    """A model with random weights."""
+    generator = torch.Generator().manual_seed(1)
+    model, ops = Two(), select_ops(kernels, CPU, 1)
+    for _, parameter in parameters(model):
+        match parameter.declared:
+            case Matrix() as matrix:
+                weight = torch.randn(matrix.rows, matrix.columns, generator=generator) * matrix.columns**-0.5
+                parameter.fill(ops.prepare_linear(weight))
+            case RotaryTable(rope, head_dim):
+                parameter.fill(build_rotary_tables(rope, head_dim, 64, CPU))
+            case Table(rows, columns):
+                parameter.fill(torch.randn(rows, columns, generator=generator))
+            case vector:
+                parameter.fill(1 + torch.randn(vector.size, generator=generator) * 0.2)
+    return EagerForward(model, ops)
+
+
+def test_groups_are_told_apart_by_shape() -> None:
+    groups = Two().kv_groups
+    assert [(group.kind, group.window, group.layers, group.shape) for group in groups] == [
+        (KVGroupKind.FULL, 0, (0, 2), KVShape(2, 16, 16)),
+        (KVGroupKind.WINDOW, 5, (1, 3), KVShape(1, 32, 32)),
+    ]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "torch"])
+@torch.inference_mode()
+def test_chunks_among_other_rows_give_what_the_whole_prompt_gives(kernels: str) -> None:
+    run = made(kernels)
+    tokens = torch.randint(0, VOCAB, (23,), generator=torch.Generator().manual_seed(2)).tolist()
+    whole = PagedRunner(run, 1, 40, torch.float32).hidden([(0, 0, tokens)], [23])
+    runner = PagedRunner(run, 3, 40, torch.float32)
+    parts = [runner.hidden([(1, 0, tokens[5:7]), (0, 0, tokens[:9])], [0, 9])]
+    parts.append(runner.hidden([(0, 9, tokens[9:20]), (2, 0, tokens)], [11, 0]))
+    parts += [runner.hidden([(0, at, tokens[at : at + 1]), (1, at - 18, [at])], [1, 0]) for at in range(20, 23)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
