@@ -110,7 +110,8 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
     Raises CapacityError when a sequence of max_model_len would not fit; it says what would.
     """
     free = max(0, _free_bytes(setup.device) - weights_in_memory(setup))
-    return plan_capacity(setup.groups, setup.config.cache, setup.kv_dtype, setup.max_model_len, free)
+    config = setup.config
+    return plan_capacity(setup.groups, config.cache, setup.kv_dtype, setup.max_model_len, free, config.scheduler)
 
 
 def fit_cache(setup: EngineSetup) -> tuple[EngineSetup, KVCapacity]:

@@ -61,13 +61,15 @@ def plan(
 def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
     from pagoda.assemble import fit_cache, resolve_engine, weights_in_memory
+    from pagoda.core.kv import KVSizing
     from pagoda.loading.model_config import summarize_weights
     from pagoda.worker.kv_slots import kv_bytes_per_token
-    from pagoda.worker.memory import available_memory, blocks_for
+    from pagoda.worker.memory import available_memory
 
     setup, capacity = fit_cache(resolve_engine(config))
     config = setup.config
     weights = summarize_weights(setup.files)
+    sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, setup.config.scheduler)
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
     return Plan(
         model=setup.files.name,
@@ -89,8 +91,7 @@ def make_plan(config: EngineConfig) -> Plan:
         max_model_len=setup.max_model_len,
         kv_tokens=capacity.max_tokens,
         requests_by_length={
-            length: capacity.num_blocks // blocks_for(setup.groups, length, capacity.block_size)
-            for length in sorted(lengths)
+            length: capacity.num_blocks // sizing.blocks_for_request(length) for length in sorted(lengths)
         },
         max_num_seqs=config.scheduler.max_num_seqs,
     )

@@ -1,4 +1,4 @@
-"""DecisionLog: why each step was planned as it was, as small records in a ring. Filled only when asked for."""
+"""DecisionLog: why each step was planned as it was, as small records in a ring. Off unless asked for."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,18 +9,16 @@ class Reason(Enum):
     """Why a waiting request did not enter in a step."""
 
     BUDGET = "token budget spent"
-    SEATS = "no free seat"
+    NUM_SEQS = "max_num_seqs sequences are running"
     BLOCKS = "not enough free blocks"
-    WATERMARK = "the watermark would be broken"
-    NEVER = "larger than the pool can ever hold"
-    LORA = "too many adapters in the batch"
+    WATERMARK = "too few free blocks above the watermark"
+    NEVER = "can never be served"
+    LORA = "max_loras adapters are in the batch"
     ENCODER = "encoder budget or cache spent"
     GRAMMAR = "grammar not compiled yet"
     DELAY = "waiting for more prompts to gather"
     PARTIAL_PREFILLS = "too many prompts are mid-prefill"
-    IN_FLIGHT = "a token of it is still in flight"
-    PREEMPTED = "nobody enters in a step that preempts"
-    SWAPPED = "swapped requests come first"
+    IN_FLIGHT = "one of its tokens is still in flight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +34,18 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Did not enter, and why. `stops_line`: nobody behind it was asked."""
+    """Did not enter, and why. stops_queue: requests after it were not considered."""
 
     request_id: str
     reason: Reason
-    stops_line: bool = True
+    stops_queue: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Thrown out for `for_request` (itself, when it was its own victim).
+    """Preempted so that `for_request` can go on (itself, if it was its own victim).
 
-    mode: "recompute" or "swap".   lost_tokens: must be computed again.   freed_blocks: what it gave.
+    mode: "recompute" or "swap".   lost_tokens: must be computed again.   freed_blocks: what that freed.
     """
 
     request_id: str
@@ -59,10 +57,10 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copy-on-write: `source` was shared when `request_id` came to write into it."""
+    """Copy-on-write: `source` was shared when the sequence had to write to it."""
 
     request_id: str
-    branch: int
+    sequence: int
     source: int
     target: int
 
@@ -79,7 +77,7 @@ class StepDecisions:
 
 
 class DecisionLog:
-    """The last `num_steps` steps' decisions. With 0 it is switched off, and callers build no records."""
+    """The decisions of the last `num_steps` steps. With 0 it is off."""
 
     def __init__(self, num_steps: int) -> None:
         self.enabled = num_steps > 0
@@ -90,15 +88,20 @@ class DecisionLog:
             self._steps.append(StepDecisions(step))
 
     def note(self, decision: Decision) -> None:
-        """Add to the open step. Callers ask `enabled` first, so that a switched-off log costs one look."""
+        """Add to the open step. Callers check `enabled` first, so that a log that is off costs one comparison."""
         self._steps[-1].decisions.append(decision)
+
+    def held(self, request_id: str, reason: Reason, *, stops_queue: bool) -> None:
+        """The request did not enter."""
+        if self.enabled:
+            self.note(Held(request_id, reason, stops_queue))
 
     def __iter__(self):
         """Oldest step first."""
         return iter(self._steps if self.enabled else ())
 
     def of_request(self, request_id: str) -> list[tuple[int, Decision]]:
-        """(step, decision) of everything that is still known of one request."""
+        """Return (step, decision) for everything that is still known of one request."""
         return [
             (step.step, decision) for step in self for decision in step.decisions if decision.request_id == request_id
         ]

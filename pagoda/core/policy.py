@@ -1,63 +1,60 @@
-"""Policies: who is first in line, and who must go when memory runs out."""
+"""Policies: the order of the queues, and which request is preempted when memory runs out."""
 
 from collections.abc import Iterable
 from itertools import count
 from typing import Protocol
 
 from pagoda.base.config import SchedulingPolicy
-from pagoda.core.request import Request
-from pagoda.core.request_table import LiveRequest
-
-LineKey = tuple[float | int | str, ...]
+from pagoda.core.request import Request, RequestState, SortKey
 
 
 class Policy(Protocol):
-    """Orders the waiting line by key (smallest first) and picks victims."""
+    """Orders the queues by key (smallest first) and picks victims."""
 
-    def key(self, request: Request) -> LineKey:
-        """Place of a newcomer."""
+    def key(self, request: Request) -> SortKey:
+        """Return the sort key of a new request."""
         ...
 
-    def key_on_return(self, live: LiveRequest) -> LineKey:
-        """Place of a request that was preempted."""
+    def key_on_return(self, request: RequestState) -> SortKey:
+        """Return the sort key of a request that was preempted."""
         ...
 
-    def victim(self, running: Iterable[LiveRequest]) -> LiveRequest:
-        """Who is thrown out of `running` (not empty, oldest admission first)."""
+    def victim(self, running: Iterable[RequestState]) -> RequestState:
+        """Return the request of `running` to preempt (not empty, oldest admission first)."""
         ...
 
 
 class FirstComeFirstServed:
-    """Order of arrival; a victim goes back to the front. The newest running request is the victim."""
+    """Order of arrival. The newest running request is the victim, and returns to the front of the queue."""
 
     def __init__(self) -> None:
         self._next_last = count()
         self._next_front = count(-1, -1)
 
-    def key(self, request: Request) -> LineKey:
+    def key(self, request: Request) -> SortKey:
         return (next(self._next_last),)
 
-    def key_on_return(self, live: LiveRequest) -> LineKey:
+    def key_on_return(self, request: RequestState) -> SortKey:
         return (next(self._next_front),)
 
-    def victim(self, running: Iterable[LiveRequest]) -> LiveRequest:
+    def victim(self, running: Iterable[RequestState]) -> RequestState:
         return next(reversed(running))  # type: ignore[call-overload]  # a dict view
 
 
 class MostUrgentFirst:
-    """Smallest priority number first, then arrival, then id; a victim takes its ordinary place again.
+    """Smallest priority number first, then arrival, then id.
 
-    The victim is the largest (priority, arrival) wherever it stands; of equals, the one admitted first.
+    The victim has the largest (priority, arrival); of equals, the one admitted first. It returns to its usual place.
     """
 
-    def key(self, request: Request) -> LineKey:
+    def key(self, request: Request) -> SortKey:
         return (request.priority, request.arrival_time_s, request.request_id)
 
-    def key_on_return(self, live: LiveRequest) -> LineKey:
-        return self.key(live.request)
+    def key_on_return(self, request: RequestState) -> SortKey:
+        return self.key(request.facts)
 
-    def victim(self, running: Iterable[LiveRequest]) -> LiveRequest:
-        return max(running, key=lambda live: (live.request.priority, live.request.arrival_time_s))
+    def victim(self, running: Iterable[RequestState]) -> RequestState:
+        return max(running, key=lambda request: (request.facts.priority, request.facts.arrival_time_s))
 
 
 POLICIES: dict[SchedulingPolicy, type[FirstComeFirstServed] | type[MostUrgentFirst]] = {

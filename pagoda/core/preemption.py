@@ -1,13 +1,27 @@
-"""What happens to a victim: recompute or swap. One small class a mode, and the costs that `cost` decides by."""
+"""Preemption: which request leaves the running batch when blocks run out, and whether its KV is dropped or swapped."""
 
 from typing import Protocol
 
-from pagoda.base.config import PreemptionMode
-from pagoda.core.request_table import LiveRequest
+import numpy as np
+
+from pagoda.base.config import PreemptionMode, SchedulerConfig, SchedulingPolicy
+from pagoda.core.decision_log import DecisionLog, Preempted, Reason
+from pagoda.core.encoder import EncoderInputs
+from pagoda.core.in_flight import StepsInFlight
+from pagoda.core.kv import KVCacheManager
+from pagoda.core.lifecycle import Lifecycle
+from pagoda.core.outbox import Outbox
+from pagoda.core.policy import Policy
+from pagoda.core.request import RequestState
+from pagoda.core.request_table import RequestTable
+from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.core.stats import Counters
+from pagoda.core.step_plan import StepPlan
 
 
 class CostModel:
-    """What a computed token and a copied block cost, measured from the steps that ran (exponential averages).
+    """What a computed token and a copied block cost, measured in completed steps (exponential averages).
 
     prefill_s_per_token: seconds.   copy_s_per_block: seconds, one direction. Zero until measured.
     """
@@ -19,13 +33,14 @@ class CostModel:
         self.prefill_s_per_token = 0.0
         self.copy_s_per_block = 0.0
 
-    def observe(self, num_tokens: int, num_rows: int, duration_s: float, num_copied_blocks: int, copy_s: float) -> None:
-        """One step that is home. duration_s includes copy_s."""
-        if num_copied_blocks and copy_s > 0:
-            self.copy_s_per_block = self._mix(self.copy_s_per_block, copy_s / num_copied_blocks)
-        num_prefilled = num_tokens - num_rows
-        if num_prefilled >= self._MIN_PREFILL_TOKENS and duration_s > copy_s:
-            self.prefill_s_per_token = self._mix(self.prefill_s_per_token, (duration_s - copy_s) / num_tokens)
+    def observe(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Take the measurements of a completed step. Its duration_s includes swap_s."""
+        num_copied = len(output.swap_in) + len(output.swap_out)
+        if num_copied and result.swap_s > 0:
+            self.copy_s_per_block = self._mix(self.copy_s_per_block, result.swap_s / num_copied)
+        num_tokens, compute_s = output.total_num_scheduled_tokens, result.duration_s - result.swap_s
+        if num_tokens - len(output.rows) >= self._MIN_PREFILL_TOKENS and compute_s > 0:
+            self.prefill_s_per_token = self._mix(self.prefill_s_per_token, compute_s / num_tokens)
 
     def _mix(self, old: float, new: float) -> float:
         return new if old == 0 else (1 - self._NEW_SHARE) * old + self._NEW_SHARE * new
@@ -36,41 +51,139 @@ class CostModel:
 
 
 class PreemptionRule(Protocol):
-    def prefers_swap(self, live: LiveRequest, num_tokens: int, num_blocks: int) -> bool:
-        """Whether `live`, with `num_tokens` computed in `num_blocks` blocks, shall be swapped if the host has room."""
+    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
+        """Whether to swap `request`, with `num_tokens` computed in `num_blocks` blocks, if the host has room."""
         ...
 
 
 class AlwaysRecompute:
-    def prefers_swap(self, live: LiveRequest, num_tokens: int, num_blocks: int) -> bool:
+    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
         return False
 
 
 class AlwaysSwap:
-    def prefers_swap(self, live: LiveRequest, num_tokens: int, num_blocks: int) -> bool:
+    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
         return True
 
 
-class SwapBranches:
-    """Swap while more than one branch is unfinished: recomputing branches would compute each of them."""
+class SwapSiblings:
+    """Swap while more than one sequence is unfinished: recomputing would compute each of them."""
 
-    def prefers_swap(self, live: LiveRequest, num_tokens: int, num_blocks: int) -> bool:
-        return len(live.unfinished) > 1
+    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
+        return len(request.unfinished) > 1
 
 
 class CheaperOfBoth:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
 
-    def prefers_swap(self, live: LiveRequest, num_tokens: int, num_blocks: int) -> bool:
+    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
         return self._costs.swap_is_cheaper(num_tokens, num_blocks)
 
 
 def make_preemption_rule(mode: PreemptionMode, costs: CostModel) -> PreemptionRule:
     rules: dict[PreemptionMode, PreemptionRule] = {
-        PreemptionMode.AUTO: SwapBranches(),
+        PreemptionMode.AUTO: SwapSiblings(),
         PreemptionMode.RECOMPUTE: AlwaysRecompute(),
         PreemptionMode.SWAP: AlwaysSwap(),
         PreemptionMode.COST: CheaperOfBoth(costs),
     }
     return rules[mode]
+
+
+class Preemption:
+    """Takes requests out of the running batch when memory runs out, or for a more urgent one."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        rule: PreemptionRule,
+        *,
+        table: RequestTable,
+        kv: KVCacheManager,
+        batch: RunningBatch,
+        in_flight: StepsInFlight,
+        lifecycle: Lifecycle,
+        encoder: EncoderInputs,
+        outbox: Outbox,
+        log: DecisionLog,
+        counters: Counters,
+    ) -> None:
+        self._evicts = config.evict_for_priority and config.scheduling_policy is SchedulingPolicy.PRIORITY
+        self._policy = policy
+        self._rule = rule
+        self._table = table
+        self._kv = kv
+        self._batch = batch
+        self._in_flight = in_flight
+        self._lifecycle = lifecycle
+        self._encoder = encoder
+        self._outbox = outbox
+        self._log = log
+        self._counters = counters
+
+    def victim(self) -> RequestState:
+        """Return the running request to preempt next."""
+        return self._policy.victim(self._batch.requests.values())
+
+    def preempt(self, victim: RequestState, plan: StepPlan, for_request: RequestState) -> None:
+        """Take `victim` out of the batch and out of the step; its KV is dropped or swapped out."""
+        rows, free_before = victim.rows, self._kv.num_free_blocks
+        lost = sum(int(self._table.num_computed[row]) for row in rows)
+        for sequence in [sequence for sequence in victim.sequences if sequence.row >= 0]:
+            plan.take_out(sequence.row)
+            self._encoder.take_out(plan, sequence, self._lifecycle.requests)
+            self._kv.uncache_uncomputed(sequence.row)
+        swap = self._swaps(victim, rows, lost)
+        if swap:
+            self._lifecycle.park(victim)
+            self._counters.swap_outs += 1
+        else:
+            self._lifecycle.requeue(victim)
+        self._count(victim)
+        plan.preempted.append(victim)
+        if self._log.enabled:
+            freed, mode = self._kv.num_free_blocks - free_before, "swap" if swap else "recompute"
+            self._log.note(Preempted(victim.request_id, for_request.request_id, mode, 0 if swap else lost, freed))
+
+    def _swaps(self, victim: RequestState, rows: list[int], num_computed: int) -> bool:
+        """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
+        return (
+            not any(row in self._batch.leaders for row in rows)
+            and not any(self._encoder.has_media_ahead(row) for row in rows)
+            and self._rule.prefers_swap(victim, num_computed, self._num_blocks(rows))
+            and self._kv.can_swap_out(rows)
+        )
+
+    def _num_blocks(self, rows: list[int]) -> int:
+        tables = [entries for row in rows for entries in self._kv.tables_of(row)]
+        return len(set(np.concatenate(tables).tolist()))
+
+    def _count(self, victim: RequestState) -> None:
+        victim.num_preemptions += 1
+        self._counters.preemptions += 1
+        self._outbox.post_preempted(victim)
+
+    def make_way(self, head: RequestState, plan: StepPlan, reason: Reason) -> bool:
+        """Preempt the policy's victim if `head`, held back for `reason`, is more urgent. Return whether it was done."""
+        if not self._evicts or plan.entries or not self._batch.requests:
+            return False  # a request that entered in this step may use blocks that a running row fills in it
+        if reason not in (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK):
+            return False
+        worst = self.victim()
+        if self._policy.key_on_return(worst) <= head.sort_key:
+            return False
+        self.preempt(worst, plan, head)
+        return True
+
+    def preempt_all(self) -> None:
+        """Take all requests out, newest first, so that the queue keeps their order. Tokens in flight are lost."""
+        for request in reversed(list(self._batch.requests.values())):
+            rows = request.rows
+            self._lifecycle.requeue(request)
+            self._count(request)
+            for row in rows:
+                self._table.disown(row)
+            for sequence in request.sequences:
+                self._in_flight.disown(sequence)

@@ -1,27 +1,31 @@
-"""WaitingLine: who waits, in the order of the policy. Swapped requests stand in a line of their own."""
+"""RequestQueue: waiting requests, or swapped ones, in the order of the policy."""
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
-from pagoda.core.request import LoraRef
-from pagoda.core.request_table import LiveRequest
+from pagoda.core.request import RequestState, SortKey
 
-_Entry = tuple[tuple[float | int | str, ...], int, LiveRequest]  # (line key, ticket, request)
+_Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 
 
-class WaitingLine:
-    """Requests by `line_key`, smallest first.
+def key_of(request: RequestState) -> Hashable:
+    """Return what a gate may skip as a whole: the request's adapter."""
+    return request.facts.lora
 
-    Inside, one heap an adapter ("lane"): when a gate closes an adapter for the step, all its requests are passed over
-    at once and keep their places, so that a step never walks the line. Removal from the middle leaves a tombstone.
-    Every operation is O(log n) in the requests and O(lanes) in the adapters that wait.
+
+class RequestQueue:
+    """Requests by `sort_key`, smallest first.
+
+    Inside, one heap per key: when a gate skips a key for the step, all its requests are passed over at once and keep
+    their places, so that a step never walks the queue. Removal from the middle leaves a tombstone.
+    Every operation is O(log n) in the requests and O(keys) in the keys that wait.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[LoraRef | None, list[_Entry]] = {}
+        self._heaps: dict[Hashable, list[_Entry]] = {}
         self._tickets: dict[str, int] = {}  # request id -> its valid entry
         self._next_ticket = 0
-        self._arrivals: list[tuple[float, int, LiveRequest]] = []
+        self._arrivals: list[tuple[float, int, RequestState]] = []
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -29,45 +33,70 @@ class WaitingLine:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tickets
 
-    def push(self, live: LiveRequest) -> None:
-        """Put `live` at the place its `line_key` says."""
+    def push(self, request: RequestState) -> None:
+        """Insert `request` at the place of its `sort_key`."""
         self._next_ticket += 1
-        self._tickets[live.request_id] = self._next_ticket
-        lane = self._lanes.setdefault(live.request.lora, [])
-        heapq.heappush(lane, (live.line_key, self._next_ticket, live))
-        heapq.heappush(self._arrivals, (live.request.arrival_time_s, self._next_ticket, live))
+        self._tickets[request.request_id] = self._next_ticket
+        heap = self._heaps.setdefault(key_of(request), [])
+        heapq.heappush(heap, (request.sort_key, self._next_ticket, request))
+        heapq.heappush(self._arrivals, (request.facts.arrival_time_s, self._next_ticket, request))
 
-    def remove(self, live: LiveRequest) -> None:
-        """Take `live` out, wherever it stands."""
-        del self._tickets[live.request_id]
-        lane = self._lanes[live.request.lora]
-        self._drop_tombstones(live.request.lora, lane)
+    def remove(self, request: RequestState) -> None:
+        """Remove `request` from any place."""
+        del self._tickets[request.request_id]
+        key = key_of(request)
+        self._drop_tombstones(key, self._heaps[key])
         while self._arrivals and not self._is_valid(self._arrivals[0]):
             heapq.heappop(self._arrivals)
 
     def oldest_arrival_s(self) -> float:
-        """When the one that came first arrived; the line is not empty."""
+        """Return the earliest arrival time of its requests; it must not be empty."""
         return self._arrivals[0][0]
 
-    def head(self, closed: Collection[LoraRef] = ()) -> LiveRequest | None:
-        """The first in line whose adapter is not `closed`, or None."""
+    def peek(self, skipped_keys: Collection[Hashable] = ()) -> RequestState | None:
+        """Return the first request whose key is not skipped, or None."""
         best: _Entry | None = None
-        for lora, lane in self._lanes.items():
-            if (best is None or lane[0] < best) and lora not in closed:
-                best = lane[0]
+        for key, heap in self._heaps.items():
+            if (best is None or heap[0] < best) and key not in skipped_keys:
+                best = heap[0]
         return best[2] if best else None
 
-    def _is_valid(self, entry: _Entry | tuple[float, int, LiveRequest]) -> bool:
+    def _is_valid(self, entry: _Entry | tuple[float, int, RequestState]) -> bool:
         return self._tickets.get(entry[2].request_id) == entry[1]
 
-    def _drop_tombstones(self, lora: LoraRef | None, lane: list[_Entry]) -> None:
-        """Keep a valid entry at the top of the lane, or no lane."""
-        while lane and not self._is_valid(lane[0]):
-            heapq.heappop(lane)
-        if not lane:
-            del self._lanes[lora]
+    def _drop_tombstones(self, key: Hashable, heap: list[_Entry]) -> None:
+        """Keep a valid entry at the top of the heap, or no heap."""
+        while heap and not self._is_valid(heap[0]):
+            heapq.heappop(heap)
+        if not heap:
+            del self._heaps[key]
 
-    def __iter__(self) -> Iterator[LiveRequest]:
-        """All, in line order. Sorts: for people and tests, not for steps."""
-        entries = [entry for lane in self._lanes.values() for entry in lane if self._is_valid(entry)]
+    def __iter__(self) -> Iterator[RequestState]:
+        """Return all requests in order. Sorts: for people and tests, not for steps."""
+        entries = [entry for heap in self._heaps.values() for entry in heap if self._is_valid(entry)]
         return (entry[2] for entry in sorted(entries, key=lambda entry: entry[:2]))
+
+
+class QueueScan:
+    """One walk over a queue within a step. Skipped requests are passed over and keep their places."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._skipped_keys: set[Hashable] = set()
+        self._skipped: list[RequestState] = []
+
+    def peek(self) -> RequestState | None:
+        """Return the first request that is not skipped, or None."""
+        return self._queue.peek(self._skipped_keys)
+
+    def skip(self, request: RequestState) -> None:
+        self._queue.remove(request)
+        self._skipped.append(request)
+
+    def skip_key(self, request: RequestState) -> None:
+        self._skipped_keys.add(key_of(request))
+
+    def close(self) -> None:
+        """Put the skipped requests back."""
+        for request in self._skipped:
+            self._queue.push(request)

@@ -1,6 +1,6 @@
-"""Request: the cold facts of one prompt. Everything that changes while it runs is in RequestTable."""
+"""Request: the immutable facts of one prompt. RequestState and Sequence: what changes while it is served."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -9,7 +9,7 @@ from pagoda.base.sampling_params import PoolingParams, SamplingParams
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands. Everything from FINISHED_STOPPED on is final."""
+    """Status of a request or of one of its sequences. Everything from FINISHED_STOPPED on is final."""
 
     WAITING = 0
     RUNNING = 1
@@ -27,7 +27,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """The word that clients know: stop, length, abort, error; None while alive."""
+        """Return what clients are told: stop, length, abort or error; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -42,7 +42,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class LoraRef:
-    """One adapter: block hashes use name and path, since a name may be pointed elsewhere."""
+    """One adapter. Block hashes use name and path, since a name may be pointed elsewhere."""
 
     name: str
     path: str = ""
@@ -50,7 +50,7 @@ class LoraRef:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """An encoder input (image, audio) that stands for `length` placeholder tokens from `offset` of the prompt.
+    """An encoder input (image, audio) that takes the place of `length` prompt tokens from `offset` on.
 
     content_hash identifies the content: equal hashes share one encoder output.
     """
@@ -66,11 +66,11 @@ class Request:
 
     prompt_token_ids: int32 [num_prompt_tokens], not empty.
     sampling / pooling: exactly one is set.
-    seed: the random stream's key, always set by the client (drawn where the user gave none), so that a request can be
-        replayed anywhere. Branch i samples with seed + i.
-    handle: a number the client chose; outputs carry it instead of the id. Unique among the client's live requests.
-    prior_output: tokens each branch has emitted already (a request resumed after an engine's death); they count
-        as output, are not emitted again, and sampling goes on at their end. Empty, or one tuple per branch.
+    seed: the random stream's key, always set by the client (drawn if the user gave none), so that a request can be
+        replayed anywhere. Sequence i samples with seed + i.
+    handle: a number the client chose, unique among its unfinished requests; outputs carry it instead of the id.
+    prior_output: tokens each sequence has emitted already (of a request resumed after the engine died); they count
+        as output, are not emitted again, and sampling continues after them. Empty, or one tuple per sequence.
     arrival_time_s: on the engine's clock.   priority: smaller is sooner.
     encoder_len: encoder tokens of an encoder-decoder request (sizes its cross-attention table), else 0.
     """
@@ -97,5 +97,71 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
-    def num_branches(self) -> int:
+    def num_seqs(self) -> int:
         return self.sampling.n if self.sampling is not None else 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output sequence of a request.
+
+    row: its row in RequestTable, -1 while it has none.
+    token_ids, num_computed: current while row is -1; otherwise the table's columns are. RequestTable writes all three.
+    status: written by Lifecycle and Preemption.
+    """
+
+    request: "RequestState"
+    index: int
+    token_ids: np.ndarray
+    row: int = -1
+    num_computed: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    @property
+    def seed(self) -> int:
+        return self.request.facts.seed + self.index
+
+
+SortKey = tuple[float | int | str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request that was added and has not ended.
+
+    sort_key: its place in the queues, set by the policy.   admission: number of its last admission, which orders the
+        running batch; -1 before the first.
+    awaiting_fork: its sequences share the first one's row until the prompt is computed.
+    num_cached_tokens: prompt tokens found in the prefix cache at its first admission.   queue_s: seconds from its
+        arrival to its first admission.   has_output: its client was sent a first token.
+    num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
+    """
+
+    facts: Request
+    sort_key: SortKey
+    status: RequestStatus = RequestStatus.WAITING
+    sequences: list[Sequence] = field(default_factory=list)
+    awaiting_fork: bool = True
+    admission: int = -1
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    has_output: bool = False
+    num_prompt_logprobs_sent: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.facts.request_id
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of its sequences that have one."""
+        return [sequence.row for sequence in self.sequences if sequence.row >= 0]

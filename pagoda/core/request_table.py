@@ -1,278 +1,265 @@
-"""RequestTable: all hot state of the running branches, as numpy columns. LiveRequest and Branch: their cold state.
+"""RequestTable: tokens and counts of all sequences. Rows of numpy columns for those that run, plain objects for others.
 
-One row is one branch of a running request. Requests that wait, were preempted or are swapped out have no row; their
-tokens stand in their Branch until they run again.
+One row is one sequence of a running request. A sequence that waits, was preempted or is swapped out has no row; its
+tokens and its computed count are kept in the Sequence until it runs again.
 """
 
-from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
-from pagoda.core.prefix_cache import HashChain
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.readonly import readonly
+from pagoda.core.request import Request, Sequence
 
 _NO_LIMIT = np.iinfo(np.int32).max
 
 
 class RowState(IntEnum):
     FREE = 0
-    LIVE = 1
-    DEPARTED = 2  # its branch has left, but a step that names it is not home: not to be given out yet
-
-
-@dataclass(slots=True, eq=False)
-class Branch:
-    """One output sequence. While `row` is -1 its tokens and counts stand here, else in the table.
-
-    chain: names of its full blocks, where prefix caching is on.
-    host_blocks: swapped out: per KV group, the table indices that hold KV and the host blocks it lies in.
-    in_flight_steps: steps that are not home and name a row it has left (it was preempted or swapped out meanwhile).
-    """
-
-    live: "LiveRequest"
-    index: int
-    token_ids: np.ndarray
-    row: int = -1
-    num_computed: int = 0
-    status: RequestStatus = RequestStatus.WAITING
-    chain: HashChain | None = None
-    host_blocks: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
-    in_flight_steps: set[int] = field(default_factory=set)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status.is_finished
-
-    @property
-    def seed(self) -> int:
-        return self.live.request.seed + self.index
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A request that was added and has not ended.
-
-    line_key: its place in the waiting line (policy.py).   admission: number of its last one; orders the running set.
-    num_cached_tokens: prompt tokens found in the prefix cache at its first admission; has_spoken: the client was told.
-    queue_s: seconds from its arrival to its first admission.
-    num_prompt_positions_told: prompt logprobs that went out; a resumed request computes them again, but is silent.
-    awaiting_fork: branches that share the first row until the prompt is computed.
-    """
-
-    request: Request
-    line_key: tuple[float | int | str, ...]
-    status: RequestStatus = RequestStatus.WAITING
-    branches: list[Branch] = field(default_factory=list)
-    awaiting_fork: bool = True
-    admission: int = -1
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
-    has_spoken: bool = False
-    num_prompt_positions_told: int = 0
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def unfinished(self) -> list[Branch]:
-        return [branch for branch in self.branches if not branch.is_finished]
-
-    @property
-    def has_tokens_in_flight(self) -> bool:
-        return any(branch.in_flight_steps for branch in self.branches)
+    ACTIVE = 1
+    PINNED = 2  # its sequence has left, but a step in flight names the row: not to be given out yet
 
 
 class RequestTable:
-    """The columns. The scheduler alone writes them, through the verbs below or, for whole batches, by numpy.
+    """The token columns. Everyone may read them; only the verbs below write them (readers get read-only views).
 
     token_ids: int32 [rows, max_model_len], prompt then output.
     num_prompt_tokens, num_tokens, num_computed: int32 [rows].
-    num_pending: int32 [rows], sampled tokens planned and not home that count as known (asynchronous scheduling).
-    num_drafts: int32 [rows], drafts offered for the next step.   is_pooled: bool [rows], samples nothing.
-    num_in_flight: int32 [rows], tokens planned and not home; kept only where a window group asks for it.
-    length_limit: int32 [rows], num_tokens at which max_tokens or the model's length ends the row.
-    block_table: per KV group, int32 [rows, max blocks]; 0 is the null block.
-    num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
-    num_cross_blocks: int32 [rows], entries used in those that do not.
-    num_registered: int32 [rows], leading blocks that the prefix cache was told of.
-    attention_at: int32 [rows]: while a step ends at or below this position, the row needs nothing of the KV manager: no
-        block, no copy, nothing to give back. This lets event-free steps pass without looking at tables.
-    order: int64 [rows], the running order.   handle, branch, client: what outputs are labelled with.
+    num_pending: int32 [rows], sampled tokens planned and not yet back that count as known (asynchronous scheduling).
+    num_in_flight: int32 [rows], tokens planned whose step is not complete; kept only with `track_in_flight`.
+    num_drafts: int32 [rows], draft tokens offered for the next step; `drafts` has them by row.
+    is_pooled: bool [rows], samples nothing.   length_limit: int32 [rows], num_tokens at which the row ends.
+    order: int64 [rows], the running order.   handle, index, client: what outputs are labelled with.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, max_blocks: int, groups: tuple[KVGroupSpec, ...]) -> None:
+    def __init__(self, max_rows: int, max_model_len: int, track_in_flight: bool = False) -> None:
         self.max_rows = max_rows
-        self.groups = groups
-        self.token_ids = np.zeros((max_rows, max_model_len), np.int32)
-        self.num_prompt_tokens = np.zeros(max_rows, np.int32)
-        self.num_tokens = np.zeros(max_rows, np.int32)
-        self.num_computed = np.zeros(max_rows, np.int32)
-        self.num_pending = np.zeros(max_rows, np.int32)
-        self.num_in_flight = np.zeros(max_rows, np.int32)
-        self.num_drafts = np.zeros(max_rows, np.int32)
-        self.is_pooled = np.zeros(max_rows, np.bool_)
-        self.length_limit = np.zeros(max_rows, np.int32)
-        self.attention_at = np.zeros(max_rows, np.int32)
-        self.num_registered = np.zeros(max_rows, np.int32)
-        self.num_blocks = np.zeros(max_rows, np.int32)
-        self.num_cross_blocks = np.zeros(max_rows, np.int32)
-        self.block_table = [
-            np.zeros((max_rows, 0 if group.kind is KVGroupKind.CROSS else max_blocks), np.int32) for group in groups
-        ]
-        self.num_released = [np.zeros(max_rows, np.int32) for _ in groups]  # leading blocks given back behind a window
-        self.order = np.zeros(max_rows, np.int64)
-        self.handle = np.zeros(max_rows, np.int64)
-        self.branch = np.zeros(max_rows, np.int32)
-        self.client = np.zeros(max_rows, np.int32)
-        self.state = np.zeros(max_rows, np.int8)
-        self.branch_of: list[Branch | None] = [None] * max_rows
+        self.max_model_len = max_model_len
+        self._token_ids = np.zeros((max_rows, max_model_len), np.int32)
+        self._num_prompt_tokens = np.zeros(max_rows, np.int32)
+        self._num_tokens = np.zeros(max_rows, np.int32)
+        self._num_computed = np.zeros(max_rows, np.int32)
+        self._num_pending = np.zeros(max_rows, np.int32)
+        self._num_in_flight = np.zeros(max_rows, np.int32)
+        self._num_drafts = np.zeros(max_rows, np.int32)
+        self._is_pooled = np.zeros(max_rows, np.bool_)
+        self._length_limit = np.zeros(max_rows, np.int32)
+        self._order = np.zeros(max_rows, np.int64)
+        self._handle = np.zeros(max_rows, np.int64)
+        self._index = np.zeros(max_rows, np.int32)
+        self._client = np.zeros(max_rows, np.int32)
+        self._state = np.zeros(max_rows, np.int8)
+        self.token_ids = readonly(self._token_ids)
+        self.num_prompt_tokens = readonly(self._num_prompt_tokens)
+        self.num_tokens = readonly(self._num_tokens)
+        self.num_computed = readonly(self._num_computed)
+        self.num_pending = readonly(self._num_pending)
+        self.num_in_flight = readonly(self._num_in_flight)
+        self.num_drafts = readonly(self._num_drafts)
+        self.is_pooled = readonly(self._is_pooled)
+        self.length_limit = readonly(self._length_limit)
+        self.handle = readonly(self._handle)
+        self.index = readonly(self._index)
+        self.client = readonly(self._client)
+        self.drafts: dict[int, np.ndarray] = {}
+        self.sequence_of: list[Sequence | None] = [None] * max_rows
+        self.has_pinned_rows = False
+        self._track_in_flight = track_in_flight
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._departed: list[tuple[int, int]] = []  # (row, step after which it is free)
+        self._pinned: list[tuple[int, int]] = []  # (row, step after which it is free)
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    @property
-    def has_departed(self) -> bool:
-        return bool(self._departed)
-
-    def admit(self, branch: Branch, num_computed: int) -> int:
-        """Give `branch` a row with its tokens; its tables are still empty."""
-        row = self._free_rows.pop()
-        live, request = branch.live, branch.live.request
-        count = len(branch.token_ids)
-        self.token_ids[row, :count] = branch.token_ids
-        self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.num_tokens[row] = count
-        self.num_computed[row] = num_computed
-        self.num_pending[row] = 0
-        self.num_in_flight[row] = 0
-        self.num_drafts[row] = 0
-        self.is_pooled[row] = request.pooling is not None
-        self.length_limit[row] = self.limit_of(request)
-        self.attention_at[row] = -1
-        self.num_registered[row] = 0
-        self.num_blocks[row] = 0
-        self.num_cross_blocks[row] = 0
-        for released in self.num_released:
-            released[row] = 0
-        self.order[row] = (live.admission << 16) | branch.index
-        self.handle[row] = request.handle
-        self.branch[row] = branch.index
-        self.client[row] = request.client_index
-        self.state[row] = RowState.LIVE
-        self.branch_of[row] = branch
-        branch.row = row
-        return row
-
     def limit_of(self, request: Request) -> int:
-        """num_tokens at which the request's branches end."""
+        """Return the num_tokens at which the request's sequences end."""
         if request.sampling is None:
             return _NO_LIMIT
-        longest = self.token_ids.shape[1]
         max_tokens = request.sampling.max_tokens
-        return longest if max_tokens is None else min(request.num_prompt_tokens + max_tokens, longest)
+        if max_tokens is None:
+            return self.max_model_len
+        return min(request.num_prompt_tokens + max_tokens, self.max_model_len)
 
-    def fork(self, source: int, branch: Branch) -> int:
-        """Give `branch` a row that equals `source` but for its label. Block references are left to the KV manager."""
+    # Rows are given out and come back
+
+    def admit(self, sequence: Sequence, num_computed: int) -> int:
+        """Give `sequence` a row with its tokens, `num_computed` of them computed. Return the row."""
         row = self._free_rows.pop()
-        count = int(self.num_tokens[source])
-        self.token_ids[row, :count] = self.token_ids[source, :count]
-        for column in self._plain_columns():
+        facts = sequence.request.facts
+        count = len(sequence.token_ids)
+        self._token_ids[row, :count] = sequence.token_ids
+        self._num_prompt_tokens[row] = facts.num_prompt_tokens
+        self._num_tokens[row] = count
+        self._num_computed[row] = num_computed
+        self._num_pending[row] = 0
+        self._num_in_flight[row] = 0
+        self._is_pooled[row] = facts.pooling is not None
+        self._length_limit[row] = self.limit_of(facts)
+        self._handle[row] = facts.handle
+        self._client[row] = facts.client_index
+        return self._assign(row, sequence)
+
+    def fork(self, source: int, sequence: Sequence) -> int:
+        """Give `sequence` a row that equals `source` except for its label. Return the row."""
+        row = self._free_rows.pop()
+        count = int(self._num_tokens[source])
+        self._token_ids[row, :count] = self._token_ids[source, :count]
+        counts = (self._num_prompt_tokens, self._num_tokens, self._num_computed, self._num_pending, self._length_limit)
+        for column in (*counts, self._handle, self._client, self._is_pooled):
             column[row] = column[source]
-        self.num_in_flight[row] = 0
-        for table in self.block_table:
-            table[row] = table[source]
-        self.order[row] = (branch.live.admission << 16) | branch.index
-        self.branch[row] = branch.index
-        self.branch_of[row] = branch
-        branch.row = row
+        self._num_in_flight[row] = 0
+        return self._assign(row, sequence)
+
+    def _assign(self, row: int, sequence: Sequence) -> int:
+        self._num_drafts[row] = 0
+        self._order[row] = (sequence.request.admission << 16) | sequence.index
+        self._index[row] = sequence.index
+        self._state[row] = RowState.ACTIVE
+        self.sequence_of[row] = sequence
+        sequence.row = row
         return row
 
-    def widen_cross(self, group: int, num_blocks: int) -> None:
-        """Make room for `num_blocks` entries in a cross-attention table (encoders may outrun the model length)."""
-        missing = num_blocks - self.block_table[group].shape[1]
-        if missing > 0:
-            self.block_table[group] = np.pad(self.block_table[group], ((0, 0), (0, missing)))
+    def release(self, sequence: Sequence, last_step_in_flight: int) -> None:
+        """Take the row from `sequence`, which gets its tokens and its computed count back.
 
-    def _plain_columns(self) -> tuple[np.ndarray, ...]:
-        """What a fork simply inherits."""
-        counts = (self.num_prompt_tokens, self.num_tokens, self.num_computed, self.num_pending, self.length_limit)
-        blocks = (self.attention_at, self.num_registered, self.num_blocks, self.num_cross_blocks, *self.num_released)
-        return (*counts, *blocks, self.num_drafts, self.handle, self.client, self.state, self.is_pooled)
-
-    def release(self, branch: Branch, last_step_in_flight: int) -> None:
-        """Take the row from `branch`, whose tokens and computed count go back to it.
-
-        The row is given out again when step `last_step_in_flight` is home (0: at once), so that a late result
-        still finds its owner.
+        The row is given out again when step `last_step_in_flight` is complete (0: at once), so that a late result
+        still finds its sequence.
         """
-        row = branch.row
-        branch.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
-        branch.num_computed = int(self.num_computed[row])
-        branch.row = -1
+        row = sequence.row
+        sequence.token_ids = self._token_ids[row, : self._num_tokens[row]].copy()
+        sequence.num_computed = int(self._num_computed[row])
+        sequence.row = -1
+        self.take_drafts(row)
         if last_step_in_flight:
-            self.state[row] = RowState.DEPARTED
-            self._departed.append((row, last_step_in_flight))
+            self._state[row] = RowState.PINNED
+            self._pinned.append((row, last_step_in_flight))
+            self.has_pinned_rows = True
         else:
             self._free(row)
 
     def disown(self, row: int) -> None:
-        """Late results of a departed row are nobody's any more: they will be dropped."""
-        self.branch_of[row] = None
+        """Late results of a pinned row belong to no sequence any more; they will be dropped."""
+        self.sequence_of[row] = None
 
-    def step_is_home(self, step: int) -> None:
-        """Rows that only steps up to `step` name can be given out again."""
-        kept = []
-        for row, last_step in self._departed:
+    def unpin(self, step: int) -> None:
+        """Step `step` is complete: rows that only steps up to it name can be given out again."""
+        pinned, self._pinned = self._pinned, []
+        for row, last_step in pinned:
             if last_step <= step:
                 self._free(row)
             else:
-                kept.append((row, last_step))
-        self._departed = kept
+                self._pinned.append((row, last_step))
+        self.has_pinned_rows = bool(self._pinned)
 
     def _free(self, row: int) -> None:
-        self.state[row] = RowState.FREE
-        self.branch_of[row] = None
+        self._state[row] = RowState.FREE
+        self.sequence_of[row] = None
         self._free_rows.append(row)
 
-    def live_rows(self) -> np.ndarray:
-        """int64 [n]: rows of running branches, in running order."""
-        rows = np.flatnonzero(self.state == RowState.LIVE)
-        return rows[np.argsort(self.order[rows], kind="stable")]
+    # Tokens and counts
 
-    def tables(self, row: int) -> tuple[np.ndarray, ...]:
-        """A copy of the row's block table per group, used entries only."""
-        return tuple(
-            table[row, : self.num_cross_blocks[row] if group.kind is KVGroupKind.CROSS else self.num_blocks[row]].copy()
-            for group, table in zip(self.groups, self.block_table, strict=True)
-        )
+    def advance(self, rows: np.ndarray, ends: np.ndarray, num_new: np.ndarray) -> None:
+        """A step computes `num_new` tokens of `rows`, up to `ends`. Called when it is planned, not when it is done."""
+        self._num_computed[rows] = ends
+        if self._track_in_flight:
+            self._num_in_flight[rows] += num_new
+
+    def complete(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+        """A step that computed `num_new` tokens of `rows` is complete."""
+        if self._track_in_flight:
+            self._num_in_flight[rows] -= num_new
+
+    def expect_tokens(self, rows: np.ndarray) -> None:
+        """The next token of `rows`, planned and not yet back, counts as known."""
+        self._num_pending[rows] += 1
+
+    def commit(self, rows: np.ndarray, tokens: np.ndarray, were_expected: bool) -> np.ndarray:
+        """Append one token to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
+        at = self._num_tokens[rows]
+        self._token_ids[rows, at] = tokens
+        ends = at + 1
+        self._num_tokens[rows] = ends
+        if were_expected:
+            self._num_pending[rows] -= 1
+        return ends
+
+    def commit_one(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Append `tokens` to a sequence with or without a row."""
+        row = sequence.row
+        if row < 0:
+            sequence.token_ids = np.append(sequence.token_ids, np.array(tokens, np.int32))
+            return
+        at = int(self._num_tokens[row])
+        self._token_ids[row, at : at + len(tokens)] = tokens
+        self._num_tokens[row] = at + len(tokens)
+
+    def settle_expected(self, row: int) -> None:
+        """The token that `expect_tokens` counted is back."""
+        self._num_pending[row] -= 1
+
+    def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """The last `num_tokens` computed tokens were drafts that were rejected."""
+        if sequence.row >= 0:
+            self._num_computed[sequence.row] -= num_tokens
+        else:
+            sequence.num_computed -= num_tokens
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Nothing of a sequence without a row is computed any more."""
+        sequence.num_computed = 0
+
+    def offer_drafts(self, row: int, drafts: np.ndarray) -> None:
+        """Replace the draft tokens that the next step may verify for `row`. None if `drafts` is empty."""
+        self.take_drafts(row)
+        if len(drafts):
+            self.drafts[row] = drafts
+            self._num_drafts[row] = len(drafts)
+
+    def take_drafts(self, row: int) -> np.ndarray:
+        """Return the drafts offered for `row`, and forget them."""
+        self._num_drafts[row] = 0
+        return self.drafts.pop(row, _NO_DRAFTS)
+
+    # Questions
+
+    def num_tokens_of(self, sequence: Sequence) -> int:
+        """Known tokens of a sequence with or without a row."""
+        return int(self._num_tokens[sequence.row]) if sequence.row >= 0 else len(sequence.token_ids)
+
+    def active_rows(self) -> np.ndarray:
+        """int64 [n]: rows of running sequences, in running order."""
+        rows = np.flatnonzero(self._state == RowState.ACTIVE)
+        return rows[np.argsort(self._order[rows], kind="stable")]
+
+    def owner(self, row: int) -> Sequence:
+        """Return the sequence of a row that has one."""
+        sequence = self.sequence_of[row]
+        assert sequence is not None, f"row {row} has no sequence"
+        return sequence
 
     def row(self, row: int) -> dict[str, object]:
-        """One row for human eyes."""
-        owner = self.branch_of[row]
+        """Return one row as plain values, for debugging."""
+        owner = self.sequence_of[row]
         return {
-            "request_id": owner.live.request_id if owner else None,
-            "branch": int(self.branch[row]),
-            "state": RowState(int(self.state[row])).name,
-            "tokens": self.token_ids[row, : self.num_tokens[row]].tolist(),
-            "num_prompt_tokens": int(self.num_prompt_tokens[row]),
-            "num_computed": int(self.num_computed[row]),
-            "num_pending": int(self.num_pending[row]),
-            "blocks": [table.tolist() for table in self.tables(row)],
+            "request_id": owner.request.request_id if owner else None,
+            "sequence": int(self._index[row]),
+            "state": RowState(int(self._state[row])).name,
+            "tokens": self._token_ids[row, : self._num_tokens[row]].tolist(),
+            "num_prompt_tokens": int(self._num_prompt_tokens[row]),
+            "num_computed": int(self._num_computed[row]),
+            "num_pending": int(self._num_pending[row]),
         }
 
     def check(self) -> None:
-        """Each row has one owner or none, and counts that can be true. Raises InvariantBroken."""
-        for row, owner in enumerate(self.branch_of):
-            if self.state[row] == RowState.LIVE and (owner is None or owner.row != row):
-                raise InvariantBroken(f"row {row} is live but its branch stands elsewhere")
-        rows = np.flatnonzero(self.state == RowState.LIVE)
-        if len(self._free_rows) + len(self._departed) + len(rows) != self.max_rows:
+        """Check that each row has one sequence or none. Raises InvariantBroken."""
+        for row, owner in enumerate(self.sequence_of):
+            if self._state[row] == RowState.ACTIVE and (owner is None or owner.row != row):
+                raise InvariantBroken(f"row {row} is active but its sequence has row {owner.row if owner else None}")
+        num_active = int(np.count_nonzero(self._state == RowState.ACTIVE))
+        if len(self._free_rows) + len(self._pinned) + num_active != self.max_rows:
             raise InvariantBroken("a row is lost or counted twice")
+
+
+_NO_DRAFTS = np.empty(0, np.int32)

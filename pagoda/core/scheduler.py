@@ -1,42 +1,53 @@
-"""Scheduler: who runs in the next step, with how many tokens, in which blocks. The API of SPEC.md section 2.
+"""Scheduler: which requests run in the next step, with how many tokens, in which blocks.
 
-A step is planned in a few moves, each a class of its own over one shared SchedulerState:
+A step is planned in a few moves (passes/), each with the owners that it uses:
 
-    mixed    running pass -> (nobody was preempted:) return swapped -> admit waiting -> emit
-    phased   (nothing is swapped:) admit whole prompts -> (none entered:) running pass -> return swapped -> emit
+    mixed    run running -> resume swapped (unless something was preempted) -> admit waiting
+    phased   admit whole prompts (unless something is swapped) -> run running (unless one entered) -> resume swapped
+    both     -> advance the counts -> fork and join -> drain notifications and block moves -> build the output
 
-and its result is taken in by the output pass.
+and its results are applied by passes/commit_outputs.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulerConfig, SchedulingMode
-from pagoda.base.errors import ConfigError, RequestError
-from pagoda.core.admission_pass import AdmissionPass
-from pagoda.core.decision_log import DecisionLog
-from pagoda.core.emission import emit
+from pagoda.base.errors import RequestError
+from pagoda.core.chunk_limits import make_chunk_limits
+from pagoda.core.config_checks import check_config
+from pagoda.core.decision_log import Copied, DecisionLog
+from pagoda.core.encoder import EncoderInputs
+from pagoda.core.gates import GateContext, Gates
+from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.invariants import check_invariants
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
-from pagoda.core.output_pass import OutputPass, StopTokens, find_end
-from pagoda.core.request import Request, RequestStatus
-from pagoda.core.request_table import Branch, LiveRequest
-from pagoda.core.running_pass import RunningPass
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
-from pagoda.core.scheduler_state import SchedulerState, only_finishes
-from pagoda.core.scheduler_stats import SchedulerStats
-from pagoda.core.step_plan import StepPlan
-from pagoda.core.swapped_pass import SwappedPass
+from pagoda.core.kv import KVCacheManager, KVSizing
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.lifecycle import Lifecycle
+from pagoda.core.outbox import Outbox, only_finishes
+from pagoda.core.passes import AdmitWaiting, CommitOutputs, Fork, ResumeSwapped, RunRunning
+from pagoda.core.policy import POLICIES, Policy
+from pagoda.core.preemption import CostModel, Preemption, make_preemption_rule
+from pagoda.core.queues import RequestQueue
+from pagoda.core.request import Request, RequestState, RequestStatus
+from pagoda.core.request_checks import RequestChecks
+from pagoda.core.request_table import RequestTable
+from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, RowInit, SchedulerOutput
+from pagoda.core.stats import Counters, SchedulerStats
+from pagoda.core.step_plan import Entry, StepPlan, build_output
+from pagoda.core.stops import StopTokens
 
 
 class Scheduler:
-    """Plans steps and takes in their results. Single-threaded; every call leaves SPEC's invariants whole.
+    """Plans steps and applies their results. Single-threaded; every call leaves the contract's invariants whole.
 
     num_blocks: usable device blocks; block 0 is one more, the null block.
     num_host_blocks: blocks of the swap pool, with ids from 0.
     encoder_decoder: a request's encoder input is run in its first step and read through cross-attention tables.
+    is_grammar_ready: whether a request's grammar is compiled; until then it waits. None: no request has a grammar.
     max_rows: capacity of the row table; workers size theirs by it.
     """
 
@@ -50,280 +61,300 @@ class Scheduler:
         clock: Clock,
         num_host_blocks: int = 0,
         encoder_decoder: bool = False,
+        is_grammar_ready: Callable[[Request], bool] | None = None,
     ) -> None:
-        _check_config(config, kv_groups, num_blocks, max_model_len)
+        check_config(config, kv_groups, num_blocks, max_model_len)
         self.config = config
         self.max_model_len = max_model_len
-        self._state = SchedulerState(
-            config, cache, kv_groups, num_blocks, max_model_len, clock, num_host_blocks, encoder_decoder
-        )
-        self.max_rows = self._state.table.max_rows
+        self._clock = clock
+        self._step = 0
+        self._phased = config.scheduling_mode is SchedulingMode.PHASED
+        self._log = log = DecisionLog(config.decision_log_steps)
+        self._counters = counters = Counters()
         self._stops = StopTokens()
-        self._running = RunningPass(self._state)
-        self._swapped = SwappedPass(self._state)
-        self._admission = AdmissionPass(self._state)
-        self._outputs = OutputPass(self._state, self._stops)
+        self._requests: dict[str, RequestState] = {}  # written by Lifecycle
+        policy: Policy = POLICIES[config.scheduling_policy]()
+        sizing = KVSizing.of(kv_groups, cache.block_size, max_model_len, config)
+        # A row is given out again when the steps that name it are complete: each may keep a full set.
+        self.max_rows = config.max_num_seqs * max(config.pipeline_depth, 1)
+        has_windows = any(group.is_window for group in sizing.groups)
+        self._table = table = RequestTable(self.max_rows, max_model_len, track_in_flight=has_windows)
+        watermark_blocks = int(cache.watermark * (num_blocks + 1))
+        self._kv = kv = KVCacheManager(table, sizing, num_blocks, num_host_blocks, watermark_blocks, cache)
+        self._in_flight = in_flight = StepsInFlight()
+        self._outbox = outbox = Outbox()
+        self._waiting, self._swapped = waiting, swapped = RequestQueue(), RequestQueue()
+        self._batch = batch = RunningBatch(table, kv, in_flight, config.async_scheduling)
+        self._encoder = encoder = EncoderInputs(
+            table,
+            config.encoder_cache_tokens,
+            config.encoder_budget,
+            encoder_decoder=encoder_decoder,
+            whole_items=config.no_partial_media,
+        )
+        gates = Gates(GateContext(config, table, batch, in_flight, waiting, is_grammar_ready))
+        self._limits = limits = make_chunk_limits(config, self._requests, batch, table, encoder)
+        self._lifecycle = lifecycle = Lifecycle(
+            requests=self._requests, table=table, kv=kv, batch=batch, in_flight=in_flight, outbox=outbox,
+            waiting=waiting, swapped=swapped, gates=gates, limits=limits, policy=policy, clock=clock, log=log,
+            forgetful=(kv, batch, encoder, outbox),
+        )  # fmt: skip
+        costs = CostModel()
+        self._preemption = preemption = Preemption(
+            config, policy, make_preemption_rule(config.preemption_mode, costs), table=table, kv=kv, batch=batch,
+            in_flight=in_flight, lifecycle=lifecycle, encoder=encoder, outbox=outbox, log=log, counters=counters,
+        )  # fmt: skip
+        self._checks = RequestChecks(config, table, encoder, policy)
+        self._run_running = RunRunning(config, table, kv, batch, limits, preemption, lifecycle, outbox)
+        self._resume_swapped = ResumeSwapped(swapped, gates, kv, batch, lifecycle, log)
+        self._admit_waiting = AdmitWaiting(
+            config, waiting, table, kv, batch, gates, limits, preemption, lifecycle, outbox, log, counters
+        )
+        self._fork = Fork(table, kv, batch, lifecycle, limits)
+        self._commit = CommitOutputs(
+            table, kv, batch, in_flight, outbox, lifecycle, encoder, self._stops, costs, counters, clock,
+            config.async_scheduling,
+        )  # fmt: skip
 
     # Requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Put `request` in line. RequestError for an id that is live, or what no engine of this size can serve."""
-        state = self._state
-        if request.request_id in state.live:
+        """Add `request` to the waiting queue.
+
+        Raises RequestError for an id that is in use, or what no engine of this size can serve.
+        """
+        if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        self._check_request(request)
-        live = LiveRequest(request, state.policy.key(request))
-        prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
-        for index in range(request.num_branches):
-            prior = request.prior_output[index] if request.prior_output else ()
-            tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
-            live.branches.append(Branch(live, index, tokens))
-        if request.prior_output:
-            live.awaiting_fork = False
-            self._settle_prior_ends(live)
-        if state.kv.content.caching:
-            for branch in live.branches if not live.awaiting_fork else live.branches[:1]:
-                state.kv.content.extend_chain(branch)
+        state = self._checks.make_state(request)
+        for sequence in state.sequences[:1] if state.awaiting_fork else state.sequences:
+            self._kv.hash_prompt(sequence)
         self._stops.add(request)
-        state.live[request.request_id] = live
-        state.waiting.push(live)
-
-    def _check_request(self, request: Request) -> None:
-        num_tokens, longest = request.num_prompt_tokens, self.max_model_len
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty", "prompt")
-        if (request.sampling is None) == (request.pooling is None):
-            raise RequestError("exactly one of sampling and pooling parameters must be given", "sampling")
-        if num_tokens + (request.sampling is not None) > longest:
-            room = "with at least one output token " if request.sampling else ""
-            raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
-        if request.prior_output and len(request.prior_output) != request.num_branches:
-            raise RequestError("prior_output must have one entry per branch", "prior_output")
-        self._check_media(request)
-
-    def _check_media(self, request: Request) -> None:
-        config = self.config
-        limit = min(config.encoder_budget, config.encoder_cache_tokens)
-        whole = config.no_partial_media and not self._state.encoder_decoder
-        for item in request.media:
-            if item.length > limit:
-                raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
-            if whole and item.length > config.max_num_batched_tokens:
-                most = config.max_num_batched_tokens
-                raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
-
-    def _settle_prior_ends(self, live: LiveRequest) -> None:
-        """Branches of a request resumed after an engine's death that had ended already are not run again."""
-        request = live.request
-        limit = self._state.table.limit_of(request)
-        for branch, prior in zip(live.branches, request.prior_output, strict=True):
-            status = find_end(request, 0, list(prior), limit)[1]
-            if status is not None:
-                branch.status = status
-        if not live.unfinished:
-            raise RequestError("every branch of prior_output has ended already", "prior_output")
+        self._lifecycle.add(state)
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
     ) -> dict[int, EngineCoreOutputs]:
-        """End requests wherever they stand; ids that are gone are passed over. What clients must hear, by client.
+        """End requests in whatever queue they are; ids that have ended are ignored. Return the ends by client.
 
-        Blocks and seats are free at once: steps in flight come before whatever uses them next.
+        Blocks are free at once: steps in flight run before any step that could reuse them.
         """
-        told: dict[int, list[Finish]] = {}
+        finishes: dict[int, list[Finish]] = {}
         for request_id in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
-            live = self._state.live.get(request_id)
-            if live is not None:
-                finishes = self._state.end_request(live, status)
-                told.setdefault(live.request.client_index, []).extend(finishes)
-        return {client: only_finishes(finishes) for client, finishes in told.items()}
+            request = self._requests.get(request_id)
+            if request is not None:
+                ended = self._lifecycle.finish_all(request, status)
+                finishes.setdefault(request.facts.client_index, []).extend(ended)
+        return {client: only_finishes(ended) for client, ended in finishes.items()}
 
-    def finish_branch(
-        self, request_id: str, branch: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
+    def finish_sequence(
+        self, request_id: str, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> dict[int, EngineCoreOutputs]:
-        """End one branch (a stop string was found in its text); the others go on. Nothing, if it is gone."""
-        live = self._state.live.get(request_id)
-        if live is None or branch >= len(live.branches) or live.branches[branch].is_finished:
+        """End one sequence (a stop string was found in its text); the others go on. Nothing, if it has ended."""
+        request = self._requests.get(request_id)
+        if request is None or index >= len(request.sequences) or request.sequences[index].is_finished:
             return {}
-        finish = self._state.end_one_branch(live.branches[branch], status)
-        return {live.request.client_index: only_finishes((finish,))}
+        finish = self._lifecycle.finish_one(request.sequences[index], status)
+        return {request.facts.client_index: only_finishes((finish,))}
 
     # Steps
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Changes state: called again before the result is home, it plans the step after."""
-        plan = self._open_step()
-        if self.config.scheduling_mode is SchedulingMode.PHASED:
+        """Plan the next step. Changes state: called again before the result is back, it plans the step after."""
+        self._step += 1
+        config = self.config
+        plan = StepPlan(self._step, config.max_num_batched_tokens, config.encoder_budget, self._clock.now())
+        if self._log.enabled:
+            self._log.open_step(self._step)
+        self._limits.narrow(plan)
+        if self._phased:
             self._plan_phased(plan)
         else:
             self._plan_mixed(plan)
-        return emit(self._state, plan)
-
-    def _open_step(self) -> StepPlan:
-        state, config = self._state, self.config
-        state.step += 1
-        state.log.open_step(state.step)
-        # A request that is alone starves nobody, and phased prompts are never cut: neither is capped.
-        mixed = config.scheduling_mode is SchedulingMode.MIXED
-        cap = config.long_prefill_token_threshold if mixed and len(state.live) > 1 else 0
-        budget = config.max_num_batched_tokens
-        num_decodes = len(state.lineup.rows) - len(state.prefilling)
-        if mixed and config.prefill_beside_decodes and num_decodes:
-            # Decodes take what they want of this budget wherever they stand in line: the cap keeps prompts before them
-            # from it.
-            share = config.prefill_beside_decodes
-            num_drafts = sum(len(drafts) for drafts in state.drafts.values())
-            budget = min(budget, num_decodes + num_drafts + share)
-            cap = min(cap or share, max(share, 1 + config.num_speculative_tokens))
-        return StepPlan(state.step, budget, config.encoder_budget, cap, state.clock.now())
+        self._advance(plan)
+        self._drain(plan)
+        output = build_output(plan)
+        if not output.is_empty:
+            self._in_flight.opened(output, plan.now_s if plan.has_prompts else None)
+        return output
 
     def _plan_mixed(self, plan: StepPlan) -> None:
-        self._running.run(plan)
-        if not plan.preempted and self._swapped.run(plan):
-            self._admission.run(plan)
+        if self._batch.requests:
+            self._run_running.run(plan)
+        if plan.preempted or (self._swapped and not self._resume_swapped.run(plan)):
+            return
+        if self._waiting and plan.budget > 0:
+            self._admit_waiting.run(plan)
 
     def _plan_phased(self, plan: StepPlan) -> None:
-        if not self._state.swapped:
-            self._admission.run(plan)
+        if self._waiting and not self._swapped:
+            self._admit_waiting.run(plan)
         if plan.is_empty:
-            self._running.run(plan)
-            if not plan.preempted:
-                self._swapped.run(plan)
+            if self._batch.requests:
+                self._run_running.run(plan)
+            if self._swapped and not plan.preempted:
+                self._resume_swapped.run(plan)
+
+    def _advance(self, plan: StepPlan) -> None:
+        """Nothing is preempted any more: counts rise by what is planned, so that the next step can be planned."""
+        table = self._table
+        plan.rows, plan.start, plan.num_new = rows, start, num_new = plan.arrays()
+        plan.ends = ends = start + num_new
+        table.advance(rows, ends, num_new)
+        if not plan.is_steady or plan.placed:
+            # A row samples when its chunk reaches the end of its known tokens.
+            reaches = (ends >= table.num_tokens[rows] + table.num_pending[rows]) & ~table.is_pooled[rows]
+            plan.sample_index = np.flatnonzero(reaches).astype(np.int32)
+            plan.sample_rows = rows[plan.sample_index]
+            if self._batch.leaders:
+                self._fork.run(plan)
+            self._batch.note_progress(plan)
+        if self.config.async_scheduling:
+            # Not after drafts: where the row goes on depends on how many are accepted.
+            sampled = plan.sample_rows
+            if plan.drafts:
+                sampled = sampled[~np.isin(sampled, np.fromiter(plan.drafts, np.int32, len(plan.drafts)))]
+            table.expect_tokens(sampled)
+
+    def _drain(self, plan: StepPlan) -> None:
+        """Move everything that workers must be told into the plan."""
+        if self._log.enabled:
+            for row, source, target in self._kv.copies:
+                sequence = self._table.owner(row)
+                self._log.note(Copied(sequence.request.request_id, sequence.index, source, target))
+        if plan.entries:
+            plan.admitted = tuple(self._row_init(entry) for entry in plan.entries.values())
+        plan.moves = self._kv.drain_moves()
+        plan.notices = self._outbox.drain()
+        plan.encoder_freed = self._encoder.take_evicted()
+        plan.num_common_prefix_blocks = self._kv.num_common_prefix_blocks(self._batch.running.rows)
+        plan.num_lookahead_slots = self.config.num_lookahead_slots
+        plan.num_running = len(self._batch.requests)
+
+    def _row_init(self, entry: Entry) -> RowInit:
+        sequence = self._table.owner(entry.row)
+        facts = sequence.request.facts
+        return RowInit(
+            row=entry.row,
+            request_id=facts.request_id,
+            branch=sequence.index,
+            kind=entry.kind,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=facts.num_prompt_tokens,
+            num_computed=entry.num_computed,
+            block_ids=self._kv.tables_of(entry.row),
+            seed=sequence.seed,
+            eos_token_ids=facts.eos_token_ids,
+            sampling=facts.sampling,
+            pooling=facts.pooling,
+            lora=facts.lora,
+            media=facts.media,
+            encoder_len=facts.encoder_len,
+        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None
     ) -> dict[int, EngineCoreOutputs]:
-        """Take in the result of a step, in the order of planning: what each client must hear.
+        """Apply the result of a step, in the order of planning. Return what each client gets.
 
-        Of a step with nothing to compute, `model_output` may be None; it still brings the ends decided while planning.
+        Of a step with nothing to compute, `model_output` may be None; requests that ended while it was planned are
+        still returned.
         """
-        if scheduler_output.is_empty or model_output is None:
-            return self._state.take_untold()
-        told = self._outputs.apply(scheduler_output, model_output)
+        if model_output is None or scheduler_output.is_empty:
+            return self._outbox.take_deferred()
+        outputs = self._commit.run(scheduler_output, model_output)
         if self.config.check_invariants:
             self.check()
-        return told
+        return outputs
 
     def update_draft_token_ids(self, drafts: Mapping[str | tuple[str, int], Sequence[int]]) -> None:
-        """Offer draft tokens to verify in the next step, by request id (its first branch) or (request id, branch).
+        """Offer draft tokens to verify in the next step, by request id (its first sequence) or (request id, sequence).
 
         Drafts for a row that is mid-prefill, or whose last token is still in flight, are dropped: they would not fit.
         """
-        state, table = self._state, self._state.table
+        table = self._table
         for key, tokens in drafts.items():
             request_id, index = (key, 0) if isinstance(key, str) else key
-            live = state.live.get(request_id)
-            row = live.branches[index].row if live is not None else -1
-            if row < 0:
-                continue
-            state.drop_drafts(row)
-            lacks = int(table.num_tokens[row] - table.num_computed[row])
-            if len(tokens) and lacks == 1 and row not in state.prefilling:
-                state.offer_drafts(row, np.array(tokens, np.int32))
+            request = self._requests.get(request_id)
+            row = request.sequences[index].row if request is not None else -1
+            if row >= 0:
+                fits = table.num_tokens[row] - table.num_computed[row] == 1 and row not in self._batch.prefilling
+                table.offer_drafts(row, np.array(tokens if fits else (), np.int32))
+                self._batch.changed(rows=False)
 
     # Questions
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._state.live)
+        return bool(self._requests)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting); swapped requests count as waiting."""
-        return len(self._state.running), len(self._state.waiting) + len(self._state.swapped)
+        """Return (running, waiting); swapped requests count as waiting."""
+        return len(self._batch.requests), len(self._waiting) + len(self._swapped)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached content: False while blocks are held. `preempt_running` throws everybody out first.
+        """Forget all cached content. Return False while blocks are in use. preempt_running: preempt all requests first.
 
-        Tokens in flight of those are dropped when they land; they run again in the very next step.
+        Their tokens in flight are dropped when they come back; they are computed again in the very next step.
         """
         if preempt_running:
-            self._state.drop_running()
-        return self._state.kv.content.reset_prefix_cache()
+            self._preemption.preempt_all()
+        return self._kv.reset()
 
     def make_stats(self) -> SchedulerStats:
-        state = self._state
+        """Return gauges and totals."""
         return SchedulerStats.of(
-            state.counters,
-            num_running=len(state.running),
-            num_waiting=len(state.waiting),
-            num_swapped=len(state.swapped),
-            num_blocks=state.kv.pool.num_blocks,
-            num_free_blocks=state.kv.pool.num_free,
-            num_free_host_blocks=state.swap.pool.num_free,
+            self._counters,
+            num_running=len(self._batch.requests),
+            num_waiting=len(self._waiting),
+            num_swapped=len(self._swapped),
+            num_blocks=self._kv.num_blocks,
+            num_free_blocks=self._kv.num_free_blocks,
+            num_free_host_blocks=self._kv.num_free_host_blocks,
         )
 
     @property
     def explain(self) -> DecisionLog:
         """Why the last steps were planned as they were (`decision_log_steps` of them)."""
-        return self._state.log
+        return self._log
 
     @property
     def num_free_blocks(self) -> int:
-        return self._state.kv.pool.num_free
+        return self._kv.num_free_blocks
 
     @property
     def num_free_host_blocks(self) -> int:
-        return self._state.swap.pool.num_free
+        return self._kv.num_free_host_blocks
 
     def running_ids(self) -> list[str]:
-        """In order of admission."""
-        return list(self._state.running)
+        """Return ids in order of admission."""
+        return list(self._batch.requests)
 
     def waiting_ids(self) -> list[str]:
-        """In line order."""
-        return [live.request_id for live in self._state.waiting]
+        """Return ids in queue order."""
+        return [request.request_id for request in self._waiting]
 
     def swapped_ids(self) -> list[str]:
-        """In line order."""
-        return [live.request_id for live in self._state.swapped]
+        """Return ids in queue order."""
+        return [request.request_id for request in self._swapped]
 
     def num_computed_tokens(self, request_id: str) -> list[int]:
-        """Per unfinished branch that has been started (one entry before the fork)."""
-        live, table = self._state.live[request_id], self._state.table
-        started = [branch for branch in live.unfinished if branch.row >= 0 or not live.awaiting_fork]
-        branches = started or live.unfinished[:1]
-        return [int(table.num_computed[one.row]) if one.row >= 0 else one.num_computed for one in branches]
+        """Return the count of each unfinished sequence that has been started (one entry before the fork)."""
+        request = self._requests[request_id]
+        started = [one for one in request.unfinished if one.row >= 0 or not request.awaiting_fork]
+        counts = self._table.num_computed
+        return [int(counts[one.row]) if one.row >= 0 else one.num_computed for one in started or request.unfinished[:1]]
 
     def num_blocks_held(self, request_id: str) -> list[int]:
-        """Per KV group: distinct device blocks the request references, the null block left out."""
-        live, table = self._state.live[request_id], self._state.table
-        held: list[set[int]] = [set() for _ in table.groups]
-        for branch in live.branches:
-            if branch.row >= 0:
-                for blocks, entries in zip(held, table.tables(branch.row), strict=True):
-                    blocks.update(entries[entries != 0].tolist())
-        return [len(blocks) for blocks in held]
+        """Return distinct device blocks that the request references, per KV group, without the null block."""
+        return self._kv.num_blocks_held(self._requests[request_id].rows)
 
     def row_owner(self, row: int) -> tuple[str, int]:
-        """(request id, branch) of a row named by a SchedulerOutput that is not home yet."""
-        branch = self._state.table.branch_of[row]
-        assert branch is not None, f"row {row} has no owner"
-        return branch.live.request_id, branch.index
+        """Return (request id, sequence) of a row that a step in flight names."""
+        sequence = self._table.owner(row)
+        return sequence.request.request_id, sequence.index
 
     def check(self) -> None:
-        """Assert SPEC's invariants. Raises InvariantBroken."""
-        check_invariants(self._state)
-
-
-def _check_config(
-    config: SchedulerConfig, kv_groups: tuple[KVGroupSpec, ...], num_blocks: int, max_model_len: int
-) -> None:
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens} is below max_num_seqs={config.max_num_seqs}: "
-            "a decode step could not hold every sequence"
-        )
-    mixed = config.scheduling_mode is SchedulingMode.MIXED
-    if mixed and not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"without chunked prefill max_num_batched_tokens={config.max_num_batched_tokens} must be at least "
-            f"max_model_len={max_model_len}"
-        )
-    if config.prefill_beside_decodes and (not config.enable_chunked_prefill or config.no_partial_media):
-        raise ConfigError(
-            f"prefill_beside_decodes={config.prefill_beside_decodes} cuts prompts anywhere: leave "
-            "enable_chunked_prefill on and no_partial_media off, or what must not be cut waits until nothing decodes"
-        )
-    if num_blocks < 1:
-        raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")
-    if not any(group.kind is not KVGroupKind.CROSS for group in kv_groups):
-        raise ConfigError("a model needs at least one full or window KV group")
+        """Check the contract's invariants. Raises InvariantBroken."""
+        check_invariants(
+            self._requests, table=self._table, kv=self._kv, batch=self._batch, in_flight=self._in_flight,
+            waiting=self._waiting, swapped=self._swapped, max_num_seqs=self.config.max_num_seqs,
+        )  # fmt: skip

@@ -1,129 +1,99 @@
-"""StepPlan: one step while it is being planned. Lineup: the running set as arrays, kept from step to step."""
+"""StepPlan: one step while it is planned; build_output: the finished plan as the SchedulerOutput that workers get."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.core.request_table import LiveRequest, RequestTable
-from pagoda.core.scheduler_output import NO_INTS, AdmitKind, EncoderRun
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lineup:
-    """Arrays over the running rows, in running order. Made anew when the running set changes, never written to.
-
-    rows, numbers (0..n-1), ones: int32 [n].   handles: int64 [n].   branches, clients: int32 [n].
-    client: the one client of all rows, None where there are several.   num_common_prefix_blocks: per KV group.
-    """
-
-    rows: np.ndarray
-    numbers: np.ndarray
-    ones: np.ndarray
-    handles: np.ndarray
-    branches: np.ndarray
-    clients: np.ndarray
-    client: int | None
-    num_common_prefix_blocks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, table: RequestTable, ref_count: np.ndarray) -> "Lineup":
-        rows = table.live_rows().astype(np.int32)
-        count = len(rows)
-        clients = table.client[rows]
-        one_client = count > 0 and bool((clients == clients[0]).all())
-        return cls(
-            rows,
-            np.arange(count, dtype=np.int32),
-            np.ones(count, np.int32),
-            table.handle[rows],
-            table.branch[rows],
-            clients,
-            int(clients[0]) if one_client else None,
-            tuple(_num_common_blocks(blocks, rows, table, ref_count) for blocks in table.block_table),
-        )
-
-
-def _num_common_blocks(blocks: np.ndarray, rows: np.ndarray, table: RequestTable, ref_count: np.ndarray) -> int:
-    """Leading full blocks that all of `rows` (two at least) hold in common: exactly those with a reference of each."""
-    if len(rows) < 2:
-        return 0
-    first = blocks[rows[0], : table.num_blocks[rows[0]]]
-    shared_by_all = (ref_count[first] == len(rows)) & (first != 0)
-    if not len(first) or not shared_by_all[0]:
-        return 0
-    count = len(first) if shared_by_all.all() else int(np.argmin(shared_by_all))
-    return int((blocks[rows, :count] == first[:count]).all(axis=0).sum())
+from pagoda.core.kv import NO_MOVES, StepMoves
+from pagoda.core.outbox import NO_NOTICES, StepNotices
+from pagoda.core.request import RequestState
+from pagoda.core.scheduler_output import NO_INTS, AdmitKind, EncoderRun, RowFork, RowInit, SchedulerOutput
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A row that comes to the workers in this step."""
+    """A row that workers get to know in this step."""
 
     row: int
     kind: AdmitKind
     num_computed: int
 
 
-@dataclass(slots=True, eq=False)
 class StepPlan:
-    """What has been decided so far.
+    """What has been decided so far. Passes write the first part; the second is filled in when they are done.
 
-    budget, encoder_budget: tokens left.   prompt_cap: most tokens one row gets, 0 for no cap.
+    budget, encoder_budget: tokens left.   row_cap: most tokens one row gets, 0 for no cap.   now_s: when it was opened.
     bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
+    entries: by row.   is_steady: one more token for each row of the running batch, and nothing else.
+    has_prompts: a row computes more than its last token.
+
+    rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.
+    The others are fields of SchedulerOutput.
     """
 
-    step: int
-    budget: int
-    encoder_budget: int
-    prompt_cap: int
-    now_s: float
-    bulk_rows: np.ndarray = field(default_factory=lambda: NO_INTS)
-    bulk_start: np.ndarray = field(default_factory=lambda: NO_INTS)
-    bulk_new: np.ndarray = field(default_factory=lambda: NO_INTS)
-    placed: dict[int, tuple[int, int]] = field(default_factory=dict)
-    drafts: dict[int, np.ndarray] = field(default_factory=dict)
-    encoder_runs: dict[int, list[EncoderRun]] = field(default_factory=dict)
-    entries: dict[int, Entry] = field(default_factory=dict)
-    preempted: list[LiveRequest] = field(default_factory=list)
-    num_swapped: int = 0
-    num_prompts: int = 0  # rows placed that compute more than their last token
-    steady: bool = False
-    _granted: int = field(init=False)
+    __slots__ = (
+        *("step", "budget", "encoder_budget", "now_s", "row_cap", "num_scheduled", "is_steady", "has_prompts"),
+        *("bulk_rows", "bulk_start", "bulk_new", "placed", "drafts", "encoder_runs", "entries", "preempted"),
+        *("rows", "start", "num_new", "ends", "sample_rows", "sample_index", "forks", "admitted", "moves", "notices"),
+        *("encoder_freed", "num_common_prefix_blocks", "num_lookahead_slots", "num_running"),
+    )
 
-    def __post_init__(self) -> None:
-        self._granted = self.budget
-
-    @property
-    def num_scheduled(self) -> int:
-        """Tokens of all rows placed so far."""
-        return self._granted - self.budget
+    def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
+        self.step = step
+        self.budget = budget
+        self.encoder_budget = encoder_budget
+        self.now_s = now_s
+        self.row_cap = self.num_scheduled = 0
+        self.is_steady = self.has_prompts = False
+        self.bulk_rows = self.bulk_start = self.bulk_new = NO_INTS
+        self.placed: dict[int, tuple[int, int]] = {}
+        self.drafts: dict[int, np.ndarray] = {}
+        self.encoder_runs: dict[int, list[EncoderRun]] = {}
+        self.entries: dict[int, Entry] = {}
+        self.preempted: list[RequestState] = []
+        self.rows = self.start = self.num_new = self.ends = self.sample_rows = self.sample_index = NO_INTS
+        self.forks: tuple[RowFork, ...] = ()
+        self.admitted: tuple[RowInit, ...] = ()
+        self.moves: StepMoves = NO_MOVES
+        self.notices: StepNotices = NO_NOTICES
+        self.encoder_freed: tuple[str, ...] = ()
+        self.num_common_prefix_blocks: tuple[int, ...] = ()
+        self.num_lookahead_slots = self.num_running = 0
 
     @property
     def is_empty(self) -> bool:
         return not self.placed and len(self.bulk_rows) == 0
 
     def place(self, row: int, start: int, num_new: int) -> None:
+        """The row computes `num_new` tokens from `start`."""
         self.placed[row] = (start, num_new)
         self.budget -= num_new
+        self.num_scheduled += num_new
+
+    def place_bulk(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, total: int) -> None:
+        """`place` for many rows at once; `total` is the sum of `num_new`."""
+        self.bulk_rows, self.bulk_start, self.bulk_new = rows, start, num_new
+        self.budget -= total
+        self.num_scheduled += total
 
     def take_out(self, row: int) -> None:
-        """The row does not run in this step after all; what it had taken of the budget is returned."""
-        self.steady = False
+        """The row does not run in this step after all; its share of the budget is returned."""
+        self.is_steady = False
+        returned = 0
         if row in self.placed:
-            self.budget += self.placed.pop(row)[1]
+            returned = self.placed.pop(row)[1]
         elif len(self.bulk_rows):
             keep = self.bulk_rows != row
-            self.budget += int(self.bulk_new[~keep].sum())
-            self.bulk_rows, self.bulk_start, self.bulk_new = (
-                self.bulk_rows[keep],
-                self.bulk_start[keep],
-                self.bulk_new[keep],
-            )
+            returned = int(self.bulk_new[~keep].sum())
+            self.bulk_rows, self.bulk_start = self.bulk_rows[keep], self.bulk_start[keep]
+            self.bulk_new = self.bulk_new[keep]
+        self.budget += returned
+        self.num_scheduled -= returned
         self.drafts.pop(row, None)
         self.entries.pop(row, None)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """rows, start, num_new: int32 [num_rows], running rows first."""
+        """Return rows, start, num_new of what is placed so far: int32 [num_rows], bulk rows first."""
         if not self.placed:
             return self.bulk_rows, self.bulk_start, self.bulk_new
         rows = np.fromiter(self.placed, np.int32, len(self.placed))
@@ -135,3 +105,40 @@ class StepPlan:
             np.concatenate((self.bulk_start, pairs[:, 0])),
             np.concatenate((self.bulk_new, pairs[:, 1])),
         )
+
+    def ends_of(self, num_computed: np.ndarray) -> np.ndarray:
+        """Return the computed counts after this step, as planned so far; int32 [rows of the table]."""
+        rows, start, num_new = self.arrays()
+        ends = num_computed.copy()
+        ends[rows] = start + num_new
+        return ends
+
+
+def build_output(plan: StepPlan) -> SchedulerOutput:
+    """Return the step as workers get it. Reads the plan only; nothing changes."""
+    moves, notices = plan.moves, plan.notices
+    return SchedulerOutput(
+        step=plan.step,
+        rows=plan.rows,
+        start=plan.start,
+        num_new=plan.num_new,
+        sample_rows=plan.sample_rows,
+        sample_index=plan.sample_index,
+        total_num_scheduled_tokens=plan.num_scheduled,
+        admitted=plan.admitted,
+        forks=plan.forks,
+        released=notices.released,
+        block_delta=moves.block_delta,
+        swap_out=moves.swap_out,
+        swap_in=moves.swap_in,
+        copies=moves.copies,
+        drafts=plan.drafts,
+        encoder_runs=tuple(run for runs in plan.encoder_runs.values() for run in runs) if plan.encoder_runs else (),
+        encoder_freed=plan.encoder_freed,
+        num_common_prefix_blocks=plan.num_common_prefix_blocks,
+        num_lookahead_slots=plan.num_lookahead_slots,
+        running_queue_size=plan.num_running,
+        preempted_ids=notices.preempted_ids,
+        finished_ids=notices.finished_ids,
+        ignored=notices.ignored,
+    )

@@ -88,7 +88,7 @@ class EngineCore:
         self, request_id: str, branch: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> None:
         """End one branch from outside (a stop string was found in its text); its siblings go on."""
-        self._scheduler.finish_branch(request_id, branch, status)
+        self._scheduler.finish_sequence(request_id, branch, status)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do. Steps in flight of requests that have ended are still to be collected."""

@@ -68,8 +68,8 @@ class Journal:
         """Begin to follow a request. Its id and handle must not be live."""
         assert request.request_id not in self._entries, f"request id {request.request_id!r} is live"
         assert request.handle not in self._by_handle, f"handle {request.handle} is live"
-        prior = request.prior_output or ((),) * request.num_branches
-        entry = JournalEntry(request, [list(tokens) for tokens in prior], set(range(request.num_branches)))
+        prior = request.prior_output or ((),) * request.num_seqs
+        entry = JournalEntry(request, [list(tokens) for tokens in prior], set(range(request.num_seqs)))
         self._entries[request.request_id] = entry
         self._by_handle[request.handle] = entry
         return entry
@@ -142,7 +142,7 @@ class Journal:
         """Requests for a new engine that continue `entry` where it stands: one, or one per live branch."""
         request = entry.request
         entry.num_rows_to_skip = entry.num_prompt_rows
-        if request.num_branches == 1:
+        if request.num_seqs == 1:
             return [dataclasses.replace(request, prior_output=(tuple(entry.tokens[0]),))]
         if not any(entry.tokens):
             return [request]
@@ -174,7 +174,7 @@ class Journal:
         entry = self._entries.get(request_id)
         if entry is None or not entry.aliases:
             return [request_id]
-        return [self.part_id(request_id, branch) for branch in range(entry.request.num_branches)]
+        return [self.part_id(request_id, branch) for branch in range(entry.request.num_seqs)]
 
     def engine_branch(self, request_id: str, branch: int) -> tuple[str, int]:
         """The id and branch under which the current engine knows a branch."""

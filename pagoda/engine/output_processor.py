@@ -145,7 +145,7 @@ class _LiveRequest:
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
         stop = request.sampling.stop if request.sampling is not None else ()
         stops = StopStrings(stop) if stop else None
-        self.branches = [_Branch(request, index, kind, tokenizer, stops) for index in range(request.num_branches)]
+        self.branches = [_Branch(request, index, kind, tokenizer, stops) for index in range(request.num_seqs)]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.num_cached_tokens: int | None = None
         self.error: str | None = None

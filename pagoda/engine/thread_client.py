@@ -135,7 +135,7 @@ class ThreadClient:
             logger.exception("request %s could not enter the engine", request.request_id)
             reason = f"the engine could not take this request: {type(error).__name__}: {error}"
             status = RequestStatus.FINISHED_ERROR
-        entry = JournalEntry(request, [[] for _ in range(request.num_branches)], set(range(request.num_branches)))
+        entry = JournalEntry(request, [[] for _ in range(request.num_seqs)], set(range(request.num_seqs)))
         self._tell(self._outputs.put_nowait, error_outputs(entry, reason, status))
 
     def _refresh_stats(self, core: EngineCore) -> None:

@@ -135,7 +135,7 @@ class RequestObserver:
         self._metrics = metrics
         self._request = request
         self._last_s = 0.0
-        self._open = set(range(request.num_branches))
+        self._open = set(range(request.num_seqs))
         self.num_output_tokens = 0
 
     def on_delta(self, delta: RequestOutput, now_s: float) -> int:

@@ -232,9 +232,7 @@ class Generator:
                 await self.llm.prepare(prompt, params, request_id=engine_id, priority=body.priority, cache_salt=salt)
                 for prompt, engine_id in zip(prompts, engine_ids, strict=True)
             ]
-            asked = sum(
-                r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_branches for r in requests if r.sampling
-            )
+            asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)
             try:
                 place.enter_context(self.admission.admit(len(prompts) * params.n, asked, key))
             except Refusal as refusal:

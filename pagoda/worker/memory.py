@@ -5,9 +5,10 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.base.config import CacheConfig
+from pagoda.base.config import CacheConfig, SchedulerConfig
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVSizing, longest_request
+from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.worker.kv_slots import kv_block_bytes
 
 _GIB = 1024**3
@@ -104,27 +105,18 @@ def _cgroup_headrooms(root: Path) -> list[int | None]:
     return headrooms
 
 
-def blocks_for(groups: tuple[KVGroupSpec, ...], num_tokens: int, block_size: int) -> int:
-    """Blocks that one sequence of num_tokens holds at the end of its life, all groups together."""
-    total = 0
-    for group in groups:
-        blocks = -(-num_tokens // block_size)
-        if group.kind is KVGroupKind.WINDOW:  # the window may begin and end inside a block
-            blocks = min(blocks, -(-group.window // block_size) + 1)
-        total += blocks
-    return total
-
-
 def plan_capacity(
     groups: tuple[KVGroupSpec, ...],
     cache: CacheConfig,
     kv_dtype: str,
     max_model_len: int,
     free_bytes: int,
+    scheduler: SchedulerConfig,
 ) -> KVCapacity:
     """Size the pools: `num_blocks`, else `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
 
-    free_bytes: memory of the device once the weights are loaded.
+    free_bytes: memory of the device once the weights are loaded.   scheduler: how much of a sequence is computed at
+    once, which decides how many blocks a sliding window holds.
     Raises CapacityError when one sequence of max_model_len does not fit; an explicit num_blocks is taken as it is.
     """
     block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
@@ -134,37 +126,20 @@ def plan_capacity(
     num_blocks = cache.num_blocks
     if num_blocks is None:
         num_blocks = max(0, budget // block_bytes - 1)  # one more is the null block
-        if num_blocks < blocks_for(groups, max_model_len, cache.block_size):
-            raise CapacityError(_too_little(groups, cache, block_bytes, max_model_len, budget, num_blocks))
+        sizing = KVSizing.of(groups, cache.block_size, max_model_len, scheduler)
+        needed = sizing.blocks_for_request(max_model_len)
+        if num_blocks < needed:
+            fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
+            raise CapacityError(_too_little(cache, max_model_len, budget, (needed + 1) * block_bytes, fits))
     host_blocks = cache.num_host_blocks
     if host_blocks is None:
         host_blocks = int(cache.swap_space * _GIB) // block_bytes
-    fits = _longest_fit(groups, num_blocks, cache.block_size)
+    fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
     return KVCapacity(num_blocks, host_blocks, cache.block_size, block_bytes, fits)
 
 
-def _longest_fit(groups: tuple[KVGroupSpec, ...], num_blocks: int, block_size: int) -> int:
-    """Tokens of the longest single sequence that num_blocks hold (a multiple of block_size)."""
-    low, high = 0, num_blocks  # in blocks of one group
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks_for(groups, middle * block_size, block_size) <= num_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low * block_size
-
-
-def _too_little(
-    groups: tuple[KVGroupSpec, ...],
-    cache: CacheConfig,
-    block_bytes: int,
-    max_model_len: int,
-    budget: int,
-    num_blocks: int,
-) -> str:
-    needed = (blocks_for(groups, max_model_len, cache.block_size) + 1) * block_bytes
-    fits = _longest_fit(groups, num_blocks, cache.block_size)
+def _too_little(cache: CacheConfig, max_model_len: int, budget: int, needed: int, fits: int) -> str:
+    """budget, needed: bytes.   fits: the longest max_model_len that the budget would hold, in tokens."""
     source = (
         f"kv_cache_memory={cache.kv_cache_memory}"
         if cache.kv_cache_memory is not None

@@ -100,7 +100,7 @@ class Rig:
 
     def _name(self, request_id: str, branch: int) -> str:
         request = next(request for request in reversed(self.requests) if request.request_id == request_id)
-        return f"{request_id}/{branch}" if request.num_branches > 1 else request_id
+        return f"{request_id}/{branch}" if request.num_seqs > 1 else request_id
 
     def home(self, told: StepTold, said: dict[str, list[int]] | None = None, duration_s: float = 0.0) -> StepTold:
         """update_from_output(): everybody who samples says `said`, or FILL."""

@@ -83,7 +83,7 @@ def test_rule_071_a_finished_sibling_frees_only_what_is_its_own() -> None:
     rig.step()
     rig.step()
     assert rig.free == 16 - 5
-    rig.scheduler.finish_branch("a", 1, RequestStatus.FINISHED_STOPPED)
+    rig.scheduler.finish_sequence("a", 1, RequestStatus.FINISHED_STOPPED)
     assert rig.free == 16 - 4
     assert rig.scheduler.has_unfinished_requests()
     texts = rig.run()
@@ -103,7 +103,7 @@ def test_rule_075_unknown_branches_and_requests_are_nothing() -> None:
     rig.add("a", 4)
     rig.abort("nobody", "a", "a")
     rig.abort("a")
-    assert rig.scheduler.finish_branch("a", 0, RequestStatus.FINISHED_STOPPED) == {}
+    assert rig.scheduler.finish_sequence("a", 0, RequestStatus.FINISHED_STOPPED) == {}
     assert rig.free == 16
 
 

@@ -324,7 +324,7 @@ def test_rule_051_one_branch_left_recomputes() -> None:
     rig.add("b", 7, n=3)
     rig.step()
     for branch in (0, 2):
-        rig.scheduler.finish_branch("b", branch, RequestStatus.FINISHED_STOPPED)
+        rig.scheduler.finish_sequence("b", branch, RequestStatus.FINISHED_STOPPED)
     while not rig.waiting and not rig.swapped:
         rig.step()
     assert rig.waiting == ["b"]

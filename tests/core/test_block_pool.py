@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.block_pool import BlockPool
+from pagoda.core.kv.block_pool import BlockPool
 
 
 class PlainPool:
@@ -18,19 +18,19 @@ class PlainPool:
         self.references = dict.fromkeys(range(1, num_blocks + 1), 0)
         self.content: set[int] = set()
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         taken = [self.stack.pop() if self.stack else self.cached.pop(0) for _ in range(count)]
         self.content -= set(taken)
         self.references.update(dict.fromkeys(taken, 1))
         return taken
 
-    def hold(self, blocks: list[int]) -> None:
+    def touch(self, blocks: list[int]) -> None:
         for block in blocks:
             if self.references[block] == 0:
                 self.cached.remove(block)
             self.references[block] += 1
 
-    def release(self, blocks: list[int]) -> None:
+    def free(self, blocks: list[int]) -> None:
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -44,27 +44,27 @@ def test_pool_equals_plain_lists(seed: int) -> None:
     pool, plain = BlockPool(size), PlainPool(size)
     held: list[int] = []
     for _ in range(400):
-        action = rng.choice(["take", "release", "hold", "content"])
-        if action == "take":
+        action = rng.choice(["allocate", "free", "touch", "content"])
+        if action == "allocate":
             count = rng.randint(0, min(4, pool.num_free))
             had_content = set(plain.content)
-            expected = plain.take(count)
-            taken, evicted = pool.take(count)
+            expected = plain.allocate(count)
+            taken, evicted = pool.allocate(count)
             assert sorted(taken.tolist()) == sorted(expected)
             assert set(evicted.tolist()) == had_content & set(expected)
             held += expected
-        elif action == "release" and held:
+        elif action == "free" and held:
             blocks = rng.sample(sorted(set(held)), rng.randint(1, min(4, len(set(held)))))
             for block in blocks:
                 held.remove(block)
             # The stack's order inside one call is not promised: give the plain pool what the real one does.
-            plain.release(blocks)
-            pool.release(np.array(blocks, np.int32))
-        elif action == "hold":
+            plain.free(blocks)
+            pool.free(np.array(blocks, np.int32))
+        elif action == "touch":
             known = [block for block in plain.references if plain.references[block] or block in plain.cached]
             blocks = rng.sample(known, min(len(known), rng.randint(1, 3)))
-            plain.hold(blocks)
-            pool.hold(np.array(blocks, np.int32))
+            plain.touch(blocks)
+            pool.touch(np.array(blocks, np.int32))
             held += blocks
         elif action == "content" and held:
             block = rng.choice(held)
@@ -77,12 +77,12 @@ def test_pool_equals_plain_lists(seed: int) -> None:
 
 def test_content_is_taken_last_and_oldest_first() -> None:
     pool = BlockPool(6)
-    first, _ = pool.take(3)
-    second, _ = pool.take(2)
+    first, _ = pool.allocate(3)
+    second, _ = pool.allocate(2)
     pool.has_content[first] = pool.has_content[second] = True
-    pool.release(first[::-1])
-    pool.release(second[::-1])
-    taken, evicted = pool.take(4)
+    pool.free(first[::-1])
+    pool.free(second[::-1])
+    taken, evicted = pool.allocate(4)
     assert taken.tolist()[1:] == first[::-1].tolist()
     assert evicted.tolist() == first[::-1].tolist()
     assert pool.num_free == 2
@@ -90,35 +90,35 @@ def test_content_is_taken_last_and_oldest_first() -> None:
 
 def test_a_hit_makes_a_block_young_again() -> None:
     pool = BlockPool(3)
-    blocks, _ = pool.take(3)
+    blocks, _ = pool.allocate(3)
     pool.has_content[blocks] = True
-    pool.release(blocks)
-    pool.hold(blocks[:1])
-    pool.release(blocks[:1])
-    assert pool.take(3)[0].tolist() == [*blocks[1:].tolist(), int(blocks[0])]
+    pool.free(blocks)
+    pool.touch(blocks[:1])
+    pool.free(blocks[:1])
+    assert pool.allocate(3)[0].tolist() == [*blocks[1:].tolist(), int(blocks[0])]
 
 
 def test_freeing_a_free_block_is_a_defect() -> None:
     pool = BlockPool(2)
-    blocks, _ = pool.take(1)
-    pool.release(blocks)
+    blocks, _ = pool.allocate(1)
+    pool.free(blocks)
     with pytest.raises(InvariantBroken, match="freed again"):
-        pool.release(blocks)
+        pool.free(blocks)
 
 
 def test_taking_more_than_is_free_is_a_defect() -> None:
-    with pytest.raises(InvariantBroken, match="3 blocks asked of 2"):
-        BlockPool(2).take(3)
+    with pytest.raises(InvariantBroken, match="cannot allocate 3 blocks: 2 are free"):
+        BlockPool(2).allocate(3)
 
 
 def test_dropped_content_is_free_without_being_evicted() -> None:
     pool = BlockPool(4)
-    blocks, _ = pool.take(4)
+    blocks, _ = pool.allocate(4)
     pool.has_content[blocks] = True
-    pool.release(blocks)
+    pool.free(blocks)
     pool.drop_content(blocks[:2])
     pool.check()
-    assert len(pool.take(2)[1]) == 0
+    assert len(pool.allocate(2)[1]) == 0
     pool.drop_all_content()
     pool.check()
-    assert len(pool.take(2)[1]) == 0
+    assert len(pool.allocate(2)[1]) == 0

@@ -1,4 +1,4 @@
-"""Every fast path of the scheduler beside its definition: the same traffic, planned both ways, step by step."""
+"""Every fast path of the scheduler against its definition: the same traffic, planned both ways, step by step."""
 
 import random
 
@@ -9,9 +9,9 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulerConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
-from pagoda.core.output_pass import OutputPass
+from pagoda.core.passes import CommitOutputs, RunRunning
 from pagoda.core.request import Request
-from pagoda.core.running_pass import RunningPass
+from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -78,9 +78,9 @@ def drive(one: Scheduler, seed: int) -> list[object]:
 @pytest.mark.parametrize("seed", range(24))
 def test_batches_equal_rows_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = drive(scheduler(seed), seed)
-    monkeypatch.setattr(RunningPass, "_run_steady", lambda self, plan: False)
+    monkeypatch.setattr(RunningBatch, "plan_steady_step", lambda self, plan: False)
     assert decisions(drive(scheduler(seed), seed)) == decisions(fast)
-    monkeypatch.setattr(RunningPass, "_run_batch", lambda self, plan: False)
+    monkeypatch.setattr(RunRunning, "_run_batch", lambda self, plan: False)
     assert decisions(drive(scheduler(seed), seed)) == decisions(fast)
 
 
@@ -101,5 +101,5 @@ def without_copies(item: object) -> object:
 @pytest.mark.parametrize("seed", range(24))
 def test_plain_results_equal_the_row_by_row_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = drive(scheduler(seed), seed)
-    monkeypatch.setattr(OutputPass, "_is_plain", lambda self, output, result: False)
+    monkeypatch.setattr(CommitOutputs, "_is_plain", lambda self, output, result: False)
     assert drive(scheduler(seed), seed) == fast

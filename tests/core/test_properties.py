@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.traffic.setting.scheduler.num_speculative_tokens or self.traffic.setting.scheduler.async_scheduling:
             return
         for (request_id, branch), told in self.traffic.told.items():
-            if branch == 0 and told.finish is None and self.traffic.requests[request_id].num_branches == 1:
+            if branch == 0 and told.finish is None and self.traffic.requests[request_id].num_seqs == 1:
                 ahead = told.truth[len(told.tokens) :][1:4]
                 guess = ahead[:right] + [(token + 1) % VOCABULARY for token in ahead[right:]]
                 if guess:

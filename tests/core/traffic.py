@@ -115,7 +115,7 @@ class Traffic:
             self.twin.add(request)
         self.requests[request.request_id] = request
         self.id_of[request.handle] = request.request_id
-        for branch in range(request.num_branches):
+        for branch in range(request.num_seqs):
             self.told[request.request_id, branch] = Told(truth_of(request, branch, self.setting.max_model_len))
         self.check()
 
@@ -191,7 +191,7 @@ class Traffic:
         known = self.worker.rows[row]
         request = self.requests[known.request_id]
         branch = known.seed - request.seed
-        return f"{known.request_id}/{branch}" if request.num_branches > 1 else known.request_id
+        return f"{known.request_id}/{branch}" if request.num_seqs > 1 else known.request_id
 
     def deliver(self) -> dict[int, EngineCoreOutputs]:
         """The oldest result comes home."""
@@ -298,17 +298,17 @@ class Traffic:
     def _check_blocks(self) -> None:
         """Every block is free or referenced; its count is the number of entries that name it; workers know the same."""
         named: Counter[int] = Counter()
-        state = self.scheduler._state  # the truth itself: what the public answers are made of
-        assert set(state.lineup.rows.tolist()) == set(self.worker.rows)
+        batch, kv = self.scheduler._batch, self.scheduler._kv  # what the public answers are made of
+        assert set(batch.running.rows.tolist()) == set(self.worker.rows)
         for number, row in self.worker.rows.items():
-            for table, mirrored in zip(state.table.tables(number), row.tables, strict=True):
+            for table, mirrored in zip(kv.tables_of(number), row.tables, strict=True):
                 entries = table.tolist()
                 named.update(block for block in entries if block)
                 # A worker keeps entries behind a window, and a fork's copy of slots reserved for its source alone.
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
         assert self.scheduler.num_free_blocks == self.setting.num_blocks - len(named)
-        counts = state.kv.pool.ref_count
+        counts = kv._pool.ref_count
         for block in range(1, self.setting.num_blocks + 1):
             assert int(counts[block]) == named[block], (
                 f"block {block}: {counts[block]} references, {named[block]} entries"

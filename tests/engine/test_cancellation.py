@@ -41,7 +41,7 @@ def num_used(core: EngineCore) -> tuple[int, int]:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("state", STATES)
 def test_its_blocks_are_free_within_two_steps(state: str, depth: int) -> None:
-    settings, prompt, num_branches, is_reached = STATES[state]
+    settings, prompt, num_seqs, is_reached = STATES[state]
     core = make_core(
         lambda rows: FakeExecutor(rows, MAX_LEN + 1, BLOCK, vocab_size=1000),
         num_blocks=NUM_BLOCKS,
@@ -60,7 +60,7 @@ def test_its_blocks_are_free_within_two_steps(state: str, depth: int) -> None:
     core.add_request(request(0, NEIGHBOUR, SamplingParams(max_tokens=70)))
     while ("r0", 0) not in answers.tokens:
         step()
-    core.add_request(request(1, prompt, SamplingParams(max_tokens=80, n=num_branches), seed=5))
+    core.add_request(request(1, prompt, SamplingParams(max_tokens=80, n=num_seqs), seed=5))
     for _ in range(200):
         if is_reached(core.make_stats()):
             break

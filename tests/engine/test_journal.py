@@ -54,7 +54,7 @@ def test_branches_come_back_as_requests_of_their_own_and_look_like_branches() ->
     first, last = journal.replay(entry)
     assert (first.request_id, first.seed, first.prior_output) == (Journal.part_id("a", 0), 40, ((5,),))
     assert (last.request_id, last.seed, last.prior_output) == (Journal.part_id("a", 2), 42, ((7,),))
-    assert first.num_branches == last.num_branches == 1
+    assert first.num_seqs == last.num_seqs == 1
     assert journal.engine_branch("a", 2) == (Journal.part_id("a", 2), 0)
     assert set(journal.engine_ids("a")) >= {Journal.part_id("a", 0), Journal.part_id("a", 2)}
 

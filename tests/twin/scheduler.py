@@ -71,7 +71,7 @@ class TwinScheduler:
         groups = len(self.memory.groups)
         branches = [
             Branch(number, list(tokens), len(tokens), [[] for _ in range(groups)], hashed=[0] * groups)
-            for number in range(request.num_branches)
+            for number in range(request.num_seqs)
         ]
         self.arrivals += 1
         live = Live(request, (self.arrivals,), branches, forked=len(branches) == 1)

@@ -54,7 +54,7 @@ class Live:
 
     @property
     def seats(self) -> int:
-        return len(self.alive) if self.forked else self.request.num_branches
+        return len(self.alive) if self.forked else self.request.num_seqs
 
 
 @dataclass(eq=False)

@@ -1,19 +1,26 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pagoda.base.config import CacheConfig
+from pagoda.base.clock import VirtualClock
+from pagoda.base.config import CacheConfig, SchedulerConfig
 from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.kv import KVSizing
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.core.request import Request
+from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.kv_slots import KVSlot, kv_block_bytes, kv_bytes_per_token, kv_slots
 from pagoda.worker.memory import (
     available_memory,
-    blocks_for,
     plan_capacity,
 )
 
 GIB = 1024**3
 FULL = (KVGroupSpec(layers=tuple(range(30)), shape=KVShape(3, 64, 64)),)  # SmolLM2-135M
+SCHEDULER = SchedulerConfig()
 
 
 def write(root: Path, **files: str) -> None:
@@ -84,35 +91,68 @@ def test_a_slot_has_room_for_the_largest_shape() -> None:
 
 def test_pool_from_bytes_share_or_count() -> None:
     block = 23040 * 16
-    from_bytes = plan_capacity(FULL, CacheConfig(kv_cache_memory=101 * block), "bfloat16", 1600, 0)
+    from_bytes = plan_capacity(FULL, CacheConfig(kv_cache_memory=101 * block), "bfloat16", 1600, 0, SCHEDULER)
     assert (from_bytes.num_blocks, from_bytes.max_tokens) == (100, 1600)
     assert from_bytes.pool_bytes == 100 * block
     share = CacheConfig(gpu_memory_utilization=0.25, swap_space=1)
-    from_share = plan_capacity(FULL, share, "bfloat16", 8192, 4 * GIB)
+    from_share = plan_capacity(FULL, share, "bfloat16", 8192, 4 * GIB, SCHEDULER)
     assert from_share.num_blocks == GIB // block - 1
     assert from_share.num_host_blocks == GIB // block
     tiny = CacheConfig(num_blocks=3, num_host_blocks=2)
-    from_count = plan_capacity(FULL, tiny, "bfloat16", 8192, 0)
+    from_count = plan_capacity(FULL, tiny, "bfloat16", 8192, 0, SCHEDULER)
     assert (from_count.num_blocks, from_count.num_host_blocks) == (3, 2)
 
 
 def test_too_little_says_what_would_fit() -> None:
     config = CacheConfig(kv_cache_memory=101 * 23040 * 16)
     with pytest.raises(CapacityError) as caught:
-        plan_capacity(FULL, config, "bfloat16", 8192, 0)
+        plan_capacity(FULL, config, "bfloat16", 8192, 0, SCHEDULER)
     message = str(caught.value)
     assert "max_model_len=1600 or less" in message
     needed = int(message.split("kv_cache_memory=")[-1].split()[0])
-    enough = plan_capacity(FULL, CacheConfig(kv_cache_memory=needed), "bfloat16", 8192, 0)
+    enough = plan_capacity(FULL, CacheConfig(kv_cache_memory=needed), "bfloat16", 8192, 0, SCHEDULER)
     assert enough.max_tokens >= 8192
     with pytest.raises(CapacityError):
-        plan_capacity(FULL, CacheConfig(kv_cache_memory=needed - 1), "bfloat16", 8192, 0)
-    plan_capacity(FULL, config, "bfloat16", 1600, 0)
+        plan_capacity(FULL, CacheConfig(kv_cache_memory=needed - 1), "bfloat16", 8192, 0, SCHEDULER)
+    plan_capacity(FULL, config, "bfloat16", 1600, 0, SCHEDULER)
     with pytest.raises(CapacityError, match="gpu_memory_utilization"):
-        plan_capacity(FULL, CacheConfig(), "bfloat16", 8192, 1000)
+        plan_capacity(FULL, CacheConfig(), "bfloat16", 8192, 1000, SCHEDULER)
 
 
 def test_window_groups_need_less() -> None:
     groups = (KVGroupSpec(KVGroupKind.FULL, 0, (0,)), KVGroupSpec(KVGroupKind.WINDOW, 32, (1,)))
-    assert blocks_for(groups, 160, 16) == 10 + 3
-    assert blocks_for(groups, 16, 16) == 2
+    sizing = KVSizing.of(groups, 16, 160, SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=1))
+    assert sizing.blocks_for_request(160) == 10 + 4  # 31 tokens of the window, 16 being computed, and a part of a block
+    assert sizing.blocks_for_request(16) == 2
+
+
+@pytest.mark.parametrize("budget", [64, 2048])
+@pytest.mark.parametrize("kinds", [(512,), (0, 512), (0, 24, 100)])
+def test_start_up_promises_what_admission_keeps(budget: int, kinds: tuple[int, ...]) -> None:
+    """The smallest pool that start-up accepts for a length admits and runs a prompt of that length."""
+    groups = tuple(
+        KVGroupSpec(KVGroupKind.WINDOW if window else KVGroupKind.FULL, window, (layer,))
+        for layer, window in enumerate(kinds)
+    )
+    scheduler, length = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=8), 8192
+    block_bytes = kv_block_bytes(groups, "bfloat16", 16)
+    with pytest.raises(CapacityError) as caught:
+        plan_capacity(groups, CacheConfig(kv_cache_memory=block_bytes), "bfloat16", length, 0, scheduler)
+    needed = int(str(caught.value).split("kv_cache_memory=")[-1].split()[0])
+    capacity = plan_capacity(groups, CacheConfig(kv_cache_memory=needed), "bfloat16", length, 0, scheduler)
+    assert capacity.num_blocks == needed // block_bytes - 1
+    one = Scheduler(scheduler, CacheConfig(watermark=0.0), groups, capacity.num_blocks, length, VirtualClock())
+    one.add_request(Request("a", np.zeros(length - 1, np.int32), SamplingParams(max_tokens=1)))
+    for _ in range(-(-length // budget)):
+        output = one.schedule()
+        assert not output.ignored, output.ignored[0].message
+        assert not output.preempted_ids
+        count = len(output.sample_rows)
+        tokens = np.ones((count, 1), np.int32)
+        one.update_from_output(output, ModelRunnerOutput(output.step, tokens, np.ones(count, np.int32)))
+    assert not one.has_unfinished_requests()
+
+
+def test_a_window_of_512_needs_161_blocks_everywhere() -> None:
+    groups = (KVGroupSpec(KVGroupKind.WINDOW, 512, (0,)),)
+    assert KVSizing.of(groups, 16, 8192, SchedulerConfig()).blocks_for_request(8192) == 161

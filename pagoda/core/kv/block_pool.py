@@ -1,4 +1,4 @@
-"""BlockPool: who holds which block of one memory tier. It counts; it knows nothing of tokens, rows or hashes."""
+"""BlockPool: reference counts and free blocks of one memory tier. It knows nothing of tokens, rows or hashes."""
 
 import numpy as np
 
@@ -10,13 +10,13 @@ NO_BLOCKS = np.empty(0, np.int32)
 class BlockPool:
     """Reference counts and free blocks of one tier (device or host). Every operation works on whole arrays of blocks.
 
-    A free block lies in one of two places. Blocks without content are a stack: they are used up first. Blocks that
-    still hold findable KV (`has_content`) wait in the order in which they were freed, and are taken oldest first.
-    That order is a log with tombstones: `_log` holds block ids in the order of freeing, `_place[block]` says where in
-    the log a block's valid entry stands. Taking a block out of the middle clears its place; no link is ever walked.
-    The log is compacted when it is full, which costs O(1) per block freed.
+    A free block is in one of two places. Blocks without content are a stack, and are used first. Blocks that still
+    hold KV that can be found by its hash (`has_content`) are kept in the order in which they were freed, and are
+    allocated oldest first. That order is a log with tombstones: `_log` holds block ids in the order of freeing, and
+    `_place[block]` is the position of the block's valid entry in it. Allocating a block from the middle clears its
+    place; no links are walked. The log is compacted when it is full, which costs O(1) per block freed.
 
-    ids: `first_id` .. `first_id + num_blocks - 1`; ids below `first_id` are never given out (the null block).
+    ids: `first_id` .. `first_id + num_blocks - 1`; ids below `first_id` are never allocated (the null block).
     ref_count: int32 [first_id + num_blocks].   has_content: bool, same length.
     """
 
@@ -36,17 +36,17 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now, those that still hold content included."""
+        """Blocks that can be allocated now, those that still hold content included."""
         return self._num_stacked + self._num_logged
 
-    def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """`count` free blocks with one reference each: (taken, evicted), int32.
+    def allocate(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Allocate `count` blocks with one reference each. Return (allocated, evicted), int32.
 
-        `evicted` are those of `taken` that held content: whoever finds blocks by content must forget them.
-        The caller checks `num_free` first; taking more is a defect.
+        `evicted` are those of `allocated` that held content: the prefix cache must remove them.
+        The caller checks `num_free` first; raises InvariantBroken if too few are free.
         """
         if count > self.num_free:
-            raise InvariantBroken(f"{count} blocks asked of {self.num_free} free ones")
+            raise InvariantBroken(f"cannot allocate {count} blocks: {self.num_free} are free")
         fresh = min(count, self._num_stacked)
         self._num_stacked -= fresh
         taken = self._stack[self._num_stacked : self._num_stacked + fresh].copy()
@@ -59,7 +59,7 @@ class BlockPool:
         return taken, evicted
 
     def _take_oldest(self, count: int) -> np.ndarray:
-        """The `count` blocks that were freed longest ago, out of the log."""
+        """Remove the `count` blocks that were freed longest ago from the log. Return them."""
         found: list[np.ndarray] = []
         wanted = count
         while wanted:
@@ -76,8 +76,8 @@ class BlockPool:
         self._num_logged -= count
         return oldest
 
-    def hold(self, blocks: np.ndarray) -> None:
-        """One more reference to each of `blocks` (distinct ids); free ones among them leave the free log."""
+    def touch(self, blocks: np.ndarray) -> None:
+        """Add a reference to each of `blocks` (distinct ids); free ones leave the log of free blocks."""
         self._unlog(blocks[self.ref_count[blocks] == 0])
         self.ref_count[blocks] += 1
 
@@ -85,8 +85,8 @@ class BlockPool:
         self._num_logged -= int(np.count_nonzero(self._place[blocks]))
         self._place[blocks] = 0
 
-    def release(self, blocks: np.ndarray) -> None:
-        """Drop one reference of each of `blocks` (distinct ids). Those with none left become free, first ones oldest.
+    def free(self, blocks: np.ndarray) -> None:
+        """Drop one reference of each of `blocks` (distinct ids). Blocks with none left become free in this order.
 
         Callers pass the tail of a table first, so that the deepest blocks of a prefix are evicted first.
         """
@@ -101,18 +101,8 @@ class BlockPool:
             free = free[~keep]
         self._push(free)
 
-    def release_shared(self, blocks: np.ndarray) -> None:
-        """As `release`, for arrays in which an id may stand several times (the tables of sibling branches)."""
-        while len(blocks):
-            unique, first = np.unique(blocks, return_index=True)
-            first.sort()
-            self.release(blocks[first])
-            if len(unique) == len(blocks):
-                return
-            blocks = np.delete(blocks, first)
-
     def drop_content(self, blocks: np.ndarray) -> None:
-        """`blocks` cannot be found by content any more; free ones among them move to the stack."""
+        """`blocks` cannot be found by hash any more; free ones move to the stack."""
         self.has_content[blocks] = False
         logged = blocks[self._place[blocks] != 0]
         if len(logged):
@@ -120,7 +110,7 @@ class BlockPool:
             self._push(logged)
 
     def drop_all_content(self) -> None:
-        """No block holds content any more."""
+        """No block can be found by hash any more."""
         logged = self._log[self._head : self._tail]
         valid = logged[self._place[logged] == np.arange(self._head + 1, self._tail + 1)]
         self.drop_content(valid.copy())
@@ -141,7 +131,7 @@ class BlockPool:
         self._num_logged += len(blocks)
 
     def _compact(self) -> None:
-        """Move the valid entries of the log to its front. They are at most half of it, so this is rare enough."""
+        """Move the valid entries of the log to its front. They are at most half of it, so this is rare."""
         logged = self._log[self._head : self._tail]
         valid = logged[self._place[logged] == np.arange(self._head + 1, self._tail + 1)]
         self._head, self._tail = 0, len(valid)
@@ -149,14 +139,14 @@ class BlockPool:
         self._place[valid] = np.arange(1, self._tail + 1)
 
     def check(self) -> None:
-        """Every block is free or referenced, never both. Raises InvariantBroken."""
+        """Check that every block is free or referenced, never both. Raises InvariantBroken."""
         stacked = self._stack[: self._num_stacked]
         logged = self._log[self._head : self._tail]
         logged = logged[self._place[logged] == np.arange(self._head + 1, self._tail + 1)]
         free = np.concatenate((stacked, logged))
         if len(logged) != self._num_logged or len(np.unique(free)) != len(free):
-            raise InvariantBroken("a block stands twice among the free ones")
+            raise InvariantBroken("a block is free twice")
         if self.ref_count[free].any() or len(free) != np.count_nonzero(self.ref_count[self.first_id :] == 0):
             raise InvariantBroken("a block is free and referenced, or neither")
         if self.has_content[stacked].any() or not self.has_content[logged].all():
-            raise InvariantBroken("a free block with content stands among those without, or the other way round")
+            raise InvariantBroken("a free block with content is among those without, or the other way round")

@@ -22,11 +22,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges of now, and totals since the start.
+    """Gauges at this moment, and totals since the start.
 
     num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
-    prefix_queries, prefix_hits: tokens of first admissions that were looked up, and found; *_resumed: of later ones.
-    prompt_tokens: of prompts that are computed (once each).   generation_tokens: sampled tokens that stood.
+    prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
+    prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
     """
 
     num_running: int

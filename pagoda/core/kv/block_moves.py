@@ -1,12 +1,25 @@
 """BlockMoves: what one step does to block tables and block contents, gathered while the step is planned."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from pagoda.core.scheduler_output import NO_INTS, NO_PAIRS, BlockDelta
 
 _Entries = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, index, block ids
 
-EMPTY_DELTA = BlockDelta(NO_INTS, NO_INTS, NO_INTS, NO_INTS)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMoves:
+    """The block moves of one step. Swaps and copies are int32 [k, 2] (source, destination), as in SchedulerOutput."""
+
+    block_delta: BlockDelta = field(default_factory=BlockDelta)
+    copies: np.ndarray = field(default_factory=lambda: NO_PAIRS)
+    swap_out: np.ndarray = field(default_factory=lambda: NO_PAIRS)
+    swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
+
+
+NO_MOVES = StepMoves(BlockDelta(NO_INTS, NO_INTS, NO_INTS, NO_INTS), NO_PAIRS, NO_PAIRS, NO_PAIRS)
 
 
 class BlockMoves:
@@ -36,39 +49,39 @@ class BlockMoves:
     def swap_in(self, pairs: np.ndarray) -> None:
         self._swap_in.append(pairs)
 
-    def forget_row(self, row: int) -> None:
+    def forget(self, row: int) -> None:
         """The row left the table while the step was planned: nothing is set or copied for it any more."""
         if self._entries:
             self._entries = [entry for one in self._entries if (entry := _without(one, row)) is not None]
         if self.copies:
             self.copies = [copy for copy in self.copies if copy[0] != row]
 
-    def source_of(self, rows: set[int]) -> dict[int, int]:
-        """Copies of this step that `rows` wait for, target -> source. Swap-outs are made before them."""
+    def sources_of(self, rows: set[int]) -> dict[int, int]:
+        """Return the copies of this step that `rows` wait for, target -> source. Swap-outs run before them."""
         return {target: source for row, source, target in self.copies if row in rows}
 
-    def drain(self) -> tuple[BlockDelta, np.ndarray, np.ndarray, np.ndarray]:
-        """(block delta, copies, swap-outs, swap-ins) of the step; the next one starts empty."""
-        delta, copies, swap_out, swap_in = EMPTY_DELTA, NO_PAIRS, NO_PAIRS, NO_PAIRS
-        if self._entries:
-            delta = BlockDelta(
-                np.concatenate([entry[0] for entry in self._entries]),
-                np.repeat(
-                    np.array([entry[1] for entry in self._entries], np.int32),
-                    [len(entry[0]) for entry in self._entries],
-                ),
-                np.concatenate([entry[2] for entry in self._entries]),
-                np.concatenate([entry[3] for entry in self._entries]),
-            )
-            self._entries = []
-        if self.copies:
-            copies = np.array(self.copies, np.int32)[:, 1:]
-            self.copies = []
-        if self._swap_out:
-            swap_out, self._swap_out = np.concatenate(self._swap_out), []
-        if self._swap_in:
-            swap_in, self._swap_in = np.concatenate(self._swap_in), []
-        return delta, copies, swap_out, swap_in
+    def drain(self) -> StepMoves:
+        """Return the moves of the step; the next one starts empty."""
+        entries, copies, swap_out, swap_in = self._entries, self.copies, self._swap_out, self._swap_in
+        if not (entries or copies or swap_out or swap_in):
+            return NO_MOVES
+        self._entries, self.copies, self._swap_out, self._swap_in = [], [], [], []
+        return StepMoves(
+            _merge(entries) if entries else NO_MOVES.block_delta,
+            np.array(copies, np.int32)[:, 1:] if copies else NO_PAIRS,
+            np.concatenate(swap_out) if swap_out else NO_PAIRS,
+            np.concatenate(swap_in) if swap_in else NO_PAIRS,
+        )
+
+
+def _merge(entries: list[_Entries]) -> BlockDelta:
+    groups = np.array([entry[1] for entry in entries], np.int32)
+    return BlockDelta(
+        np.concatenate([entry[0] for entry in entries]),
+        np.repeat(groups, [len(entry[0]) for entry in entries]),
+        np.concatenate([entry[2] for entry in entries]),
+        np.concatenate([entry[3] for entry in entries]),
+    )
 
 
 def _without(entry: _Entries, row: int) -> _Entries | None:

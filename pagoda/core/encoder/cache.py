@@ -2,14 +2,14 @@
 
 from collections import OrderedDict
 
-from pagoda.core.request_table import LiveRequest
+from pagoda.core.request import RequestState
 
 
 class EncoderCache:
     """Space is counted in encoder tokens.
 
-    An output that nobody references stays until its space is needed; the one unreferenced longest goes first.
-    A request references an output once, however often it repeats the item, until its last place is passed.
+    An output without references stays until its space is needed; the one unreferenced longest is evicted first.
+    A request references an output once, however often it repeats the item, until it has computed the last occurrence.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -23,22 +23,22 @@ class EncoderCache:
 
     @property
     def num_reclaimable_tokens(self) -> int:
-        """Free space plus what nobody references."""
+        """Free space plus what has no references."""
         return self.num_free_tokens + sum(self._unreferenced.values())
 
-    def hold_cached(self, live: LiveRequest, item: int) -> bool:
+    def touch(self, request: RequestState, item: int) -> bool:
         """Reference the item's output if it is cached; False if it is not."""
-        content_hash = live.request.media[item].content_hash
+        content_hash = request.facts.media[item].content_hash
         holders = self._holders.get(content_hash)
         if holders is None:
             return False
         self._unreferenced.pop(content_hash, None)
-        holders.add(live.request_id)
-        self._items_held.setdefault(live.request_id, set()).add(item)
+        holders.add(request.request_id)
+        self._items_held.setdefault(request.request_id, set()).add(item)
         return True
 
     def make_room(self, num_tokens: int) -> bool:
-        """Evict until `num_tokens` are free; False, and nothing done, where even that would not do."""
+        """Evict until `num_tokens` are free; False, and nothing done, if even that is not enough."""
         if num_tokens > self.num_reclaimable_tokens:
             return False
         while num_tokens > self.num_free_tokens:
@@ -48,64 +48,64 @@ class EncoderCache:
             self.num_free_tokens += length
         return True
 
-    def add(self, live: LiveRequest, item: int) -> None:
-        """The item will be encoded in this step; `make_room` was asked before."""
-        media = live.request.media[item]
-        if self.hold_cached(live, item):
+    def add(self, request: RequestState, item: int) -> None:
+        """The item will be encoded in this step; the caller asked `make_room` before."""
+        media = request.facts.media[item]
+        if self.touch(request, item):
             return  # run again all the same (an encoder-decoder request fills its own cross blocks), in the same space
         self._length[media.content_hash] = media.length
-        self._holders[media.content_hash] = {live.request_id}
-        self._items_held.setdefault(live.request_id, set()).add(item)
+        self._holders[media.content_hash] = {request.request_id}
+        self._items_held.setdefault(request.request_id, set()).add(item)
         self.num_free_tokens -= media.length
 
-    def drop_item(self, live: LiveRequest, item: int) -> None:
-        """`live` needs the output no more at this place."""
-        held = self._items_held.get(live.request_id)
+    def drop_item(self, request: RequestState, item: int) -> None:
+        """The request no longer needs the output for this item."""
+        held = self._items_held.get(request.request_id)
         if held is None or item not in held:
             return
         held.discard(item)
         if not held:
-            del self._items_held[live.request_id]
-        content_hash = live.request.media[item].content_hash
-        if any(live.request.media[other].content_hash == content_hash for other in held):
+            del self._items_held[request.request_id]
+        content_hash = request.facts.media[item].content_hash
+        if any(request.facts.media[other].content_hash == content_hash for other in held):
             return
         holders = self._holders.get(content_hash)
         if holders is None:
             return
-        holders.discard(live.request_id)
+        holders.discard(request.request_id)
         if not holders:
             self._unreferenced[content_hash] = self._length[content_hash]
 
-    def drop_passed(self, live: LiveRequest, num_computed: int) -> None:
-        """Drop what lies wholly before `num_computed`: its KV is in the cache now."""
-        for item in sorted(self._items_held.get(live.request_id, ())):
-            media = live.request.media[item]
+    def drop_passed(self, request: RequestState, num_computed: int) -> None:
+        """Drop items that end at or before `num_computed`: their KV is in the cache now."""
+        for item in sorted(self._items_held.get(request.request_id, ())):
+            media = request.facts.media[item]
             if media.offset + media.length <= num_computed:
-                self.drop_item(live, item)
+                self.drop_item(request, item)
 
-    def drop_all(self, live: LiveRequest) -> None:
-        for item in sorted(self._items_held.get(live.request_id, ())):
-            self.drop_item(live, item)
+    def drop_all(self, request: RequestState) -> None:
+        for item in sorted(self._items_held.get(request.request_id, ())):
+            self.drop_item(request, item)
 
     def forget(self, content_hash: str) -> None:
-        """An output that was planned in this step will not be made after all."""
+        """An output that was planned in this step will not be computed after all."""
         self.num_free_tokens += self._length.pop(content_hash)
         del self._holders[content_hash]
         self._unreferenced.pop(content_hash, None)
 
     def take_evicted(self) -> tuple[str, ...]:
-        """Hashes the workers shall drop; each is told once, and not if it was encoded again meanwhile."""
+        """Return hashes that workers must drop; each once, and not if it was encoded again meanwhile."""
         if not self._evicted:
             return ()
         evicted = tuple(content_hash for content_hash in self._evicted if content_hash not in self._holders)
         self._evicted.clear()
         return evicted
 
-    def disinherit(self, live: LiveRequest, content_hash: str) -> str | None:
-        """`live` will not run the encoder for this output: another request that waits for it, or None (forgotten)."""
-        held = self._items_held.get(live.request_id, set())
-        for item in [item for item in held if live.request.media[item].content_hash == content_hash]:
-            self.drop_item(live, item)
+    def release_planned_run(self, request: RequestState, content_hash: str) -> str | None:
+        """The request will not run the encoder for this output. Return its next holder's id, or None if it has none."""
+        held = self._items_held.get(request.request_id, set())
+        for item in [item for item in held if request.facts.media[item].content_hash == content_hash]:
+            self.drop_item(request, item)
         holders = self._holders.get(content_hash)
         if holders:
             return min(holders)

@@ -1,0 +1,5 @@
+"""Encoder inputs (images, audio): which outputs are cached, and what a chunk needs of the encoder."""
+
+from pagoda.core.encoder.inputs import EncoderInputs
+
+__all__ = ["EncoderInputs"]

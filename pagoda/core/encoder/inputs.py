@@ -1,0 +1,145 @@
+"""EncoderInputs: which media must be encoded in a step, and where a chunk must end because one cannot be."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagoda.core.chunk_limits import ChunkLimit
+from pagoda.core.decision_log import Reason
+from pagoda.core.encoder.cache import EncoderCache
+from pagoda.core.request import RequestState, Sequence
+from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_output import EncoderRun
+from pagoda.core.step_plan import StepPlan
+
+
+@dataclass(slots=True)
+class _ChunkMedia:
+    """num_new: tokens the chunk may have.   to_encode: items to run first.   repeated: items equal to one of those."""
+
+    num_new: int
+    to_encode: list[int] = field(default_factory=list)
+    repeated: list[int] = field(default_factory=list)
+
+
+class EncoderInputs(ChunkLimit):
+    """The encoder's cache and budget, and the rows whose requests have media.
+
+    encoder_decoder: encoder inputs are run in a request's first step and read through cross-attention tables.
+    whole_items: an item is never split over chunks.
+    """
+
+    reason = Reason.ENCODER
+
+    def __init__(
+        self, table: RequestTable, cache_tokens: int, budget_tokens: int, *, encoder_decoder: bool, whole_items: bool
+    ) -> None:
+        self.encoder_decoder = encoder_decoder
+        self.largest_item = min(budget_tokens, cache_tokens)
+        self._cache = EncoderCache(cache_tokens)
+        self._table = table
+        self._whole_items = whole_items
+        self._rows: dict[int, RequestState] = {}
+        self._chunk: _ChunkMedia | None = None  # of the last `fit`, until it is committed
+
+    # A chunk limit
+
+    @property
+    def acts_on_rows(self) -> bool:
+        return bool(self._rows)
+
+    def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
+        """Cut the chunk before the first item that finds no budget or no space. Cached items are referenced at once."""
+        is_watched = request.facts.media and (row < 0 or row in self._rows)
+        self._chunk = self._plan_chunk(plan, request, start, num_new) if is_watched else None
+        return self._chunk.num_new if self._chunk else num_new
+
+    def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
+        """The chunk is placed: its items run in this step."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is None:
+            return
+        for item in chunk.to_encode:
+            media = request.facts.media[item]
+            self._cache.add(request, item)
+            plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
+            plan.encoder_budget -= media.length
+        for item in chunk.repeated:
+            self._cache.touch(request, item)
+
+    def release(self, request: RequestState) -> None:
+        """The chunk is not placed, or the request left the running batch: drop its references."""
+        self._cache.drop_all(request)
+
+    def _plan_chunk(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> _ChunkMedia:
+        chunk = _ChunkMedia(num_new)
+        budget, planned = plan.encoder_budget, 0
+        hashes: set[str] = set()
+        for item, at in enumerate(request.facts.media):
+            if self.encoder_decoder:
+                if start > 0:
+                    break  # the cross-attention table was filled in the first step
+            elif at.offset >= start + num_new:
+                break
+            elif at.offset + at.length <= start:
+                continue
+            if self._whole_items and start < at.offset and start + num_new < at.offset + at.length:
+                chunk.num_new = max(0, at.offset - start)
+                break
+            if not self.encoder_decoder:
+                if at.content_hash in hashes:
+                    chunk.repeated.append(item)
+                    continue
+                if self._cache.touch(request, item):
+                    continue
+            if at.length > budget or not self._cache.make_room(planned + at.length):
+                chunk.num_new = max(0, at.offset - start)
+                break
+            planned += at.length
+            budget -= at.length
+            hashes.add(at.content_hash)
+            chunk.to_encode.append(item)
+        return chunk
+
+    # Rows come, compute and go
+
+    def enter(self, request: RequestState, row: int) -> None:
+        """The row computes prompt tokens. A sibling finds the shared cross-attention blocks filled."""
+        if request.facts.media and not (self.encoder_decoder and len(request.rows) > 1):
+            self._rows[row] = request
+
+    def complete(self, rows: np.ndarray) -> None:
+        """A step of `rows` is complete: outputs whose items are computed are no longer needed."""
+        for row in self._rows.keys() & set(rows.tolist()) if self._rows else ():
+            request = self._rows[row]
+            if self.encoder_decoder:
+                self._cache.drop_all(request)
+            else:
+                done = int(self._table.num_computed[row] - self._table.num_pending[row])
+                self._cache.drop_passed(request, done)
+
+    def has_media_ahead(self, row: int) -> bool:
+        """Whether the row still needs encoder outputs, which it loses when it leaves the running batch."""
+        request = self._rows.get(row)
+        if request is None or self.encoder_decoder:
+            return False
+        return any(item.offset + item.length > self._table.num_computed[row] for item in request.facts.media)
+
+    def take_out(self, plan: StepPlan, sequence: Sequence, requests: dict[str, RequestState]) -> None:
+        """The row does not run in this step: its encoder runs go to the next request that waits for them, if any."""
+        for run in plan.encoder_runs.pop(sequence.row, ()):
+            holder = self._cache.release_planned_run(sequence.request, run.content_hash)
+            rows = requests[holder].rows if holder is not None else []
+            if holder is None or not rows:
+                plan.encoder_budget += sequence.request.facts.media[run.item].length
+                continue
+            items = requests[holder].facts.media
+            item = next(number for number, media in enumerate(items) if media.content_hash == run.content_hash)
+            plan.encoder_runs.setdefault(rows[0], []).append(EncoderRun(rows[0], item, run.content_hash))
+
+    def forget(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def take_evicted(self) -> tuple[str, ...]:
+        """Return hashes of outputs that workers must drop."""
+        return self._cache.take_evicted()

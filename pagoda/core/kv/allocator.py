@@ -1,0 +1,227 @@
+"""BlockAllocator: gives blocks to rows, shares them between rows, and frees them."""
+
+import numpy as np
+
+from pagoda.core.kv.block_moves import BlockMoves
+from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_tables import BlockTables
+from pagoda.core.kv.cached_content import CachedContent, CachedPrefix
+from pagoda.core.kv.sizing import KVSizing, blocks_for
+from pagoda.core.request_table import RequestTable
+
+
+class BlockAllocator:
+    """One device pool under the tables of all KV groups.
+
+    `extend_rows` (whole batches, numpy) and `extend_row` (one row; the definition) first free what fell behind a
+    window, then copy a shared tail block that is about to be written, then allocate new blocks.
+
+    common_changed: set when a table changed in a way that may shorten the prefix common to all rows.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        tables: BlockTables,
+        pool: BlockPool,
+        moves: BlockMoves,
+        content: CachedContent,
+        sizing: KVSizing,
+    ) -> None:
+        self._table = table
+        self._tables = tables
+        self._pool = pool
+        self._moves = moves
+        self._content = content
+        self._sizing = sizing
+        self._block_size = sizing.block_size
+        self.growing = tuple(group for group in sizing.groups if group.grows)
+        self.windows = tuple(group for group in sizing.groups if group.is_window)
+        self._cross = tuple(group for group in sizing.groups if not group.grows)
+        self._shared_tails: set[int] = set()  # rows whose next write may be into a block that others reference
+        self.common_changed = True
+
+    # Counting
+
+    def most_blocks_to_extend(self, rows: np.ndarray, ends: np.ndarray) -> int:
+        """Most free blocks that `extend_rows` needs, copies included, if no window frees any."""
+        need = int(np.maximum(self._missing(rows, ends), 0).sum())
+        if self._shared_tails:
+            need += len(self._shared_tails.intersection(rows.tolist()))
+        return need * len(self.growing)
+
+    def _missing(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        target = np.minimum(ends + self._sizing.num_lookahead_slots, self._sizing.max_model_len)
+        return -(-target // self._block_size) - self._tables.num_blocks[rows]
+
+    # New rows and longer rows
+
+    def fill_row(self, row: int, prefix: CachedPrefix, end: int, encoder_len: int) -> None:
+        """Give an empty row its first blocks: those of `prefix`, then new ones for tokens up to `end`."""
+        tables = self._tables
+        tables.clear(row)
+        for group in self.growing:
+            blocks = np.array(prefix.blocks[group.index], np.int32)
+            passed = min(group.num_passed_blocks(prefix.num_tokens), len(blocks))
+            blocks[:passed] = 0
+            tables.entries[group.index][row, : len(blocks)] = blocks
+            tables.num_released[group.index][row] = passed
+            self._pool.touch(blocks[blocks != 0])
+        tables.num_blocks[row] = tables.num_cached[row] = prefix.num_tokens // self._block_size
+        for group in self._cross:
+            count = blocks_for(encoder_len, self._block_size)
+            tables.widen_cross(group.index, count)
+            tables.entries[group.index][row, :count] = self.allocate(count)
+            tables.num_cross_blocks[row] = count
+        self.append(row, end, is_known=False)
+
+    def extend_row(self, row: int, end: int) -> bool:
+        """Make room for the row's tokens up to `end`.
+
+        Return False if blocks are short; out-of-window blocks are freed either way.
+        """
+        self._free_passed(row)
+        missing = max(
+            blocks_for(self._sizing.slots_up_to(end), self._block_size) - int(self._tables.num_blocks[row]), 0
+        )
+        shared = self._shared_tail_groups(row)
+        if missing * len(self.growing) + len(shared) > self._pool.num_free:
+            return False
+        for group, index in shared:
+            self._copy_on_write(row, group, index)
+        self._shared_tails.discard(row)
+        self.append(row, end, is_known=True)
+        return True
+
+    def extend_rows(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """`extend_row` for many rows at once. The caller checked that `most_blocks_to_extend` are free."""
+        tables = self._tables
+        if self.windows:
+            for row in rows.tolist():
+                self._free_passed(row)
+        if self._shared_tails:
+            for row in self._shared_tails.intersection(rows.tolist()):
+                self.unshare_tail(row)
+        have = tables.num_blocks[rows]
+        missing = np.maximum(self._missing(rows, ends), 0)
+        total = int(missing.sum())
+        if total:
+            if total == len(rows) and missing.max() == 1:
+                where, index = rows, have
+            else:
+                where = np.repeat(rows, missing)
+                first = np.cumsum(missing) - missing
+                index = np.repeat(have - first, missing) + np.arange(total)
+            allocated = self.allocate(total * len(self.growing))
+            where, index = where.astype(np.int32), index.astype(np.int32)
+            for nth, group in enumerate(self.growing):
+                block_ids = allocated[nth * total : (nth + 1) * total]
+                tables.entries[group.index][where, index] = block_ids
+                self._moves.set_entries(where, group.index, index, block_ids)
+            tables.num_blocks[rows] = have + missing
+        self.reserve(rows)
+
+    def append(self, row: int, end: int, *, is_known: bool) -> None:
+        """Allocate new blocks at the end of one row's tables. is_known: workers know the row, and get a delta."""
+        tables = self._tables
+        have, want = int(tables.num_blocks[row]), blocks_for(self._sizing.slots_up_to(end), self._block_size)
+        if want > have:
+            for group in self.growing:
+                allocated = self.allocate(want - have)
+                tables.entries[group.index][row, have:want] = allocated
+                if is_known:
+                    index = np.arange(have, want, dtype=np.int32)
+                    self._moves.set_entries(np.full(want - have, row, np.int32), group.index, index, allocated)
+            tables.num_blocks[row] = want
+        self.reserve(np.array([row]))
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Allocate `count` blocks, int32; what they held is removed from the prefix cache."""
+        allocated, evicted = self._pool.allocate(count)
+        if len(evicted):
+            self._content.prefix_cache.remove(evicted.tolist())
+        return allocated
+
+    def reserve(self, rows: np.ndarray) -> None:
+        """Note up to where `rows` can go on without the KV manager."""
+        tables = self._tables
+        until = tables.num_blocks[rows] * self._block_size - self._sizing.num_lookahead_slots
+        for group in self.windows:
+            until = np.minimum(until, group.passes_next_at(tables.num_released[group.index][rows]))
+        tables.reserved_until[rows] = until
+
+    def _free_passed(self, row: int) -> None:
+        """Free the blocks that fell behind a window. Only complete steps count: those in flight read the others."""
+        tables = self._tables
+        done = int(self._table.num_computed[row] - self._table.num_in_flight[row])
+        for group in self.windows:
+            released = tables.num_released[group.index]
+            first, last = int(released[row]), min(group.num_passed_blocks(done), int(tables.num_blocks[row]))
+            if last > first:
+                self._content.cache_blocks(row, done)  # while the entries still name the blocks
+                entries = tables.entries[group.index][row, first:last]
+                self._pool.free(entries[entries != 0][::-1])
+                entries[:] = 0
+                released[row] = last
+                self.common_changed = True
+
+    # Rows that share blocks
+
+    def share(self, source: int, row: int, num_tokens: int) -> None:
+        """`row` (fresh, or a fork of `source`) references the blocks of the first `num_tokens` tokens of `source`."""
+        tables = self._tables
+        count = blocks_for(num_tokens, self._block_size)
+        for group in self.growing:
+            entries = tables.entries[group.index]
+            entries[row, :count] = entries[source, :count]
+            entries[row, count:] = 0
+            self._pool.touch(entries[row, :count][entries[row, :count] != 0])
+            tables.num_released[group.index][row] = min(int(tables.num_released[group.index][source]), count)
+        for group in self._cross:
+            held = int(tables.num_cross_blocks[source])
+            entries = tables.entries[group.index]
+            entries[row, :held] = entries[source, :held]
+            self._pool.touch(entries[row, :held])
+        tables.num_cross_blocks[row] = tables.num_cross_blocks[source]
+        tables.num_blocks[row] = count
+        tables.num_cached[row] = min(int(tables.num_cached[source]), num_tokens // self._block_size)
+        self.reserve(np.array([row]))
+        if num_tokens % self._block_size:
+            self.mark_shared_tail(source)
+            self.mark_shared_tail(row)
+
+    def mark_shared_tail(self, row: int) -> None:
+        """The partly filled block that the row writes next has other references."""
+        self._shared_tails.add(row)
+        self._tables.reserved_until[row] = -1
+
+    def unshare_tail(self, row: int) -> None:
+        """Copy the block that the row writes next, if other rows still reference it."""
+        for group, index in self._shared_tail_groups(row):
+            self._copy_on_write(row, group, index)
+        self._shared_tails.discard(row)
+
+    def _shared_tail_groups(self, row: int) -> list[tuple[int, int]]:
+        """(group, table index) of the partly filled block the row writes next, where others reference it."""
+        if row not in self._shared_tails:
+            return []
+        index = int(self._table.num_computed[row]) // self._block_size
+        entries, ref_count = self._tables.entries, self._pool.ref_count
+        return [(group.index, index) for group in self.growing if ref_count[entries[group.index][row, index]] > 1]
+
+    def _copy_on_write(self, row: int, group: int, index: int) -> None:
+        source = int(self._tables.entries[group][row, index])
+        target = int(self.allocate(1)[0])
+        self._tables.entries[group][row, index] = target
+        self._pool.free(np.array([source], np.int32))
+        self._moves.copy(row, group, index, source, target)
+        self.common_changed = True
+
+    def free_row(self, row: int) -> None:
+        """Free every block of the row, tail first."""
+        tables = self._tables
+        for group, entries in zip(tables.groups, tables.entries, strict=True):
+            blocks = entries[row, : tables.num_used(row, group)]
+            self._pool.free(blocks[blocks != 0][::-1])
+        tables.num_blocks[row] = tables.num_cross_blocks[row] = 0
+        self._shared_tails.discard(row)

@@ -1,0 +1,141 @@
+"""CachedContent: what blocks hold. Inserts rows' full blocks into the prefix cache, and finds prefixes in it."""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_tables import BlockTables
+from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, make_root
+from pagoda.core.request import Sequence
+from pagoda.core.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What the prefix cache has of a sequence: `num_tokens` tokens, in `blocks` (per KV group; 0: behind a window)."""
+
+    num_tokens: int
+    blocks: tuple[list[int], ...]
+
+
+class CachedContent:
+    """The prefix cache as rows see it. Hashing is lazy: it happens at the next lookup, or when a block is freed.
+
+    enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        tables: BlockTables,
+        pool: BlockPool,
+        block_size: int,
+        enabled: bool,
+        seed: int | None,
+    ) -> None:
+        self.enabled = enabled
+        self.prefix_cache = PrefixCache(len(tables.groups), seed, self._note_content)
+        self.nothing = CachedPrefix(0, tuple([] for _ in tables.groups))
+        self._table = table
+        self._tables = tables
+        self._groups = tuple(group for group in tables.groups if group.grows)
+        self._windows = tuple(group for group in self._groups if group.is_window)
+        self._pool = pool
+        self._block_size = block_size
+        self._chains: dict[Sequence, HashChain] = {}
+
+    def _note_content(self, blocks: Ids[int]) -> None:
+        self._pool.has_content[blocks] = True
+
+    def hash_tokens(self, sequence: Sequence) -> HashChain:
+        """Hash the full blocks of a sequence without a row."""
+        chain = self._chains.get(sequence)
+        if chain is None:
+            facts = sequence.request.facts
+            root = make_root(self.prefix_cache.seed, facts.lora, facts.cache_salt)
+            chain = self._chains[sequence] = HashChain(root, self._block_size, facts.media)
+        chain.extend(sequence.token_ids, len(sequence.token_ids))
+        return chain
+
+    def fork_hashes(self, source: Sequence, sequence: Sequence) -> None:
+        """`sequence` starts with the tokens of `source`."""
+        chain = self._chains.get(source)
+        if chain is not None:
+            self._chains[sequence] = chain.fork()
+
+    def forget_hashes(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._chains.pop(sequence, None)
+
+    def longest_prefix(self, sequence: Sequence) -> CachedPrefix:
+        """Return the longest prefix of the sequence's tokens, without the last one, that all groups have cached."""
+        if not self.enabled:
+            return self.nothing
+        hashes = self.hash_tokens(sequence).hashes[: (len(sequence.token_ids) - 1) // self._block_size]
+        found: list[list[int]] = [[] for _ in self._tables.groups]
+        for group in self._groups:
+            if not group.is_window:
+                found[group.index] = self.prefix_cache.longest_cached_prefix(group.index, hashes)
+                hashes = hashes[: len(found[group.index])]
+        before = -1
+        while self._windows and before != len(hashes):  # a window may shorten what another one agreed to
+            before = len(hashes)
+            for group in self._windows:
+                found[group.index] = self.prefix_cache.last_cached_run(group.index, hashes, group.num_hit_blocks)
+                hashes = hashes[: len(found[group.index])]
+        return CachedPrefix(len(hashes) * self._block_size, tuple(blocks[: len(hashes)] for blocks in found))
+
+    def cache_blocks(self, row: int, num_computed: int) -> None:
+        """Insert the row's blocks that are full of known tokens once `num_computed` are computed."""
+        table, tables = self._table, self._tables
+        sequence = table.sequence_of[row]
+        chain = self._chains.get(sequence) if sequence is not None else None
+        if chain is None:
+            return
+        filled = min(num_computed, int(table.num_tokens[row]))
+        first, last = int(tables.num_cached[row]), filled // self._block_size
+        if last <= first:
+            return
+        chain.extend(table.token_ids[row], filled)
+        for group in self._groups:
+            blocks = tables.entries[group.index][row, first:last].tolist()
+            self.prefix_cache.insert(group.index, chain.hashes[first:last], blocks)
+        tables.num_cached[row] = last
+
+    def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """`cache_blocks` for all of `rows` that have new full blocks. ends: computed tokens, int32 [num_rows]."""
+        if not self.enabled:
+            return
+        filled = np.minimum(ends, self._table.num_tokens[rows]) // self._block_size
+        for i in np.flatnonzero(filled > self._tables.num_cached[rows]).tolist():
+            self.cache_blocks(int(rows[i]), int(ends[i]))
+
+    def uncache_uncomputed(self, row: int) -> None:
+        """The row was taken out of the step: blocks cached for it hold nothing."""
+        first = int(self._table.num_computed[row]) // self._block_size
+        last = int(self._tables.num_cached[row])
+        for group in self._groups:
+            self._remove(self._tables.entries[group.index][row, first:last])
+        self._tables.num_cached[row] = min(first, last)
+
+    def uncache_row(self, row: int) -> None:
+        """The row's KV cannot be trusted: its blocks are removed from the prefix cache."""
+        count = int(self._tables.num_blocks[row])
+        for group in self._groups:
+            self._remove(self._tables.entries[group.index][row, :count])
+        self._tables.num_cached[row] = count
+
+    def _remove(self, blocks: np.ndarray) -> None:
+        blocks = blocks[blocks != 0]
+        self.prefix_cache.remove(blocks.tolist())
+        self._pool.drop_content(blocks)
+
+    def reset(self) -> bool:
+        """Remove all content; False, and nothing done, while any block is in use."""
+        if self._pool.num_free != self._pool.num_blocks:
+            return False
+        self.prefix_cache.clear()
+        self._pool.drop_all_content()
+        return True

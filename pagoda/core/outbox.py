@@ -1,0 +1,96 @@
+"""Outbox: what the next SchedulerOutput and the clients must still be notified of."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagoda.core.request import RequestState
+from pagoda.core.scheduler_output import NO_INTS, EngineCoreOutputs, Finish
+
+_NO_HANDLES = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepNotices:
+    """Notifications that leave with one SchedulerOutput; its fields of the same names."""
+
+    released: np.ndarray
+    preempted_ids: tuple[str, ...]
+    finished_ids: tuple[str, ...]
+    ignored: tuple[Finish, ...]
+
+
+NO_NOTICES = StepNotices(NO_INTS, (), (), ())
+
+
+class Outbox:
+    """Pending notifications. Each is sent once.
+
+    awaiting_first_output: row -> request of which no token has been emitted yet.
+    """
+
+    def __init__(self) -> None:
+        self.awaiting_first_output: dict[int, RequestState] = {}
+        self._released: list[int] = []
+        self._preempted_ids: list[str] = []
+        self._finished_ids: list[str] = []
+        self._ignored: list[Finish] = []
+        self._deferred: dict[int, list[Finish]] = {}
+
+    # For workers, with the next SchedulerOutput
+
+    def forget(self, row: int) -> None:
+        """The row is released: workers may forget it."""
+        self._released.append(row)
+        self.awaiting_first_output.pop(row, None)
+
+    def post_preempted(self, request: RequestState) -> None:
+        self._preempted_ids.append(request.request_id)
+
+    def post_finished(self, request: RequestState) -> None:
+        self._finished_ids.append(request.request_id)
+
+    def drain(self) -> StepNotices:
+        """Return what the SchedulerOutput being built must say."""
+        if not (self._released or self._preempted_ids or self._finished_ids or self._ignored):
+            return NO_NOTICES
+        released = np.array(self._released, np.int32) if self._released else NO_INTS
+        notices = StepNotices(released, tuple(self._preempted_ids), tuple(self._finished_ids), tuple(self._ignored))
+        self._released, self._preempted_ids, self._finished_ids, self._ignored = [], [], [], []
+        return notices
+
+    # For clients, with the next EngineCoreOutputs
+
+    def post_deferred(self, request: RequestState, finishes: list[Finish]) -> None:
+        """Sequences ended while a step was planned: workers learn it now, the client with the next outputs."""
+        self._ignored.extend(finishes)
+        self._deferred.setdefault(request.facts.client_index, []).extend(finishes)
+
+    @property
+    def has_deferred(self) -> bool:
+        return bool(self._deferred)
+
+    def take_deferred(self) -> dict[int, EngineCoreOutputs]:
+        """Return the deferred finishes by client."""
+        deferred, self._deferred = self._deferred, {}
+        return {client: only_finishes(finishes) for client, finishes in deferred.items()}
+
+    def await_first_output(self, row: int, request: RequestState) -> None:
+        """Note `row`, unless the client has a token of the request already."""
+        if not request.has_output:
+            self.awaiting_first_output[row] = request
+
+    def take_first_outputs(self, rows: np.ndarray) -> list[RequestState]:
+        """Return the requests of which `rows` emit the first token. They are no longer awaited."""
+        first: list[RequestState] = []
+        for row in self.awaiting_first_output.keys() & set(rows.tolist()):
+            request = self.awaiting_first_output.pop(row)
+            request.has_output = True
+            first.append(request)
+        return first
+
+
+def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:
+    """Return outputs without tokens."""
+    return EngineCoreOutputs(_NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, tuple(finishes))

@@ -1,0 +1,281 @@
+"""CommitOutputs: apply the results of a step: append tokens, find ends, free what ended, and group by client."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from pagoda.base.clock import Clock
+from pagoda.core.encoder import EncoderInputs
+from pagoda.core.in_flight import StepsInFlight
+from pagoda.core.kv import KVCacheManager
+from pagoda.core.lifecycle import Lifecycle
+from pagoda.core.outbox import Outbox, only_finishes
+from pagoda.core.preemption import CostModel
+from pagoda.core.request import RequestState, RequestStatus, Sequence
+from pagoda.core.request_table import RequestTable
+from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.stats import Counters
+from pagoda.core.stops import StopTokens, find_end
+
+
+class CommitOutputs:
+    """Takes results in the order of planning."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        kv: KVCacheManager,
+        batch: RunningBatch,
+        in_flight: StepsInFlight,
+        outbox: Outbox,
+        lifecycle: Lifecycle,
+        encoder: EncoderInputs,
+        stops: StopTokens,
+        costs: CostModel,
+        counters: Counters,
+        clock: Clock,
+        async_scheduling: bool,
+    ) -> None:
+        self._table = table
+        self._kv = kv
+        self._batch = batch
+        self._in_flight = in_flight
+        self._outbox = outbox
+        self._lifecycle = lifecycle
+        self._encoder = encoder
+        self._stops = stops
+        self._costs = costs
+        self._counters = counters
+        self._clock = clock
+        self._async = async_scheduling
+
+    def run(self, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """Commit the result of a step that computed something. Return what each client gets."""
+        self._in_flight.completed(output, result, self._clock)
+        self._table.complete(output.rows, output.num_new)
+        self._encoder.complete(output.rows)
+        self._costs.observe(output, result)
+        commit = self._commit_plain if self._is_plain(output, result) else self._commit_any
+        by_client = commit(output, result)
+        if self._table.has_pinned_rows:
+            self._table.unpin(output.step)
+            self._in_flight.unpin(output.step)
+        if self._outbox.has_deferred:
+            for client, deferred in self._outbox.take_deferred().items():
+                by_client[client] = _with_finishes(by_client.get(client), deferred.finishes)
+        return by_client
+
+    def _is_plain(self, output: SchedulerOutput, result: ModelRunnerOutput) -> bool:
+        """Whether each row that sampled has one token, and nothing else came back."""
+        return (
+            result.sampled.shape[1] == 1
+            and not output.drafts
+            and not result.failed
+            and not result.pooled
+            and not result.prompt_logprobs
+            and not self._table.has_pinned_rows
+        )
+
+    # One token per row
+
+    def _commit_plain(self, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        table, rows, tokens = self._table, output.sample_rows, result.sampled[:, 0]
+        if not len(rows):
+            return {}
+        ends = table.commit(rows, tokens, self._async)
+        self._counters.generation_tokens += len(rows)
+        may_end = self._stops.among(tokens) | (ends >= table.length_limit[rows])
+        running = self._batch.running
+        if rows is running.rows:
+            handles, indices, counts = running.handles, running.indices, running.ones
+        else:
+            handles, indices, counts = table.handle[rows], table.index[rows], np.ones(len(rows), np.int32)
+        clients = table.client[rows] if running.client is None else None
+        outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
+        first = self._outbox.take_first_outputs(rows) if self._outbox.awaiting_first_output else []
+        finishes = self._end_rows(rows, tokens, may_end) if may_end.any() else []
+        return self._by_client(outputs, clients, running.client, finishes, first)
+
+    def _end_rows(self, rows: np.ndarray, tokens: np.ndarray, may_end: np.ndarray) -> list[tuple[int, Finish]]:
+        """End those rows that the new token really ends. Return (client, Finish)."""
+        finishes: list[tuple[int, Finish]] = []
+        for i in np.flatnonzero(may_end).tolist():
+            row = int(rows[i])
+            sequence = self._table.owner(row)
+            facts = sequence.request.facts
+            output_len = int(self._table.num_tokens[row]) - 1 - facts.num_prompt_tokens
+            end = find_end(facts, output_len, [int(tokens[i])], int(self._table.length_limit[row]))
+            if end.status is not None:
+                finishes.append((facts.client_index, self._lifecycle.finish(sequence, end.status, end.stop_token)))
+        return finishes
+
+    # Drafts, late results, failures, pooled rows
+
+    def _commit_any(self, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """The definition, row by row: `_commit_plain` equals it for its case."""
+        table, rows = self._table, output.sample_rows
+        finishes: list[tuple[int, Finish]] = []
+        num_kept = np.zeros(len(rows), np.int32)  # tokens of each sample that count
+        clients = table.client[rows]
+        first = self._outbox.take_first_outputs(rows[result.num_sampled > 0])
+        prompt_logprobs = self._new_prompt_logprobs(output, result)  # before a first token ends its request
+        for i, row in enumerate(rows.tolist()):
+            sequence = table.sequence_of[row]
+            if sequence is None or sequence.is_finished:
+                continue
+            if row in result.failed:
+                finishes.append(self._fail(sequence, result.failed[row]))
+                continue
+            tokens = result.sampled[i, : result.num_sampled[i]].tolist()
+            self._roll_back(sequence, row, output, len(tokens))
+            num_kept[i], finish = self._append(sequence, tokens)
+            if finish is not None:
+                finishes.append((int(clients[i]), finish))
+        for row, message in result.failed.items():
+            sequence = table.sequence_of[row]
+            if sequence is not None and not sequence.is_finished:
+                finishes.append(self._fail(sequence, message))
+        pooled: dict[int, dict[int, np.ndarray]] = {}
+        for row, vector in result.pooled.items():
+            sequence = table.sequence_of[row]
+            if sequence is not None and sequence.row == row:
+                facts = sequence.request.facts
+                finish = self._lifecycle.finish(sequence, RequestStatus.FINISHED_STOPPED)
+                finishes.append((facts.client_index, finish))
+                pooled.setdefault(facts.client_index, {})[facts.handle] = vector
+        self._counters.generation_tokens += int(num_kept.sum())
+        outputs = _kept_outputs(table, rows, result, num_kept)
+        by_client = self._by_client(outputs, clients[num_kept > 0], None, finishes, first)
+        for client, by_handle in prompt_logprobs.items():
+            by_client[client] = replace(by_client.get(client) or only_finishes(()), prompt_logprobs=by_handle)
+        for client, vectors in pooled.items():
+            by_client[client] = replace(by_client.get(client) or only_finishes(()), pooled=vectors)
+        return by_client
+
+    def _roll_back(self, sequence: Sequence, row: int, output: SchedulerOutput, num_tokens: int) -> None:
+        """Take back the drafts that were rejected: their slots are written again."""
+        drafts = output.drafts.get(row)
+        if drafts is None:
+            if sequence.row == row and self._async:
+                self._table.settle_expected(row)
+            return
+        num_accepted = max(num_tokens - 1, 0)
+        # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
+        if sequence.row == row or sequence.status is RequestStatus.SWAPPED:
+            self._table.roll_back(sequence, len(drafts) - num_accepted)
+        self._counters.drafts += 1
+        self._counters.drafted_tokens += len(drafts)
+        self._counters.accepted_tokens += num_accepted
+        self._batch.changed(rows=False)
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
+        """Append to a running sequence, or to one that was preempted or parked meanwhile. Return (kept, its end)."""
+        facts = sequence.request.facts
+        num_tokens = self._table.num_tokens_of(sequence)
+        end = find_end(facts, num_tokens - facts.num_prompt_tokens, tokens, self._table.limit_of(facts))
+        self._table.commit_one(sequence, tokens[: end.num_kept])
+        if end.status is None:
+            return end.num_kept, None
+        return end.num_kept, self._lifecycle.finish(sequence, end.status, end.stop_token)
+
+    def _fail(self, sequence: Sequence, message: str) -> tuple[int, Finish]:
+        """The row's numbers are no longer finite: it ends, and its blocks are removed from the prefix cache."""
+        if sequence.row >= 0:
+            self._kv.uncache_row(sequence.row)
+        finish = self._lifecycle.finish(sequence, RequestStatus.FINISHED_ERROR, message=message)
+        return sequence.request.facts.client_index, finish
+
+    def _new_prompt_logprobs(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> dict[int, dict[int, LogprobColumns]]:
+        """Return prompt logprobs by client and handle, without positions that were sent before a preemption."""
+        by_client: dict[int, dict[int, LogprobColumns]] = {}
+        for row, columns in result.prompt_logprobs.items():
+            sequence = self._table.sequence_of[row]
+            if sequence is None or row in result.failed:
+                continue
+            request, count = sequence.request, len(columns.ranks)
+            start = int(output.start[output.rows == row][0])
+            num_sent = max(request.num_prompt_logprobs_sent - start, 0)
+            request.num_prompt_logprobs_sent = max(request.num_prompt_logprobs_sent, start + count)
+            if num_sent < count:
+                new = _select(columns, np.arange(count) >= num_sent)
+                by_client.setdefault(request.facts.client_index, {})[request.facts.handle] = new
+        return by_client
+
+    def _by_client(
+        self,
+        outputs: EngineCoreOutputs,
+        clients: np.ndarray | None,
+        client: int | None,
+        finishes: list[tuple[int, Finish]],
+        first: list[RequestState],
+    ) -> dict[int, EngineCoreOutputs]:
+        """Group by client. clients: int32, one per entry of `outputs`, or None if all are of `client`.
+
+        finishes: with the client of each.   first: requests that emit for the first time.
+        """
+        by_client: dict[int, EngineCoreOutputs]
+        if clients is None:
+            assert client is not None
+            by_client = {client: outputs}
+        else:
+            by_client = {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
+        for request in first:
+            facts = request.facts
+            self._counters.prompt_tokens += facts.num_prompt_tokens
+            # A first token that failed leaves nothing but an end to report.
+            one = by_client.setdefault(facts.client_index, only_finishes(()))
+            by_client[facts.client_index] = replace(
+                one,
+                num_cached_tokens=one.num_cached_tokens | {facts.handle: request.num_cached_tokens},
+                queue_s=one.queue_s | {facts.handle: request.queue_s},
+            )
+        ended: dict[int, list[Finish]] = {}
+        for one_client, finish in finishes:
+            ended.setdefault(one_client, []).append(finish)
+        for one_client, of_client in ended.items():
+            by_client[one_client] = _with_finishes(by_client.get(one_client), tuple(of_client))
+        return by_client
+
+
+def _kept_outputs(
+    table: RequestTable, rows: np.ndarray, result: ModelRunnerOutput, num_kept: np.ndarray
+) -> EngineCoreOutputs:
+    """Return the first `num_kept` tokens of each row, with their logprobs."""
+    columns = np.arange(result.sampled.shape[1])
+    kept, emitted = columns < num_kept[:, None], num_kept > 0
+    logprobs = result.logprobs
+    if logprobs is not None:
+        logprobs = _select(logprobs, kept[columns < result.num_sampled[:, None]])
+    return EngineCoreOutputs(
+        table.handle[rows[emitted]],
+        table.index[rows[emitted]],
+        num_kept[emitted],
+        result.sampled[kept],
+        logprobs=logprobs,
+    )
+
+
+def _with_finishes(outputs: EngineCoreOutputs | None, finishes: tuple[Finish, ...]) -> EngineCoreOutputs:
+    if outputs is None:
+        return only_finishes(finishes)
+    return replace(outputs, finishes=outputs.finishes + finishes)
+
+
+def _of_client(outputs: EngineCoreOutputs, mine: np.ndarray) -> EngineCoreOutputs:
+    """Return the entries of the sequences in the mask."""
+    tokens = np.repeat(mine, outputs.counts)
+    logprobs = _select(outputs.logprobs, tokens) if outputs.logprobs is not None else None
+    return EngineCoreOutputs(
+        outputs.handles[mine],
+        outputs.branches[mine],
+        outputs.counts[mine],
+        outputs.token_ids[tokens],
+        logprobs=logprobs,
+    )
+
+
+def _select(columns: LogprobColumns, mask: np.ndarray) -> LogprobColumns:
+    return LogprobColumns(columns.token_ids[mask], columns.logprobs[mask], columns.ranks[mask])

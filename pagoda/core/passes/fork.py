@@ -1,0 +1,74 @@
+"""Fork: sequences that waited for their request's first row get rows of their own."""
+
+import numpy as np
+
+from pagoda.core.chunk_limits import ChunkLimits
+from pagoda.core.kv import KVCacheManager
+from pagoda.core.lifecycle import Lifecycle
+from pagoda.core.request import RequestState
+from pagoda.core.request_table import RequestTable
+from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_output import AdmitKind, RowFork
+from pagoda.core.step_plan import Entry, StepPlan
+
+
+class Fork:
+    """Runs after the counts have advanced: a prompt may be complete with this step."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        kv: KVCacheManager,
+        batch: RunningBatch,
+        lifecycle: Lifecycle,
+        limits: ChunkLimits,
+    ) -> None:
+        self._table = table
+        self._kv = kv
+        self._batch = batch
+        self._lifecycle = lifecycle
+        self._limits = limits
+
+    def run(self, plan: StepPlan) -> None:
+        """Fork the sequences of new requests, then let those of resumed ones join."""
+        leaders = list(self._batch.leaders.items())
+        for row, request in leaders:
+            if request.awaiting_fork and self._table.num_computed[row] >= self._table.num_tokens[row]:
+                self._fork(plan, row, request)
+        for row, request in leaders:
+            prompt_end = request.facts.num_prompt_tokens // self._kv.block_size * self._kv.block_size
+            if row in self._batch.leaders and not request.awaiting_fork and self._table.num_computed[row] >= prompt_end:
+                self._join(plan, row, request, prompt_end)
+
+    def _fork(self, plan: StepPlan, source: int, request: RequestState) -> None:
+        """The prompt is complete: the other sequences share its blocks, and sample from the same logits."""
+        self._batch.follow(source)
+        request.awaiting_fork = False
+        first = self._table.owner(source)
+        forks: list[RowFork] = []
+        for sequence in request.unfinished:
+            if sequence is first:
+                continue
+            row = self._lifecycle.fork_row(source, sequence)
+            self._kv.fork_hashes(first, sequence)
+            self._kv.fork(source, row, int(self._table.num_computed[source]))
+            forks.append(RowFork(source, row, sequence.index, sequence.seed))
+        where = int(np.flatnonzero(plan.rows == source)[0])
+        plan.forks = (*plan.forks, *forks)
+        plan.sample_rows = np.concatenate((plan.sample_rows, np.array([fork.dst for fork in forks], np.int32)))
+        plan.sample_index = np.concatenate((plan.sample_index, np.full(len(forks), where, np.int32)))
+
+    def _join(self, plan: StepPlan, leader: int, request: RequestState, prompt_end: int) -> None:
+        """The resumed first sequence has the full prompt blocks again: the others share them, and compute the rest."""
+        self._batch.follow(leader)
+        for sequence in request.unfinished:
+            if sequence.row == leader:
+                continue
+            # One token at least is left to compute: a sequence may have lost its first one in flight, to a cache reset.
+            last = (len(sequence.token_ids) - 1) // self._kv.block_size * self._kv.block_size
+            shared = min(prompt_end, last)
+            row = self._lifecycle.give_row(sequence, shared)
+            self._kv.fork(leader, row, shared)
+            plan.entries[row] = Entry(row, AdmitKind.RESUMED, shared)
+            self._batch.start_prefill(row)
+            self._limits.enter(request, row)

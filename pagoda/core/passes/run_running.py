@@ -1,0 +1,140 @@
+"""RunRunning: continue what runs. Steady steps and batches by numpy; row by row if blocks are short or media wait."""
+
+import numpy as np
+
+from pagoda.base.config import SchedulerConfig
+from pagoda.core.chunk_limits import ChunkLimits
+from pagoda.core.kv import KVCacheManager
+from pagoda.core.lifecycle import Lifecycle
+from pagoda.core.outbox import Outbox
+from pagoda.core.preemption import Preemption
+from pagoda.core.request import RequestState, RequestStatus, Sequence
+from pagoda.core.request_table import RequestTable
+from pagoda.core.running_batch import RunningBatch
+from pagoda.core.step_plan import StepPlan
+
+
+class RunRunning:
+    """Gives every running row, in order of admission, the tokens it lacks, as far as budget and blocks go."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        table: RequestTable,
+        kv: KVCacheManager,
+        batch: RunningBatch,
+        limits: ChunkLimits,
+        preemption: Preemption,
+        lifecycle: Lifecycle,
+        outbox: Outbox,
+    ) -> None:
+        self._async = config.async_scheduling
+        self._table = table
+        self._kv = kv
+        self._batch = batch
+        self._limits = limits
+        self._preemption = preemption
+        self._lifecycle = lifecycle
+        self._outbox = outbox
+
+    def run(self, plan: StepPlan) -> None:
+        """Plan the rows of the running batch."""
+        if self._batch.plan_steady_step(plan):
+            return
+        if self._limits.act_on_rows or not self._run_batch(plan):
+            self._run_row_by_row(plan)
+
+    # Any mixture of chunks, decodes and drafts, while blocks last
+
+    def _run_batch(self, plan: StepPlan) -> bool:
+        """`_run_row_by_row` in one go: equal if no preemption is needed. Otherwise return False, with nothing done."""
+        rows = self._batch.running.rows
+        start = self._table.num_computed[rows]
+        want = self._wanted(plan, rows, start)
+        taken = np.cumsum(want)
+        if taken[-1] > plan.budget:  # earlier rows get what they want; the last one served gets the rest
+            want = np.clip(plan.budget - (taken - want), 0, want)
+        runs = want > 0
+        if not runs.all():
+            rows, start, want = rows[runs], start[runs], want[runs]
+        ends = start + want
+        short = ends > self._kv.reserved_until[rows]
+        if short.any() and not self._kv.allocate_slots(rows[short], ends[short]):
+            return False
+        plan.place_bulk(rows, start, want, int(want.sum()))
+        if self._table.drafts:
+            for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+                self._place_drafts(plan, row, end)
+        return True
+
+    def _wanted(self, plan: StepPlan, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Tokens each row lacks, drafts included, under the row cap; int32 [num_rows]."""
+        table = self._table
+        known = table.num_tokens[rows] + table.num_pending[rows]
+        end = known
+        if table.drafts:
+            end = known + table.num_drafts[rows]
+        if table.drafts or self._async:
+            # The token at the model's last position is sampled, never computed.
+            end = np.minimum(end, np.maximum(table.num_tokens[rows], table.max_model_len - 1))
+            # The token in flight finishes this row; do not schedule it again.
+            ends_in_flight = (table.num_pending[rows] > 0) & (known >= table.length_limit[rows])
+            end = np.where(ends_in_flight, start, end)
+        want = np.maximum(end - start, 0)
+        return np.minimum(want, plan.row_cap) if plan.row_cap else want
+
+    def _place_drafts(self, plan: StepPlan, row: int, end: int) -> None:
+        """Plan those drafts of the row that fit before `end`; drop the others."""
+        if row not in self._table.drafts:
+            return
+        drafts = self._table.take_drafts(row)
+        count = end - int(self._table.num_tokens[row] + self._table.num_pending[row])
+        if count > 0:
+            plan.drafts[row] = drafts[:count]
+
+    # The definition
+
+    def _run_row_by_row(self, plan: StepPlan) -> None:
+        """The same, one row after the other.
+
+        If no block is free, preempt the policy's victim until the row fits or is itself preempted.
+        """
+        running = self._batch.requests
+        for request in list(running.values()):
+            if request.request_id not in running:
+                continue
+            for sequence in request.sequences:
+                if sequence.row >= 0 and not self._place_row(plan, request, sequence):
+                    break
+
+    def _place_row(self, plan: StepPlan, request: RequestState, sequence: Sequence) -> bool:
+        """Return False if the request does not run any more."""
+        row = sequence.row
+        one = np.array([row])
+        start = int(self._table.num_computed[row])
+        want = int(self._wanted(plan, one, self._table.num_computed[one])[0])
+        want = self._limits.fit(plan, request, row, start, want)
+        if want <= 0:
+            return True
+        end = start + want
+        while not self._kv.allocate_slots_for(row, end):
+            if self._has_outgrown_pool(request, row, end):
+                message = f"the KV cache has {self._kv.num_blocks} blocks: too few for this request to go on"
+                finish = self._lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
+                self._outbox.post_deferred(request, [finish])
+                return request.request_id in self._batch.requests
+            victim = self._preemption.victim()
+            self._preemption.preempt(victim, plan, request)
+            if victim is request:
+                return False
+        plan.place(row, start, want)
+        self._place_drafts(plan, row, end)
+        self._limits.commit(plan, request, row)
+        return True
+
+    def _has_outgrown_pool(self, request: RequestState, row: int, end: int) -> bool:
+        """No preemption can help: even alone, and without its drafts, the row could not go on."""
+        must_end = min(end, int(self._table.num_tokens[row] + self._table.num_pending[row]))
+        if self._kv.sizing.blocks_for_request(must_end, request.facts.encoder_len) > self._kv.num_blocks:
+            return True
+        return len(self._batch.requests) == 1 and len(request.unfinished) > 1 and must_end == end

@@ -1,0 +1,72 @@
+"""RequestChecks: what is refused when it is added, and the state that a request starts with."""
+
+import numpy as np
+
+from pagoda.base.config import SchedulerConfig
+from pagoda.base.errors import RequestError
+from pagoda.core.encoder import EncoderInputs
+from pagoda.core.policy import Policy
+from pagoda.core.request import Request, RequestState, Sequence
+from pagoda.core.request_table import RequestTable
+from pagoda.core.stops import find_end
+
+
+class RequestChecks:
+    """Turns a Request into a RequestState, or raises RequestError that names the field."""
+
+    def __init__(self, config: SchedulerConfig, table: RequestTable, encoder: EncoderInputs, policy: Policy) -> None:
+        self._config = config
+        self._table = table
+        self._encoder = encoder
+        self._policy = policy
+
+    def make_state(self, request: Request) -> RequestState:
+        """Return the request with its sequences. Sequences that had ended before a restart are ended already."""
+        self._check(request)
+        state = RequestState(request, self._policy.key(request))
+        prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
+        for index in range(request.num_seqs):
+            prior = request.prior_output[index] if request.prior_output else ()
+            tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
+            state.sequences.append(Sequence(state, index, tokens))
+        if request.prior_output:
+            state.awaiting_fork = False
+            self._end_prior(state)
+        return state
+
+    def _check(self, request: Request) -> None:
+        num_tokens, longest = request.num_prompt_tokens, self._table.max_model_len
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty", "prompt")
+        if (request.sampling is None) == (request.pooling is None):
+            raise RequestError("exactly one of sampling and pooling parameters must be given", "sampling")
+        if num_tokens + (request.sampling is not None) > longest:
+            room = "with at least one output token " if request.sampling else ""
+            raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
+        if request.prior_output and len(request.prior_output) != request.num_seqs:
+            raise RequestError(
+                f"prior_output must have one entry per sequence ({request.num_seqs}), not {len(request.prior_output)}",
+                "prior_output",
+            )
+        self._check_media(request)
+
+    def _check_media(self, request: Request) -> None:
+        config, limit = self._config, self._encoder.largest_item
+        whole = config.no_partial_media and not self._encoder.encoder_decoder
+        for item in request.media:
+            if item.length > limit:
+                raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
+            if whole and item.length > config.max_num_batched_tokens:
+                most = config.max_num_batched_tokens
+                raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
+
+    def _end_prior(self, state: RequestState) -> None:
+        """Sequences that ended before the engine died are not run again."""
+        facts = state.facts
+        limit = self._table.limit_of(facts)
+        for sequence, prior in zip(state.sequences, facts.prior_output, strict=True):
+            status = find_end(facts, 0, list(prior), limit).status
+            if status is not None:
+                sequence.status = status
+        if not state.unfinished:
+            raise RequestError("every sequence of prior_output has ended already", "prior_output")

@@ -1,0 +1,175 @@
+"""RunningBatch: which requests run, their rows as arrays, and the fast path for steps in which every row decodes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagoda.core.in_flight import StepsInFlight
+from pagoda.core.kv import KVCacheManager
+from pagoda.core.request import RequestState
+from pagoda.core.request_table import RequestTable
+from pagoda.core.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningRows:
+    """The running rows, in running order. Built anew when the batch changes, never written to.
+
+    rows, numbers (0..n-1), ones: int32 [n].   handles: int64 [n].   indices (of sequences), clients: int32 [n].
+    client: the one client of all rows, None if there are several.
+    """
+
+    rows: np.ndarray
+    numbers: np.ndarray
+    ones: np.ndarray
+    handles: np.ndarray
+    indices: np.ndarray
+    clients: np.ndarray
+    client: int | None
+
+    @classmethod
+    def of(cls, table: RequestTable) -> "RunningRows":
+        rows = table.active_rows().astype(np.int32)
+        count = len(rows)
+        clients = table.client[rows]
+        one_client = count > 0 and bool((clients == clients[0]).all())
+        return cls(
+            rows,
+            np.arange(count, dtype=np.int32),
+            np.ones(count, np.int32),
+            table.handle[rows],
+            table.index[rows],
+            clients,
+            int(clients[0]) if one_client else None,
+        )
+
+
+class RunningBatch:
+    """The running requests, by id in order of admission.
+
+    num_seqs: their unfinished sequences, those that wait for a fork included.
+    prefilling: rows whose last chunk did not reach the end of their known tokens.
+    leaders: row -> request whose other sequences wait for this row: to fork from it when the prompt is computed
+        (awaiting_fork), or to share its prompt blocks when the request was resumed.
+    """
+
+    def __init__(
+        self, table: RequestTable, kv: KVCacheManager, in_flight: StepsInFlight, async_scheduling: bool
+    ) -> None:
+        self.requests: dict[str, RequestState] = {}
+        self.num_seqs = 0
+        self.prefilling: dict[int, None] = {}
+        self.leaders: dict[int, RequestState] = {}
+        self._table = table
+        self._kv = kv
+        self._in_flight = in_flight
+        self._async = async_scheduling
+        self._running: RunningRows | None = None
+        self._is_steady = False
+        self._num_free_steps = 0
+
+    # Requests and rows
+
+    def add(self, request: RequestState) -> None:
+        self.requests[request.request_id] = request
+        self.num_seqs += len(request.unfinished)
+
+    def remove(self, request: RequestState) -> None:
+        del self.requests[request.request_id]
+        self.num_seqs -= len(request.unfinished)
+
+    def sequence_ended(self, request: RequestState) -> None:
+        """An unfinished sequence of the request ends."""
+        if request.request_id in self.requests:
+            self.num_seqs -= 1
+
+    def lead(self, row: int, request: RequestState) -> None:
+        """The request's other sequences wait for this row."""
+        self.leaders[row] = request
+
+    def follow(self, row: int) -> None:
+        """The request's other sequences no longer wait for this row."""
+        del self.leaders[row]
+
+    def start_prefill(self, row: int) -> None:
+        """The row lacks more than one token."""
+        self.prefilling[row] = None
+
+    def forget(self, row: int) -> None:
+        """The row's sequence has left it."""
+        self.prefilling.pop(row, None)
+        self.leaders.pop(row, None)
+        self.changed()
+
+    def changed(self, *, rows: bool = True) -> None:
+        """Something about the batch is not as the last step left it: its rows, or (rows=False) only what they lack."""
+        self._is_steady = False
+        if rows:
+            self._running = None
+
+    @property
+    def running(self) -> RunningRows:
+        if self._running is None:
+            self._running = RunningRows.of(self._table)
+        return self._running
+
+    def note_progress(self, plan: StepPlan) -> None:
+        """Keep `prefilling` up to date with a step in which rows compute up to `plan.ends`."""
+        rows = plan.rows
+        ahead = plan.ends < self._table.num_tokens[rows]
+        for row in rows[ahead].tolist():
+            self.prefilling[row] = None
+            plan.has_prompts = True
+        if self.prefilling:
+            for row in self.prefilling.keys() & set(rows[~ahead].tolist()):
+                del self.prefilling[row]
+                plan.has_prompts = True
+
+    # The steady step
+
+    def plan_steady_step(self, plan: StepPlan) -> bool:
+        """Plan one more token for every row. Return False, and plan nothing, if the step is not as simple as that.
+
+        `_is_steady` is derived when `changed()` was called since, and then stays. `_num_free_steps` is the number of
+        further steps in which no row can need a block or, planned ahead, reach its length limit.
+        """
+        if self._in_flight.outputs and not self._async:
+            return False  # the tokens that rows in flight sample are not known
+        if not self._is_steady and not self._derive():
+            return False
+        running = self.running
+        rows = running.rows
+        start = self._table.num_computed[rows]
+        if self._num_free_steps > 0:
+            self._num_free_steps -= 1
+        elif not self._reserve(rows, start + 1):
+            self.changed(rows=False)
+            return False
+        plan.place_bulk(rows, start, running.ones, len(rows))
+        plan.sample_rows, plan.sample_index = rows, running.numbers
+        plan.is_steady = True
+        return True
+
+    def _derive(self) -> bool:
+        """Whether every row lacks exactly one token, and gets nothing else in the next step."""
+        table = self._table
+        if self.prefilling or self.leaders or table.drafts:
+            return False
+        rows = self.running.rows
+        lacks = table.num_tokens[rows] + table.num_pending[rows] - table.num_computed[rows]
+        self._is_steady = bool((lacks == 1).all()) and not table.is_pooled[rows].any()
+        self._num_free_steps = 0
+        return self._is_steady
+
+    def _reserve(self, rows: np.ndarray, ends: np.ndarray) -> bool:
+        """Allocate what `rows` need to compute up to `ends`, and count for how many more steps that is enough."""
+        limit = self._table.length_limit[rows]
+        if self._async and (ends >= limit).any():
+            return False  # the token in flight finishes a row: do not schedule it again
+        short = self._kv.reserved_until[rows] < ends
+        if short.any() and not self._kv.allocate_slots(rows[short], ends[short]):
+            return False
+        self._num_free_steps = int((self._kv.reserved_until[rows] - ends).min())
+        if self._async:
+            self._num_free_steps = min(self._num_free_steps, int((limit - ends).min()) - 1)
+        return True
