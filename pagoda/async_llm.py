@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -182,6 +183,10 @@ class AsyncLLM:
         try:
             while True:
                 outputs = await self._client.next_outputs()
+                if outputs.prompt_logprobs:
+                    for _ in self._outputs.read_prompt_logprobs(outputs):
+                        await asyncio.sleep(0)
+                    outputs = dataclasses.replace(outputs, prompt_logprobs={})
                 done = self._outputs.process(outputs, self._clock.now())
                 if done.failed:
                     self._client.abort(done.failed)

@@ -2,21 +2,23 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda import AsyncLLM, RequestError, RequestOutput, SamplingParams, WorkerDied
 from pagoda.base.errors import ConfigError
 from pagoda.core.executor import Executor
-from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.output_processor import OutputKind
+from pagoda.engine.output_processor import OutputKind, OutputProcessor
 from pagoda.engine.thread_client import ThreadClient
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
@@ -250,3 +252,44 @@ def _last_text(llm: AsyncLLM, prompt: str, params: SamplingParams) -> Coroutine[
         return (await collect(llm, prompt, params))[-1].outputs[0].text
 
     return read()
+
+
+def test_the_loop_turns_while_the_logprobs_of_a_long_prompt_are_read() -> None:
+    size = 2000
+    columns = LogprobColumns(np.ones((size, 21), np.int32), np.zeros((size, 21), np.float32), np.ones(size, np.int32))
+
+    async def test(llm: AsyncLLM) -> None:
+        client = llm._client
+        plain = client.next_outputs
+
+        async def with_logprobs() -> EngineCoreOutputs:
+            outputs = await plain()
+            return dataclasses.replace(outputs, prompt_logprobs=dict.fromkeys(outputs.handles.tolist(), columns))
+
+        client.next_outputs = with_logprobs  # type: ignore[method-assign]
+        reads: list[int] = []
+        read = OutputProcessor.read_prompt_logprobs
+        turns = 0
+
+        def counting(processor: OutputProcessor, outputs: EngineCoreOutputs) -> Iterator[None]:
+            for _ in read(processor, outputs):
+                reads.append(turns)
+                yield
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        OutputProcessor.read_prompt_logprobs = counting  # type: ignore[method-assign]
+        turning = asyncio.create_task(turn())
+        try:
+            await collect(llm, "p", SamplingParams(max_tokens=1, prompt_logprobs=20))
+        finally:
+            OutputProcessor.read_prompt_logprobs = read  # type: ignore[method-assign]
+            turning.cancel()
+        assert len(reads) >= size / 64
+        assert len(set(reads)) == len(reads), "two pieces were read without a turn of the loop between them"
+
+    run(test)

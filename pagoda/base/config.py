@@ -17,6 +17,7 @@ from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.base.request_limits import RequestLimits
+from pagoda.base.text import is_encodable
 
 logger = logging.getLogger("pagoda")
 
@@ -228,6 +229,7 @@ class EngineConfig:
         for name, value in options.items():
             if name not in owner:
                 raise ConfigError(f"unknown option {abbreviate(name)}{nearest(name, list(owner))}")
+            _check_encodable(name, value)
             chosen[owner[name]][name] = _normal(name, value)
         made = {part: kind(**chosen[part]) for part, kind in parts.items()}
         return cls(**made, given=tuple(sorted(name for name, value in options.items() if value is not None)))
@@ -249,6 +251,7 @@ _ENUMS: dict[str, type[Enum]] = {
 }
 
 
+_SECRETS = ("api_keys", "admin_api_key")  # never repeated in an error
 _SEVERAL = ("served_model_name", "api_keys", "cors_origins")
 
 
@@ -283,6 +286,16 @@ def _size(name: str, value: str) -> int:
         return parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def _check_encodable(name: str, value: Any) -> None:
+    """Raise ConfigError for a string that is not valid Unicode: it can be sent to no process and no client."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    for text in cast("list[object]", texts):
+        text = os.fspath(text) if isinstance(text, os.PathLike) else text
+        if isinstance(text, str) and not is_encodable(text):
+            shown = name if name in _SECRETS else f"{name}={abbreviate(text)}"
+            raise ConfigError(f"{shown} is not valid UTF-8: write it in UTF-8, or rename the file")
 
 
 def _normal(name: str, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """OutputProcessor: columns of tokens from the engine core become RequestOutputs with text."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -13,6 +13,8 @@ from pagoda.engine.stop_strings import StopStrings
 from pagoda.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagoda")
+
+_POSITIONS_AT_ONCE = 64
 
 
 class OutputKind(Enum):
@@ -63,9 +65,8 @@ class OutputProcessor:
         for handle, num_cached in outputs.num_cached_tokens.items():
             if (live := self._by_handle.get(handle)) is not None:
                 live.first_scheduled(num_cached, outputs.queue_s.get(handle))
-        for handle, columns in outputs.prompt_logprobs.items():
-            if (live := self._by_handle.get(handle)) is not None:
-                live.add_prompt_logprobs(columns)
+        for _ in self.read_prompt_logprobs(outputs):
+            pass
         token_ids = outputs.token_ids.tolist()
         at = 0
         for handle, index, count in zip(
@@ -93,6 +94,22 @@ class OutputProcessor:
         for live in touched.values():
             self._emit(live, now_s, done.outputs)
         return done
+
+    def read_prompt_logprobs(self, outputs: EngineCoreOutputs) -> Iterator[None]:
+        """Take the log-probabilities of prompts, a few positions per step of the iterator.
+
+        For callers with other work to do in between: thousands of positions take longer than others may wait. They then
+        give `process` the outputs without them.
+        """
+        for handle, columns in outputs.prompt_logprobs.items():
+            for at in range(0, len(columns.ranks), _POSITIONS_AT_ONCE):
+                live = self._by_handle.get(handle)
+                if live is not None:
+                    part = slice(at, at + _POSITIONS_AT_ONCE)
+                    live.add_prompt_logprobs(
+                        LogprobColumns(columns.token_ids[part], columns.logprobs[part], columns.ranks[part])
+                    )
+                yield
 
     def abort(self, request_ids: Iterable[str], now_s: float) -> list[RequestOutput]:
         """End these as aborted; their last outputs. Ids that are not live are ignored."""
@@ -289,7 +306,9 @@ class _Branch:
         tokens = self.token_ids[self._told_tokens :]
         if not text and not tokens and (self._told_end or not self.is_done):
             return None
-        logprobs = self._logprobs[self._told_tokens :] if self._logprobs is not None else None
+        logprobs = self._logprobs
+        if logprobs is not None:
+            self._logprobs = []  # what was read is not kept: it takes far more memory than the tokens
         self._told_tokens = len(self.token_ids)
         self._told_end = self.is_done
         return CompletionOutput(

@@ -140,3 +140,14 @@ def test_operators_set_bounds_by_name() -> None:
 def test_a_bound_that_is_none_is_an_error_of_the_settings(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig.from_options(request_limits=given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": "x\udcff"}, {"served_model_name": ["a", "\ud800"]}, {"api_keys": "\udcff"}, {"host": "\udcff"}],
+)
+def test_settings_that_are_not_valid_unicode_are_refused_by_name(options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(ConfigError, match=f"{name}.* is not valid UTF-8") as caught:
+        EngineConfig.from_options(**options)
+    assert ("=" in str(caught.value)) == (name != "api_keys"), "a key is a secret"

@@ -188,3 +188,23 @@ def test_no_text_where_none_is_wanted() -> None:
         outputs, _ = run(kind, STEPS, end(1, LENGTH), detokenize=False)
         assert all(o.outputs[0].text == "" for o in outputs)
         assert outputs[-1].finished
+
+
+def test_logprobs_that_a_stream_has_read_are_not_kept() -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    params = SamplingParams(max_tokens=50, logprobs=1)
+    processor.open(Request("a", np.ones(3, np.int32), params, handle=1), OutputKind.DELTA)
+    columns = LogprobColumns(np.full((1, 2), 65, np.int32), np.full((1, 2), -1.0, np.float32), np.ones(1, np.int32))
+    for step in range(20):
+        outputs = EngineCoreOutputs(
+            handles=np.array([1]),
+            branches=np.array([0]),
+            counts=np.array([1]),
+            token_ids=np.array([65], np.int32),
+            logprobs=columns,
+        )
+        (delta,) = processor.process(outputs, 0.0).outputs
+        assert len(delta.outputs[0].logprobs or ()) == 1
+        assert delta.outputs[0].cumulative_logprob == -1.0 - step
+    branch = processor._by_id["a"].branches[0]
+    assert branch._logprobs == []
