@@ -114,16 +114,22 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        add_special_tokens: bool = True,
     ) -> Request:
-        """Tokenise and check. Raises RequestError; nothing runs until `stream`."""
+        """Tokenise and check. Raises RequestError; nothing runs until `stream`.
+
+        add_special_tokens: those that the tokenizer puts around a prompt that is text.
+        """
         arrival_time_s = self._clock.now()
         self.input_processor.check_before_tokenising(prompt, params)
         text = text_of(prompt)
         token_ids: Sequence[int] | Any
         if text is not None and len(text) >= LONG_TEXT_CHARS:
-            token_ids = await self._threads.run(len(text), self.input_processor.token_ids_of, prompt)
+            token_ids = await self._threads.run(
+                len(text), self.input_processor.token_ids_of, prompt, add_special_tokens
+            )
         else:
-            token_ids = self.input_processor.token_ids_of(prompt)
+            token_ids = self.input_processor.token_ids_of(prompt, add_special_tokens)
         if num_chars := sum(map(len, params.bad_words)):
             params = await self._threads.run(num_chars, self.input_processor.tokenize_bad_words, params)
         request_id = request_id if request_id is not None else uuid.uuid4().hex

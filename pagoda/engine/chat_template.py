@@ -1,10 +1,11 @@
 """ChatTemplate: a model's own Jinja template makes messages a prompt. It comes with the weights: hence the sandbox."""
 
+import contextlib
 import datetime
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.ext
@@ -49,6 +50,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid: {error.message} (line {error.lineno})") from None
         self._marked_special_tokens = {name: self.marks.put(text) for name, text in self.special_tokens.items()}
         self._composed: frozenset[str] | None = None
+        self._tool_history: dict[str, tuple[bool, bool]] = {}
 
     def render(
         self,
@@ -63,9 +65,11 @@ class ChatTemplate:
         add_generation_prompt: end with the opening of the assistant's turn.
         continue_final_message: end inside the last message, so that the model goes on with it.
         template_kwargs: more variables for the template (such as enable_thinking).
-        Raises RequestError when messages are malformed or the template refuses or fails.
+        Raises RequestError when messages are malformed, when the template has no place for tools, calls or results of
+        tools, and when it refuses or fails.
         """
         values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        self._check_places(values)
         return _uncut(self._fill(self._plain, self.special_tokens, values), continue_final_message)
 
     def render_marked(
@@ -78,6 +82,7 @@ class ChatTemplate:
     ) -> str:
         """As `render`, with a mark in place of each special token that the template writes, and of no other."""
         values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        self._check_places(values)
         composed = self._composed_tokens()
         if composed is None:  # marks would change what the template does
             text = self._fill_shielded(self._plain, self.special_tokens, values, self.marks.texts)
@@ -110,18 +115,50 @@ class ChatTemplate:
     def _fill(
         self, templates: Mapping[str, jinja2.Template], special_tokens: Mapping[str, str], values: Mapping[str, Any]
     ) -> str:
-        if values["tools"] and "tool_use" in templates:
-            template = templates["tool_use"]
-        else:
-            template = templates.get("default") or next(iter(templates.values()))
         try:
-            return template.render({**special_tokens, **values})
+            return templates[self._name_for(values)].render({**special_tokens, **values})
         except jinja2.TemplateError as error:
             said = self.marks.remove(error.message or "")
             raise RequestError(f"the chat template refuses these messages: {said}", "messages") from None
         except Exception as error:  # a template may fail in any way that Python can
             said = self.marks.remove(repr(error))
             raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
+
+    def _name_for(self, values: Mapping[str, Any]) -> str:
+        if values["tools"] and "tool_use" in self.sources:
+            return "tool_use"
+        return "default" if "default" in self.sources else next(iter(self.sources))
+
+    def _check_places(self, values: Mapping[str, Any]) -> None:
+        """Raise RequestError for what the template would leave out in silence."""
+        name = self._name_for(values)
+        if values["tools"] and "tools" not in self.sources[name]:
+            raise RequestError("tools: the chat template of this model has no place for them", "tools")
+        for index, message in enumerate(values["messages"]):
+            is_result = message["role"] == "tool"
+            if not (is_result or message.get("tool_calls")):
+                continue
+            if name not in self._tool_history:
+                self._tool_history[name] = self._find_tool_history(name)
+            shows_calls, shows_results = self._tool_history[name]
+            if message.get("tool_calls") and not shows_calls:
+                where = f"messages[{index}].tool_calls"
+                raise RequestError(f"{where}: the chat template of this model has no place for calls of tools", where)
+            if is_result and not shows_results:
+                where = f"messages[{index}].role"
+                raise RequestError(f"{where}: the chat template of this model has no place for tools' results", where)
+
+    def _find_tool_history(self, name: str) -> tuple[bool, bool]:
+        """Return whether the template writes calls of tools, and their results. Found by rendering a conversation."""
+        rendered: list[str] = []
+        for tools in (None, [_TOOL]):
+            for more in ([], _probe("assistant", "user")):
+                values = _values([*_CALLING, *more], tools, True, False, None)
+                with contextlib.suppress(Exception):
+                    rendered.append(self._plain[name].render({**self.special_tokens, **values}))
+        if not rendered:  # what is wrong with it is said when the request itself is rendered
+            return True, True
+        return any(_CALLED in text for text in rendered), any(_RESULT in text for text in rendered)
 
     def _composed_tokens(self) -> frozenset[str] | None:
         """Special tokens that the template does not write in one piece, but composes, as in "<|" + role + "|>".
@@ -208,7 +245,32 @@ def _normal_message(index: int, message: Message) -> dict[str, Any]:
         raise RequestError(f"messages[{index}] has no content", "messages")
     if content is not None and not isinstance(content, str):
         raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected text", "messages")
-    return {**message, "content": content if content is not None else ""}
+    normal = {**message, "content": content if content is not None else ""}
+    if calls := message.get("tool_calls"):
+        normal["tool_calls"] = _normal_calls(f"messages[{index}].tool_calls", calls)
+    return normal
+
+
+def _normal_calls(where: str, calls: Any) -> list[Any]:
+    """Calls of tools as templates expect them: the API writes their arguments as JSON text, templates read objects."""
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where} is {type(calls).__name__}, expected a list", where)
+    normal: list[Any] = []
+    for index, call in enumerate(cast("Sequence[Any]", calls)):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}[{index}] has no function with a name", f"{where}[{index}].function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            at = f"{where}[{index}].function.arguments"
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                raise RequestError(f"{at}: expected a JSON object, written as a string", at) from None
+            if not isinstance(arguments, dict):
+                raise RequestError(f"{at}: expected a JSON object, written as a string", at)
+        normal.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
+    return normal
 
 
 def _part_text(index: int, part: Any) -> str:
@@ -299,12 +361,13 @@ def _probe(*roles: str) -> list[Message]:
     return [{"role": role, "content": "x"} for role in roles]
 
 
-_CALL = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}
+_CALLED, _RESULT = "probe_function", "probe_result"
+_CALL = {"id": "call12345", "type": "function", "function": {"name": _CALLED, "arguments": {"a": "x"}}}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
 _CALLING: list[Message] = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "content": "x", "name": "f", "tool_call_id": "call12345"},
+    {"role": "tool", "content": _RESULT, "name": "f", "tool_call_id": "call12345"},
 ]
 _PROBES: tuple[tuple[list[Message], list[dict[str, Any]] | None], ...] = (
     *((_probe(role), None) for role in ("user", "assistant", "system", "developer", "tool", "function")),

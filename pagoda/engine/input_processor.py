@@ -157,7 +157,7 @@ class InputProcessor:
 
     # ---- prompts
 
-    def token_ids_of(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
+    def token_ids_of(self, prompt: Prompt, add_special_tokens: bool = True) -> Sequence[int] | np.ndarray:
         """The prompt's tokens, not checked yet. Raises RequestError when it is no prompt at all."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
@@ -167,7 +167,7 @@ class InputProcessor:
             else:
                 raise RequestError(f"a prompt object needs prompt or prompt_token_ids, got {sorted(prompt)}", "prompt")
         if isinstance(prompt, str):
-            return self.encode(prompt)
+            return self.encode(prompt, add_special_tokens)
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
             return prompt
         raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")

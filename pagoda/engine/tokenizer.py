@@ -74,7 +74,8 @@ class LibraryTokenizer:
         self._spelling = _spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
         unknown = facts.special_names.get("unk_token") or getattr(backend.model, "unk_token", None)
-        ids = {text: token_id for token_id, text in self._added.items() if text in set(facts.marks.texts)}
+        marked = set(facts.marks.texts)
+        ids = {text: token_id for token_id, text in self._added.items() if text in marked}
         self._marked = MarkedEncoder(backend, facts.marks, ids, unknown)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

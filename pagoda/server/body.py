@@ -12,7 +12,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import is_encodable
 from pagoda.server.json_structure import check_structure
-from pagoda.server.protocol import REQUEST_BODIES, UNSUPPORTED, Body, ChatMessage
+from pagoda.server.protocol import REQUEST_BODIES, Body, ChatMessage
 
 B = TypeVar("B", bound=Body)
 
@@ -94,8 +94,6 @@ def _explained(said: str, kind: type[Body]) -> RequestError:
     if match := _MISSING_FIELD.match(said):
         where = f"{where}.{match[1]}" if where else match[1]
         return RequestError(f"{where}: is required", where)
-    if where in UNSUPPORTED and where in kind.__struct_fields__:
-        return RequestError(f"{where}: this server does not support {UNSUPPORTED[where]}", where)
     said = _plain(said)
     if not where:
         return RequestError(f"the body is not a JSON object ({said}); send one with Content-Type: application/json")

@@ -45,18 +45,19 @@ async def create_chat_completion(http: Request) -> Response:
         )
     tools = [tool.as_dict() for tool in body.tools or []] if body.tool_choice != "none" else []
     template = body.chat_template or (state.tool_template if tools else state.chat_template)
-    if tools and "tools" not in (template or ""):
-        raise ApiError(400, "tools: the chat template of this model has no place for them", "tools")
+    if body.documents and "documents" not in (template or ""):
+        raise ApiError(400, "documents: the chat template of this model has no place for them", "documents")
     prompt = await state.generator.llm.render_chat(
         body.rendered_messages(),
         chat_template=body.chat_template,
         tools=tools or None,
         add_generation_prompt=body.opens_answer,
         continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=body.template_kwargs,
+        add_special_tokens=body.add_special_tokens,
     )
     top = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(body.max_completion_tokens or body.max_tokens, top, body.prompt_logprobs)
+    params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
     generation = await state.generator.begin(http, body, [prompt.token_ids], params, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
@@ -235,7 +236,8 @@ class _Answer:
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or output.logprobs is None:
             return None
-        return chat_logprobs(output.token_ids, output.logprobs, self._body.top_logprobs or 0)
+        as_ids = self._body.return_tokens_as_token_ids
+        return chat_logprobs(output.token_ids, output.logprobs, self._body.top_logprobs or 0, as_ids)
 
     def _kept(self, reader: _Reader, calls: list[ToolCall]) -> list[ToolCall]:
         """All calls, or the first one where parallel calls were ruled out."""

@@ -35,10 +35,12 @@ async def create_completion(http: Request) -> Response:
     state.check_model(body.model)
     request_id = state.request_id(http, body.request_id, "cmpl")
     # With max_tokens 0 only the prompt is scored; the engine computes it by sampling one token, which is not shown.
-    only_prompt = body.max_tokens == 0
-    of_prompt = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    params = body.sampling_params(1 if only_prompt else body.max_tokens, body.logprobs, of_prompt)
-    generation = await state.generator.begin(http, body, body.prompts(), params, request_id)
+    asked = body.asked_tokens[1]
+    of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    params = body.sampling_params(1 if asked == 0 else asked, body.num_logprobs, of_prompt)
+    generation = await state.generator.begin(
+        http, body, body.prompts(), params, request_id, add_special_tokens=body.add_special_tokens
+    )
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         answer = _Answer(state, body, generation, request_id)
@@ -103,7 +105,8 @@ class _Answer:
     ) -> dict[str, Any]:
         """A choice of one chunk: what is new, and, first of all, what was asked about the prompt."""
         body, request = self._body, self._generation.requests[index]
-        hidden = body.max_tokens == 0
+        num_logprobs, as_ids = body.num_logprobs, body.return_tokens_as_token_ids
+        hidden = body.asked_tokens[1] == 0
         text = "" if hidden else output.text
         token_ids = [] if hidden else output.token_ids
         entries = [] if hidden else list(output.logprobs or [])
@@ -111,13 +114,18 @@ class _Answer:
         if is_first and body.echo:
             prompt_ids = request.prompt_token_ids.tolist()
             text = await self._llm.detokenize(prompt_ids) + text
-            if body.logprobs is not None:
+            if num_logprobs is not None:
                 known = delta.prompt_logprobs or [None] * len(prompt_ids)
                 entries, logged_ids = [*known, *entries], [*prompt_ids, *token_ids]
         logprobs = None
-        if body.logprobs is not None:
+        if num_logprobs is not None:
             logprobs, self._offsets[at] = await completion_logprobs_in_slices(
-                logged_ids, entries, body.logprobs, self._offsets[at], lambda token_id: self._llm.decode([token_id])
+                logged_ids,
+                entries,
+                num_logprobs,
+                self._offsets[at],
+                lambda token_id: self._llm.decode([token_id]),
+                as_ids,
             )
         choice: dict[str, Any] = {
             "index": at,

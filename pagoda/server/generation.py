@@ -211,9 +211,17 @@ class Generator:
         return [request_id for request_id, engine_ids in found if not running.isdisjoint(engine_ids)]
 
     async def begin(
-        self, http: HttpRequest, body: SamplingBody, prompts: Sequence[Prompt], params: SamplingParams, request_id: str
+        self,
+        http: HttpRequest,
+        body: SamplingBody,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        request_id: str,
+        add_special_tokens: bool = True,
     ) -> Generation:
         """Tokenise, validate and find a place for all of `prompts`.
+
+        add_special_tokens: those that the tokenizer puts around a prompt that is text.
 
         Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied. The caller closes what it gets.
         """
@@ -223,13 +231,21 @@ class Generator:
             raise ApiError(
                 501, "structured output (response_format, structured_outputs) is not available yet", "response_format"
             )
+        self._check_lengths(body, params)
         self.admission.check_size(len(prompts) * params.n)
         key = http.scope["state"]["key"]
         salt = self._salt(key, body.cache_salt)
         with contextlib.ExitStack() as place:
             engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
             requests = [
-                await self.llm.prepare(prompt, params, request_id=engine_id, priority=body.priority, cache_salt=salt)
+                await self.llm.prepare(
+                    prompt,
+                    params,
+                    request_id=engine_id,
+                    priority=body.priority,
+                    cache_salt=salt,
+                    add_special_tokens=add_special_tokens,
+                )
                 for prompt, engine_id in zip(prompts, engine_ids, strict=True)
             ]
             asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)
@@ -239,6 +255,13 @@ class Generator:
                 self.metrics.on_refusal(refusal.reason)
                 raise
             return Generation(self, http, request_id, requests, place.pop_all())
+
+    def _check_lengths(self, body: SamplingBody, params: SamplingParams) -> None:
+        """400 for more tokens than the model's context. An answer that fits only without the prompt is cut instead."""
+        most = self.llm.input_processor.limits.max_model_len
+        for name, asked in (body.asked_tokens, ("min_tokens", params.min_tokens)):
+            if asked is not None and asked > most:
+                raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
 
     def _salt(self, key: str, asked: str | None) -> str | None:
         """Prefixes are shared among requests of one API key only, and under it by the salt asked for."""

@@ -14,14 +14,20 @@ _SLICE_TOKENS = 64
 
 
 async def completion_logprobs_in_slices(
-    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, offset: int, text_of: Callable[[int], str]
+    token_ids: Sequence[int],
+    logprobs: LogprobDicts,
+    num_top: int,
+    offset: int,
+    text_of: Callable[[int], str],
+    as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
     """As `completion_logprobs`, for any number of tokens: the event loop runs between slices."""
-    whole, offset = completion_logprobs(token_ids[:_SLICE_TOKENS], logprobs[:_SLICE_TOKENS], num_top, offset, text_of)
+    first = slice(_SLICE_TOKENS)
+    whole, offset = completion_logprobs(token_ids[first], logprobs[first], num_top, offset, text_of, as_ids)
     for start in range(_SLICE_TOKENS, len(token_ids), _SLICE_TOKENS):
         await asyncio.sleep(0)
         part = slice(start, start + _SLICE_TOKENS)
-        more, offset = completion_logprobs(token_ids[part], logprobs[part], num_top, offset, text_of)
+        more, offset = completion_logprobs(token_ids[part], logprobs[part], num_top, offset, text_of, as_ids)
         for name, values in more.items():
             whole[name] += values
     return whole, offset
@@ -37,11 +43,17 @@ async def prompt_logprobs_in_slices(logprobs: LogprobDicts) -> list[dict[str, An
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, offset: int, text_of: Callable[[int], str]
+    token_ids: Sequence[int],
+    logprobs: LogprobDicts,
+    num_top: int,
+    offset: int,
+    text_of: Callable[[int], str],
+    as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """The `logprobs` object of a text completion, and the text offset behind it. offset: of the first token's text.
+    """The `logprobs` object of a text completion, and the text offset after it.
 
-    An entry may be None (a prompt's first token has no probability); text_of says what its token is.
+    offset: of the first token's text.   text_of: the text of a token whose entry is None, as a prompt's first one.
+    as_ids: tokens are written as "token_id:ID"; offsets stay those of their texts.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -49,7 +61,7 @@ def completion_logprobs(
     offsets: list[int] = []
     for token_id, entry in zip(token_ids, logprobs, strict=False):
         text = _text(token_id, entry) if entry is not None else text_of(token_id)
-        tokens.append(text)
+        tokens.append(_id_text(token_id) if as_ids else text)
         offsets.append(offset)
         offset += len(text)
         if entry is None:
@@ -58,19 +70,24 @@ def completion_logprobs(
             continue
         chosen.append(_finite(entry[token_id].logprob))
         best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[: max(num_top, 1)]
-        top.append({_text(i, entry): _finite(value.logprob) for i, value in best} if num_top else None)
+        top.append({_shown(i, entry, as_ids): _finite(value.logprob) for i, value in best} if num_top else None)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}, offset
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, as_ids: bool = False
+) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice.   as_ids: tokens are written as "token_id:ID"; `bytes` is their text."""
     content: list[dict[str, Any]] = []
     for token_id, entry in zip(token_ids, logprobs, strict=False):
         if entry is None:
             continue
         best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
         content.append(
-            {**_chat_entry(token_id, entry), "top_logprobs": [_chat_entry(candidate, entry) for candidate, _ in best]}
+            {
+                **_chat_entry(token_id, entry, as_ids),
+                "top_logprobs": [_chat_entry(candidate, entry, as_ids) for candidate, _ in best],
+            }
         )
     return {"content": content, "refusal": None}
 
@@ -88,14 +105,26 @@ def prompt_logprobs(logprobs: LogprobDicts) -> list[dict[str, Any] | None]:
     ]
 
 
-def _chat_entry(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
+def _chat_entry(token_id: int, entry: dict[int, Logprob], as_ids: bool) -> dict[str, Any]:
     text = _text(token_id, entry)
-    return {"token": text, "logprob": _finite(entry[token_id].logprob), "bytes": list(text.encode())}
+    return {
+        "token": _shown(token_id, entry, as_ids),
+        "logprob": _finite(entry[token_id].logprob),
+        "bytes": list(text.encode()),
+    }
 
 
 def _text(token_id: int, entry: dict[int, Logprob]) -> str:
     decoded = entry[token_id].decoded_token
-    return decoded if decoded is not None else f"token_id:{token_id}"
+    return decoded if decoded is not None else _id_text(token_id)
+
+
+def _shown(token_id: int, entry: dict[int, Logprob], as_ids: bool) -> str:
+    return _id_text(token_id) if as_ids else _text(token_id, entry)
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _finite(value: float) -> float:

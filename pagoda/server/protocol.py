@@ -2,12 +2,13 @@
 
 The types say what a value may be on its own: msgspec checks them while it decodes and stops at the first error
 (body.py). What types cannot say is in `check`: fields against each other, counts and sizes against RequestLimits. A
-field that is not declared here is refused, so nothing a caller asks for is dropped in silence; `UNSUPPORTED` names
-OpenAI's fields that are known and cannot be served, to say so in words. Answers are built as plain dicts by the routes,
-and described in answers.py for the OpenAPI page.
+field that is not declared is refused, so nothing a caller asks for is dropped in silence; unserved.py declares OpenAI's
+and vLLM's fields that cannot be served, to say so in words. Answers are built as plain dicts by the routes, and
+described in answers.py for the OpenAPI page.
 """
 
-from typing import Annotated, Any, Literal
+import functools
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -15,6 +16,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.server.unserved import UnservedFields, check_unserved
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -22,32 +24,41 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+PromptOnlyCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=1000)]
 
-UNSUPPORTED = {
-    "audio": "audio output",
-    "modalities": "modalities other than text",
-    "functions": "the deprecated `functions`; use `tools`",
-    "function_call": "the deprecated `function_call`; use `tool_choice`",
-    "prediction": "predicted outputs",
-    "web_search_options": "web search",
-    "suffix": "`suffix` (fill in the middle)",
-    "best_of": "`best_of`; use `n`",
-    "moderation": "moderation",
-}
-"""Fields declared as null below: any other value is refused with this text."""
+if TYPE_CHECKING:
+    Flag = bool
+    Priority = int
+else:
+    # null stands for the default: Body puts it in, so that readers meet no None.
+    Flag = bool | None
+    Priority = Int32 | None
 
 
 class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A request body: unknown fields are errors."""
+    """A request body: unknown fields are errors, null is the same as not given."""
+
+    def __post_init__(self) -> None:
+        for name, default in _defaults(type(self)):
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, default)
 
     def check(self, limits: RequestLimits) -> None:
         """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
 
 
+@functools.cache
+def _defaults(kind: type[Body]) -> tuple[tuple[str, Any], ...]:
+    """Fields whose default is a value other than None."""
+    fields = ((field.name, field.default) for field in msgspec.structs.fields(kind))
+    none = (None, UNSET, msgspec.NODEFAULT)
+    return tuple((name, value) for name, value in fields if not any(value is one for one in none))
+
+
 class StreamOptions(Body, kw_only=True, frozen=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
 
 
 class ResponseFormat(Body, kw_only=True, frozen=True):
@@ -55,7 +66,7 @@ class ResponseFormat(Body, kw_only=True, frozen=True):
     json_schema: dict[str, Any] | None = None
 
 
-class SamplingBody(Body, kw_only=True, frozen=True):
+class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     """What chat and text completions share."""
 
     model: str | None = None
@@ -65,7 +76,7 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     presence_penalty: float | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,35 +87,29 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     repetition_penalty: float | None = None
     min_tokens: Int32 | None = None
     stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
+    ignore_eos: Flag = False
+    include_stop_str_in_output: Flag = False
     bad_words: list[str] | None = None
     allowed_token_ids: list[TokenId] | None = None
     prompt_logprobs: NumLogprobs | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: TokenCount | None = None
-    priority: Int32 = 0
+    skip_special_tokens: Flag = True
+    spaces_between_special_tokens: Flag = True
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    priority: Priority = 0
     cache_salt: str | None = None
     request_id: RequestId | None = None
-    return_token_ids: bool = False
+    return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    return_timings: bool = False
-    # not served: see UNSUPPORTED
-    audio: None = None
-    modalities: None = None
-    functions: None = None
-    function_call: None = None
-    prediction: None = None
-    web_search_options: None = None
-    suffix: None = None
-    best_of: None = None
-    moderation: None = None
+    return_timings: Flag = False
+    # accepted because it asks nothing of the answer
+    session_id: str | None = None
 
     def check(self, limits: RequestLimits) -> None:
+        check_unserved(self)
         limits.check_lists(self)
-        limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
+        limits.check_names(model=self.model, user=self.user, session_id=self.session_id, cache_salt=self.cache_salt)
         limits.check_values({"response_format": self._schema, "structured_outputs": self.structured_outputs})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
@@ -112,6 +117,11 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     @property
     def _schema(self) -> dict[str, Any] | None:
         return self.response_format.json_schema if self.response_format is not None else None
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The longest answer asked for, and the name of the field that says so."""
+        raise NotImplementedError
 
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
@@ -150,7 +160,7 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     def wants_structure(self) -> bool:
         """A grammar or schema was asked for."""
         shaped = self.response_format is not None and self.response_format.type != "text"
-        return shaped or self.structured_outputs is not None
+        return shaped or any(value is not None for value in (self.structured_outputs or {}).values())
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:
@@ -228,35 +238,43 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     messages: Annotated[Messages, Meta(min_length=1, extra_json_schema=_DESCRIBED)]
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
-    logprobs: bool | None = False
+    logprobs: Flag = False
     top_logprobs: NumLogprobs | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | UnsetType = UNSET
-    continue_final_message: bool = False
-    echo: bool = False
-    include_reasoning: bool = True
+    add_generation_prompt: bool | UnsetType | None = UNSET
+    continue_final_message: Flag = False
+    echo: Flag = False
+    include_reasoning: Flag = True
     # accepted because they ask nothing of the answer
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    # for the chat template
     reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: Flag = False
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
         _check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
-        limits.check_values({"metadata": self.metadata})
+        limits.check_values(
+            {"metadata": self.metadata, "prompt_cache_options": self.prompt_cache_options, "documents": self.documents}
+        )
         limits.check_names(
             safety_identifier=self.safety_identifier,
             prompt_cache_key=self.prompt_cache_key,
+            prompt_cache_retention=self.prompt_cache_retention,
             reasoning_effort=self.reasoning_effort,
         )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt is True:
             raise RequestError("continue_final_message: cannot go with add_generation_prompt", "continue_final_message")
@@ -272,15 +290,29 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
         """The messages for a chat template: without the fields that are null."""
         return _without_nulls(self.messages)
 
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables for the chat template besides messages and tools."""
+        given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents or None}
+        return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The longest answer asked for, and the name of the field that says so."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
 
 class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/completions"""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = 16
-    logprobs: NumLogprobs | None = None
-    echo: bool = False
-    add_special_tokens: bool = True
+    max_tokens: PromptOnlyCount | UnsetType | None = UNSET
+    max_completion_tokens: PromptOnlyCount | None = None
+    logprobs: NumLogprobs | bool | None = None
+    echo: Flag = False
+    add_special_tokens: Flag = True
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
@@ -291,8 +323,23 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
             raise RequestError("prompt: is empty", "prompt")
         if isinstance(self.prompt, list) and len(set(map(type, self.prompt))) > 1:
             raise RequestError("prompt: expected strings only, token ids only, or lists of token ids only", "prompt")
-        if self.max_tokens == 0 and not self.echo:
-            raise RequestError("max_tokens: 0 is of use only with echo", "max_tokens")
+        field, asked = self.asked_tokens
+        if asked == 0 and not self.echo:
+            raise RequestError(f"{field}: 0 is of use only with echo", field)
+        if self.logprobs is True:
+            raise RequestError("logprobs: expected an integer >= 0, got true", "logprobs")
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The longest answer asked for, and the name of the field that says so."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", 16 if isinstance(self.max_tokens, UnsetType) else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many log-probabilities per token; None for none, which false stands for too."""
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, in order."""
@@ -309,10 +356,10 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Messages, Meta(extra_json_schema=_DESCRIBED)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    return_token_strs: Flag = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None

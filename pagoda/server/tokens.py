@@ -30,10 +30,11 @@ async def tokenize(http: Request) -> Response:
             add_generation_prompt=body.opens_answer,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=body.add_special_tokens is True,
         )
         token_ids = prompt.token_ids
     else:
-        token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": state.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
         answer["token_strs"] = await llm.token_strings(token_ids)

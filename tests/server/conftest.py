@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cached_models import cached_model
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, serving
 
 
@@ -22,4 +23,13 @@ def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
     keys = ("--api-key", "one", "--api-key", "two")
     folder: Path = tmp_path_factory.mktemp("keyed")
     with serving(folder, *FAKE_ENGINE, *keys, "--cors-origins", "https://a.example") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gemma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """As fake_server, with Gemma's tokenizer, which puts a token before each text."""
+    cached_model("gemma3-270m")  # skips where it cannot be had
+    folder: Path = tmp_path_factory.mktemp("gemma")
+    with serving(folder, *FAKE_FLAGS, "--model", "gemma3-270m") as server:
         yield server

@@ -55,6 +55,24 @@ def test_logprobs_are_those_of_transformers(server: LiveServer, reference: objec
         assert abs(given["rank"] - int((row > row[token]).sum()) - 1) <= 1
 
 
+def test_tokens_can_be_written_as_ids(server: LiveServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0, "logprobs": True}
+    text = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
+    more = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = server.post("/v1/chat/completions", {**chat, "top_logprobs": 2, **more})[1]["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["message"]["content"]
+    plain = server.post("/v1/completions", text)[1]["choices"][0]
+    choice = server.post("/v1/completions", {**text, **more})[1]["choices"][0]
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] if top for name in top)
+    assert choice["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    assert choice["text"] == plain["text"]
+
+
 def test_chat_logprobs_and_echo(server: LiveServer) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
     answer = server.post("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 3})[1]["choices"][0]

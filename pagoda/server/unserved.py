@@ -1,0 +1,123 @@
+"""Fields of OpenAI's and vLLM's APIs that are known and not served.
+
+Clients send many of them at a value that asks for nothing; that is accepted. Any other value is refused in words.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from pagoda.base.errors import RequestError
+from pagoda.server.errors import ApiError
+
+Unserved = Annotated[Any, Meta(description="Not served: only a neutral value", extra_json_schema={"enum": [None]})]
+
+
+class UnservedFields(Struct, kw_only=True, frozen=True):
+    """Declared so that `check_unserved` sees their values; each has an entry in UNSERVED."""
+
+    audio: Unserved = None
+    best_of: Unserved = None
+    early_stopping: Unserved = None
+    ec_transfer_params: Unserved = None
+    function_call: Unserved = None
+    functions: Unserved = None
+    guided_choice: Unserved = None
+    guided_decoding_backend: Unserved = None
+    guided_grammar: Unserved = None
+    guided_json: Unserved = None
+    guided_regex: Unserved = None
+    guided_whitespace_pattern: Unserved = None
+    kv_transfer_params: Unserved = None
+    length_penalty: Unserved = None
+    logits_processors: Unserved = None
+    logprob_token_ids: Unserved = None
+    media_io_kwargs: Unserved = None
+    mm_processor_kwargs: Unserved = None
+    modalities: Unserved = None
+    moderation: Unserved = None
+    prediction: Unserved = None
+    prompt_embeds: Unserved = None
+    repetition_detection: Unserved = None
+    return_mm_kwargs: Unserved = None
+    return_prompt_text: Unserved = None
+    return_token_offsets: Unserved = None
+    routed_experts_prompt_start: Unserved = None
+    stream_interval: Unserved = None
+    suffix: Unserved = None
+    thinking_token_budget: Unserved = None
+    truncation_side: Unserved = None
+    use_beam_search: Unserved = None
+    verbosity: Unserved = None
+    vllm_xargs: Unserved = None
+    watermarking: Unserved = None
+    web_search_options: Unserved = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnservedField:
+    """what: completes "this server does not support ...".   neutral: values that ask for nothing, besides NEUTRAL.
+
+    is_planned: refused with 501, not 400.
+    """
+
+    what: str
+    neutral: tuple[Any, ...] = ()
+    is_planned: bool = False
+
+
+NEUTRAL: tuple[Any, ...] = (None, False, [], "")
+_STRUCTURE = "structured output"
+_TRANSFER = "disaggregated serving"
+_MEDIA = "media in messages"
+
+UNSERVED = {
+    "audio": UnservedField("audio output"),
+    "best_of": UnservedField("`best_of`; use `n`", (1,)),
+    "early_stopping": UnservedField("beam search", is_planned=True),
+    "ec_transfer_params": UnservedField(_TRANSFER, ({},)),
+    "function_call": UnservedField("the deprecated `function_call`; use `tool_choice`", ("none",)),
+    "functions": UnservedField("the deprecated `functions`; use `tools`"),
+    "guided_choice": UnservedField(_STRUCTURE, is_planned=True),
+    "guided_decoding_backend": UnservedField(_STRUCTURE, is_planned=True),
+    "guided_grammar": UnservedField(_STRUCTURE, is_planned=True),
+    "guided_json": UnservedField(_STRUCTURE, is_planned=True),
+    "guided_regex": UnservedField(_STRUCTURE, is_planned=True),
+    "guided_whitespace_pattern": UnservedField(_STRUCTURE, is_planned=True),
+    "kv_transfer_params": UnservedField(_TRANSFER, ({},)),
+    "length_penalty": UnservedField("beam search", (1,), is_planned=True),
+    "logits_processors": UnservedField("logits processors of callers"),
+    "logprob_token_ids": UnservedField("log-probabilities of chosen tokens; use `logprobs`"),
+    "media_io_kwargs": UnservedField(_MEDIA, ({},)),
+    "mm_processor_kwargs": UnservedField(_MEDIA, ({},)),
+    "modalities": UnservedField("modalities other than text", (["text"], "text")),
+    "moderation": UnservedField("moderation"),
+    "prediction": UnservedField("predicted outputs"),
+    "prompt_embeds": UnservedField("prompts as embeddings", is_planned=True),
+    "repetition_detection": UnservedField("repetition detection"),
+    "return_mm_kwargs": UnservedField(_MEDIA, (True,)),
+    "return_prompt_text": UnservedField("`return_prompt_text`; use `return_token_ids` and /detokenize"),
+    "return_token_offsets": UnservedField("token offsets"),
+    "routed_experts_prompt_start": UnservedField("reports of routed experts", (0,)),
+    "stream_interval": UnservedField("`stream_interval`: every chunk is sent at once", (1,)),
+    "suffix": UnservedField("`suffix` (fill in the middle)"),
+    "thinking_token_budget": UnservedField("a budget for reasoning", (-1,)),
+    "truncation_side": UnservedField("truncating prompts at their end", ("left",)),
+    "use_beam_search": UnservedField("beam search", is_planned=True),
+    "verbosity": UnservedField("`verbosity`", ("medium",)),
+    "vllm_xargs": UnservedField("`vllm_xargs`", ({},)),
+    "watermarking": UnservedField("watermarks"),
+    "web_search_options": UnservedField("web search"),
+}
+
+
+def check_unserved(body: UnservedFields) -> None:
+    """Raise RequestError, or ApiError (501), for the first field that asks for something."""
+    for name, field in UNSERVED.items():
+        value = getattr(body, name)
+        if value is None or value in NEUTRAL or value in field.neutral:
+            continue
+        if field.is_planned:
+            raise ApiError(501, f"{name}: {field.what} is not available yet on this server", name)
+        raise RequestError(f"{name}: this server does not support {field.what}", name)

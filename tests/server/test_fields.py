@@ -1,0 +1,238 @@
+"""Fields of requests: what is served is obeyed, what is neutral is accepted, the rest is refused in words."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from pagoda.server.unserved import UNSERVED, UnservedFields
+from tests.server.live import LiveServer
+from tests.server.test_tools import HERMES, TOOLS
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
+TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 4, "seed": 1}
+
+NEUTRAL: dict[str, list[Any]] = {
+    "modalities": [None, ["text"], []],
+    "verbosity": [None, "medium"],
+    "use_beam_search": [None, False],
+    "length_penalty": [1.0],
+    "best_of": [1],
+    "functions": [[]],
+    "function_call": ["none"],
+    "kv_transfer_params": [None, {}],
+    "thinking_token_budget": [None, -1],
+    "truncation_side": ["left"],
+    "logits_processors": [[]],
+    "suffix": ["", None],
+    "response_format": [None, {"type": "text"}],
+    "structured_outputs": [None, {}, {"json": None}],
+    "bad_words": [None, []],
+    "stop": [None, []],
+    "stop_token_ids": [None, []],
+    "logit_bias": [None, {}],
+    "n": [None],
+    "stream": [None],
+    "stream_options": [None],
+    "priority": [None],
+    "min_tokens": [None, 0],
+    "truncate_prompt_tokens": [None, -1],
+    "session_id": [None, "s"],
+    **{name: [None] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "user", "cache_salt", "request_id")},
+    **{name: [None, False] for name in ("ignore_eos", "include_stop_str_in_output", "echo", "return_token_ids")},
+    **{name: [None, True] for name in ("skip_special_tokens", "spaces_between_special_tokens")},
+    **{name: [None, False] for name in ("return_tokens_as_token_ids", "return_timings")},
+}
+OF_CHAT: dict[str, list[Any]] = {
+    "documents": [None, []],
+    "tools": [None, []],
+    "tool_choice": [None, "none"],
+    "parallel_tool_calls": [None, True],
+    "logprobs": [None, False],
+    "top_logprobs": [None, 0],
+    "metadata": [None, {}],
+    "store": [None, False],
+    "service_tier": [None, "auto"],
+    "prompt_cache_retention": [None, "24h"],
+    "reasoning_effort": [None, "low"],
+    "chat_template": [None],
+    "chat_template_kwargs": [None, {}],
+    "add_generation_prompt": [None, True],
+    "add_special_tokens": [None, False],
+    "continue_final_message": [None, False],
+    "include_reasoning": [None, True],
+    "max_completion_tokens": [None],
+}
+OF_TEXT: dict[str, list[Any]] = {
+    "add_special_tokens": [None, True],
+    "logprobs": [None, False],
+    "max_completion_tokens": [None],
+}
+
+
+def cases(*tables: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for table in tables for name, values in table.items() for value in values]
+
+
+def test_neutral_values_change_nothing(fake_server: LiveServer) -> None:
+    for path, plain, tables in (
+        ("/v1/chat/completions", CHAT, (NEUTRAL, OF_CHAT)),
+        ("/v1/completions", TEXT, (NEUTRAL, OF_TEXT)),
+    ):
+        status, expected = fake_server.post(path, plain)
+        assert status == 200
+        for name, value in cases(*tables):
+            status, answer = fake_server.post(path, {**plain, name: value})
+            assert status == 200, (path, name, value, answer)
+            if name != "seed":
+                assert answer["choices"] == expected["choices"], (path, name, value)
+                assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+ASKING: dict[str, tuple[Any, int]] = {
+    "modalities": (["text", "audio"], 400),
+    "verbosity": ("low", 400),
+    "best_of": (3, 400),
+    "functions": ([{"name": "f"}], 400),
+    "function_call": ("auto", 400),
+    "kv_transfer_params": ({"a": 1}, 400),
+    "truncation_side": ("right", 400),
+    "use_beam_search": (True, 501),
+    "length_penalty": (2.0, 501),
+    "prompt_embeds": ("AAAA", 501),
+    "guided_json": ({"type": "object"}, 501),
+    "structured_outputs": ({"regex": "a"}, 501),
+    "response_format": ({"type": "json_object"}, 501),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_is_not_served_is_named(fake_server: LiveServer, name: str) -> None:
+    value, expected = ASKING[name]
+    for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+        status, answer = fake_server.post(path, {**plain, name: value})
+        assert status == expected, answer
+        assert "support" in answer["error"]["message"] or "not available yet" in answer["error"]["message"]
+        assert name in (answer["error"]["param"], "structured_outputs")
+
+
+def test_every_unserved_field_has_its_words() -> None:
+    assert set(UNSERVED) == set(UnservedFields.__struct_fields__)
+
+
+def test_an_answer_longer_than_the_context_is_refused_or_cut_in_the_open(fake_server: LiveServer) -> None:
+    for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+        for name in ("max_tokens", "max_completion_tokens"):
+            status, answer = fake_server.post(path, {**plain, name: 2049})
+            assert (status, answer["error"]["param"]) == (400, name)
+            assert "2048" in answer["error"]["message"]
+        status, answer = fake_server.post(path, {**plain, "min_tokens": 5000, "max_tokens": None})
+        assert (status, answer["error"]["param"]) == (400, "min_tokens")
+        status, answer = fake_server.post(path, {**plain, "max_tokens": 2048, "ignore_eos": True})
+        assert status == 200
+        assert answer["usage"]["total_tokens"] == 2048
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_max_completion_tokens_is_the_limit_on_both_routes(fake_server: LiveServer) -> None:
+    for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+        answer = fake_server.post(path, {**plain, "max_completion_tokens": 7, "ignore_eos": True})[1]
+        assert answer["usage"]["completion_tokens"] == 7
+    scored = fake_server.post("/v1/completions", {"prompt": "a b", "max_completion_tokens": 0, "echo": True})
+    assert scored[1]["choices"][0]["text"] == "a b"
+
+
+def test_add_special_tokens_is_obeyed(gemma_server: LiveServer) -> None:
+    """Gemma's tokenizer puts a beginning before each text; its template does too."""
+
+    def prompt_ids(path: str, body: dict[str, Any]) -> list[int]:
+        status, answer = gemma_server.post(path, {**body, "max_tokens": 1, "return_token_ids": True})
+        assert status == 200, answer
+        return answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+
+    for prompt in ("Hello", ["Hello"]):
+        with_bos = prompt_ids("/v1/completions", {"prompt": prompt})
+        assert prompt_ids("/v1/completions", {"prompt": prompt, "add_special_tokens": False}) == with_bos[1:]
+    chat = {"messages": CHAT["messages"], "chat_template": "<start_of_turn>{{ messages[0].content }}"}
+    plain = prompt_ids("/v1/chat/completions", chat)
+    assert prompt_ids("/v1/chat/completions", {**chat, "add_special_tokens": True}) == [with_bos[0], *plain]
+    asked = {"messages": CHAT["messages"], "chat_template": chat["chat_template"]}
+    assert gemma_server.post("/tokenize", asked)[1]["tokens"] == plain
+    assert gemma_server.post("/tokenize", {**asked, "add_special_tokens": True})[1]["tokens"] == [with_bos[0], *plain]
+
+
+CALLED: list[Any] = [
+    {"role": "user", "content": "Weather in Bern?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Bern"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+]
+
+
+def rendered(server: LiveServer, body: dict[str, Any]) -> str:
+    status, answer = server.post("/tokenize", body)
+    assert status == 200, answer
+    return server.post("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"]
+
+
+def test_calls_and_results_reach_templates_that_know_them(fake_server: LiveServer) -> None:
+    text = rendered(fake_server, {"messages": CALLED, "chat_template": HERMES})
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>' in text
+    assert "tool\nrain" in text
+
+
+def test_calls_are_refused_where_the_template_drops_them(fake_server: LiveServer) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        status, answer = fake_server.post(path, {"messages": CALLED})
+        assert (status, answer["error"]["param"]) == (400, "messages[1].tool_calls")
+        assert "no place for calls" in answer["error"]["message"]
+        status, answer = fake_server.post(path, {"messages": CALLED[:1], "tools": TOOLS})
+        assert (status, answer["error"]["param"]) == (400, "tools")
+    deaf = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    status, answer = fake_server.post("/tokenize", {"messages": CALLED, "chat_template": deaf})
+    assert (status, answer["error"]["param"]) == (400, "messages[2].role")
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5"])
+def test_arguments_that_are_no_object_are_named(fake_server: LiveServer, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [CALLED[0], {"role": "assistant", "tool_calls": [call]}]
+    status, answer = fake_server.post("/tokenize", {"messages": messages, "chat_template": HERMES})
+    assert (status, answer["error"]["param"]) == (400, "messages[1].tool_calls[0].function.arguments")
+
+
+def test_template_variables(fake_server: LiveServer) -> None:
+    template = "{{ reasoning_effort }} {% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    body = {**CHAT, "chat_template": template, "return_token_ids": True}
+    documents = [{"title": "t", "text": "D"}]
+
+    def prompt(**more: Any) -> str:
+        ids = fake_server.post("/v1/chat/completions", {**body, **more})[1]["prompt_token_ids"]
+        return fake_server.post("/detokenize", {"tokens": ids})[1]["prompt"]
+
+    assert prompt(reasoning_effort="low", documents=documents) == "low DHello"
+    assert prompt(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "high Hello"
+    status, answer = fake_server.post("/v1/chat/completions", {**CHAT, "documents": documents})
+    assert (status, answer["error"]["param"]) == (400, "documents")
+
+
+def test_what_the_openai_client_sends_by_itself(fake_server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model="smollm2-135m",
+        messages=CHAT["messages"],
+        modalities=["text"],
+        verbosity="medium",
+        max_completion_tokens=3,
+        response_format={"type": "text"},
+        service_tier="auto",
+        store=False,
+        extra_body={"use_beam_search": False, "documents": [], "kv_transfer_params": None},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
