@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     AttentionMetadata: TypeAlias = batch.AttentionMetadata[torch.Tensor]
     Tail: TypeAlias = batch.Tail[torch.Tensor]
     ForwardBatch: TypeAlias = batch.ForwardBatch[torch.Tensor]
+    Input: TypeAlias = batch.Input[torch.Tensor]
 else:
     # The classes themselves: an instance made through a subscripted alias gets an attribute set, which a frozen one
     # with slots refuses.
-    from pagoda.ops.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
+    from pagoda.ops.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
 
-__all__ = ["AttentionMetadata", "ForwardBatch", "KVLayer", "Tail"]
+__all__ = ["AttentionMetadata", "ForwardBatch", "Input", "KVLayer", "Tail"]

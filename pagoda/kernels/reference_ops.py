@@ -1,29 +1,50 @@
 """ReferenceOps: every op as its reference defines it."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 import torch
 
-from pagoda.kernels.activation import reference as activation
-from pagoda.kernels.attention import reference as attention
-from pagoda.kernels.embedding import reference as embedding
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import reference as linear
 from pagoda.kernels.linear.quantize import QuantizedWeight
-from pagoda.kernels.moe import reference as moe
-from pagoda.kernels.norm import reference as norm
-from pagoda.kernels.rotary import reference as rotary
-from pagoda.kernels.rows import reference as rows
+from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
+from pagoda.ops.declare import Op
+from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import ExpertWeights, LinearWeight
+
+
+def reference_of(op: Op) -> Callable[..., object]:
+    """The function named as the op in `kernels/<folder>/reference.py`. Raises TypeError where its signature differs."""
+    return implementation(op, import_module(f"pagoda.kernels.{op.folder}.reference"))
+
+
+def implementation(op: Op, module: ModuleType) -> Callable[..., object]:
+    """`module`'s function of the op's name. Raises TypeError where it does not take what the op table declares."""
+    function = getattr(module, op.name)
+    found = [(parameter.name, parameter.default) for parameter in inspect.signature(function).parameters.values()]
+    wanted = [(parameter.name, parameter.default) for parameter in op.signature.parameters.values()]
+    if found != wanted:
+        raise TypeError(f"{module.__name__}.{op.name} takes {found}; the op table declares {wanted}")
+    return function
 
 
 class ReferenceOps:
     """The definition of `Ops`: plain torch on any device, slow and obvious."""
 
     name = "reference"
+
+    copy_blocks = staticmethod(kv_cache.copy_blocks)
+    top_logprobs = staticmethod(logprobs.top_logprobs)
+
+    def __init__(self) -> None:
+        for op in FORWARD_OPS.values():
+            setattr(self, op.name, reference_of(op))
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.PlainLinear(weight, bias)
@@ -33,34 +54,8 @@ class ReferenceOps:
     ) -> LinearWeight:
         return linear.PlainLinear(weight.dequantize().to(dtype), bias)
 
-    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, linear.PlainLinear)
-        return linear.linear(x, weight)
-
-    def logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, linear.PlainLinear)
-        return linear.logits(x, weight)
-
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
-        return moe.ExpertList(tuple(experts))
-
-    moe = staticmethod(moe.moe)
-    embedding = staticmethod(embedding.embedding)
-    rms_norm = staticmethod(norm.rms_norm)
-    add_rms_norm = staticmethod(norm.add_rms_norm)
-    add = staticmethod(rows.add)
-    rotary = staticmethod(rotary.rotary)
-    write_kv = staticmethod(kv_cache.write_kv)
-    rotary_write_kv = staticmethod(kv_cache.rotary_write_kv)
-    copy_blocks = staticmethod(kv_cache.copy_blocks)
-    attention = staticmethod(attention.attention)
-    silu_mul = staticmethod(activation.silu_mul)
-    gelu_tanh_mul = staticmethod(activation.gelu_tanh_mul)
-    split_qkv = staticmethod(rows.split_qkv)
-    select_rows = staticmethod(rows.select_rows)
-    softcap = staticmethod(activation.softcap)
-
-    top_logprobs = staticmethod(logprobs.top_logprobs)
+        return ExpertList(tuple(experts))
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best = logits.max(-1)

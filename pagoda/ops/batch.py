@@ -1,8 +1,10 @@
 """One step's input to a model: token rows, attention metadata per KV group, and the paged cache of a layer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Generic
 
+from pagoda.ops.declare import Domain
 from pagoda.ops.tensor import TensorT
 
 
@@ -57,6 +59,17 @@ class Tail(Generic[TensorT]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Input(Generic[TensorT]):
+    """A further input of a model: prompt embeddings, encoder states, adapter indices, a previous stage's hidden states.
+
+    tensor: [rows], [rows, dim] or [rows, heads, dim], contiguous.   domain: what its rows are.
+    """
+
+    tensor: TensorT
+    domain: Domain = Domain.TOKENS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch(Generic[TensorT]):
     """One step's input to a model.
 
@@ -64,6 +77,8 @@ class ForwardBatch(Generic[TensorT]):
         is slot_mapping's business.
     metadata: one per KV group, in the order of the model's kv_groups.
     tail: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
+    inputs: what else this step brings, by name.   variant: which forward is meant, where a model has several (a draft's
+        layers, say). A program is recorded for each variant and set of inputs.
     """
 
     token_ids: TensorT
@@ -71,3 +86,5 @@ class ForwardBatch(Generic[TensorT]):
     metadata: tuple[AttentionMetadata[TensorT], ...]
     tail: Tail[TensorT]
     logits_index: TensorT
+    inputs: Mapping[str, Input[TensorT]] = field(default_factory=dict[str, Input[TensorT]])
+    variant: str = ""

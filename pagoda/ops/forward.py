@@ -1,4 +1,4 @@
-"""ForwardOps: every op that a model's forward may call.
+"""The op table: every op that a model's forward may call, each declared once.
 
 A model computes with nothing else, so the same declarative forward runs on the reference kernels, on the native CPU
 ones, on a GPU, or is recorded once and replayed.
@@ -8,49 +8,182 @@ float16; sums are in float32. An op returns a new tensor. Every op gives each ro
 in the batch (the native kernels; the torch versions as far as torch's own library does).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pagoda.ops.batch import AttentionMetadata, KVLayer
+from pagoda.ops.declare import (
+    Cache,
+    DType,
+    Experts,
+    Group,
+    Out,
+    Packed,
+    Part,
+    Rows,
+    Scalar,
+    Shapes,
+    Slots,
+    Table,
+    declared_ops,
+    like,
+    op,
+    view,
+)
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
+
+F32, I32, I64 = DType.F32, DType.I32, DType.I64
+
+
+def _half_of_gate_up(shapes: Shapes) -> tuple[int, ...]:
+    return (shapes["gate_up"][1] // 2,)
+
+
+def _half_of_weight(shapes: Shapes) -> tuple[int, ...]:
+    return (shapes["weight"][0] // 2,)
+
+
+def _check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """K and V must have the cache's heads; queries a multiple of them."""
+    kv_heads = shapes["cache"][1]
+    if shapes.get("k", (0, kv_heads))[1] != kv_heads or shapes.get("q", (0, kv_heads))[1] % kv_heads:
+        given = {name: shapes[name] for name in ("q", "k") if name in shapes}
+        raise ValueError(f"a cache of {kv_heads} KV heads does not fit {given}")
+
+
+def _check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if shapes["gate_up"][1] % 2:
+        raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")
+
+
+def _check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """cos and sin must have half a head per position."""
+    if shapes["cos"] != shapes["sin"] or 2 * shapes["cos"][1] != shapes["q"][2] or shapes["k"][2] != shapes["q"][2]:
+        raise ValueError(f"cos {shapes['cos']} and sin {shapes['sin']} do not fit q {shapes['q']} and k {shapes['k']}")
+
+
+def _check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    _check_tables(shapes, arguments)
+    _check_cache_heads(shapes, arguments)
+
+
+def _check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    experts, width, hidden = shapes["gate_up"]
+    top_k = arguments["top_k"]
+    if shapes["down"] != (experts, hidden, width // 2) or shapes["router_logits"][1] != experts:
+        raise ValueError(
+            f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}] and as many router "
+            f"logits, not {shapes['down']} and {shapes['router_logits']}"
+        )
+    if not isinstance(top_k, int) or not 1 <= top_k <= experts:
+        raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
+
+
+def _check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if shapes["weight"] != shapes["x"][-1:]:
+        raise ValueError(f"a norm of {shapes['weight']} does not fit x {shapes['x']}")
+
+
+def _qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Part]:
+    first_k = num_heads * head_dim
+    return (
+        Part(0, num_heads, head_dim),
+        Part(first_k, num_kv_heads, head_dim),
+        Part(first_k + num_kv_heads * head_dim, num_kv_heads, head_dim),
+    )
 
 
 class ForwardOps(Protocol):
     """What a forward receives. Each method's reference is `kernels/<op>/reference.py`."""
 
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1]))
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[T, in] -> [T, out] = x @ weight.T + bias, in x's dtype."""
         ...
 
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1], F32))
     def logits(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[S, in] -> float32 [S, vocab]."""
         ...
 
+    @op(
+        "embedding",
+        token_ids=Rows(I32, below="table"),
+        table=Table(),
+        scale=Scalar.F32,
+        out=Out("token_ids", lambda s: s["table"][1:], "table"),
+    )
     def embedding(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """int32 [T], [vocab, hidden] -> [T, hidden]; scale is rounded to the table's dtype first (Gemma does)."""
         ...
 
+    @op("norm", _check_norm, x=Rows(), weight=Table("x"), eps=Scalar.F32, unit_offset=Scalar.FLAG, out=like("x"))
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         """x [..., D] / rms(x) * weight [D], over the last dimension; unit_offset: * (1 + weight)."""
         ...
 
+    @op(
+        "norm",
+        _check_norm,
+        x=Rows(contiguous=True),
+        residual=Rows("x", like="x", contiguous=True),
+        weight=Table("x"),
+        eps=Scalar.F32,
+        unit_offset=Scalar.FLAG,
+        out=like("x"),
+        total=like("x"),
+    )
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed."""
         ...
 
+    @op("rows", x=Rows(contiguous=True), residual=Rows("x", like="x", contiguous=True), out=like("x"))
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual."""
         ...
 
+    @op(
+        "rotary",
+        _check_tables,
+        q=Rows(),
+        k=Rows("q"),
+        positions=Rows(I32, below="cos"),
+        cos=Table(F32),
+        sin=Table(F32),
+        rotated_q=like("q"),
+        rotated_k=like("k"),
+    )
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q [T, H, D] and k [T, K, D] (NeoX halves). cos, sin float32 [max_position, D / 2]."""
         ...
 
+    @op(
+        "kv_cache",
+        _check_cache_heads,
+        k=Rows(),
+        v=Rows("k", like="k"),
+        cache=Cache(writes=True),
+        metadata=Group(Slots.WRITTEN, "cache"),
+    )
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, metadata: AttentionMetadata) -> None:
         """Write k, v [T, K, D] at slot_mapping."""
         ...
 
+    @op(
+        "kv_cache",
+        _check_rotary_write,
+        q=Rows(),
+        k=Rows("q"),
+        v=Rows("k", like="k"),
+        positions=Rows(I32, below="cos"),
+        cos=Table(F32),
+        sin=Table(F32),
+        cache=Cache(writes=True),
+        metadata=Group(Slots.WRITTEN, "cache"),
+        rotated_q=like("q"),
+    )
     def rotary_write_kv(
         self,
         q: Tensor,
@@ -65,6 +198,17 @@ class ForwardOps(Protocol):
         """`rotary` and `write_kv` in one: writes the rotated k and v, returns the rotated q."""
         ...
 
+    @op(
+        "attention",
+        _check_cache_heads,
+        q=Rows(),
+        cache=Cache(writes=False),
+        metadata=Group(Slots.QUERIES, "cache"),
+        scale=Scalar.F32,
+        window=Scalar.I32,
+        softcap=Scalar.F32,
+        out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
+    )
     def attention(
         self,
         q: Tensor,
@@ -81,14 +225,27 @@ class ForwardOps(Protocol):
         """
         ...
 
+    @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] (gate then up) -> silu(gate) * up, [T, I]."""
         ...
 
+    @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] (gate then up) -> gelu_tanh(gate) * up, [T, I]."""
         ...
 
+    @op(
+        "moe",
+        _check_moe,
+        x=Rows(),
+        router_logits=Rows(),
+        gate_up=Experts(of="x"),
+        down=Experts(of="x", directly=False),
+        top_k=Scalar.I32,
+        renormalize=Scalar.FLAG,
+        out=like("x"),
+    )
     def moe(
         self,
         x: Tensor,
@@ -109,14 +266,45 @@ class ForwardOps(Protocol):
         """
         ...
 
+    @view("rows", _qkv_parts, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
     def split_qkv(self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]; views where possible."""
         ...
 
+    @op(
+        "rows",
+        x=Rows(any_domain=True),
+        index=Rows(I64, below="x"),
+        out=Out("index", lambda s: s["x"][1:], "x"),
+    )
     def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """[T, hidden], int64 [S] -> [S, hidden]."""
         ...
 
+    @op("activation", x=Rows(contiguous=True), cap=Scalar.F32, out=like("x"))
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
         ...
+
+
+class FusedOps(Protocol):
+    """Ops that a recorded forward has in place of two others, with their bits. Models do not call them."""
+
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", _half_of_weight))
+    def linear_silu_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """silu_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
+        ...
+
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", _half_of_weight))
+    def linear_gelu_tanh_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """gelu_tanh_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
+        ...
+
+
+FORWARD_OPS = declared_ops(ForwardOps)
+FUSED_OPS = declared_ops(FusedOps)
+OP_TABLE = FORWARD_OPS | FUSED_OPS
+"""Every op by name."""
+
+FUSIONS = {("linear", "silu_mul"): "linear_silu_mul", ("linear", "gelu_tanh_mul"): "linear_gelu_tanh_mul"}
+"""(op, the only user of its result) -> the op that does both."""

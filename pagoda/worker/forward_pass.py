@@ -2,24 +2,20 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
 
 from pagoda.base.model_spec import ModelSpec
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.kernels.batch import ForwardBatch, KVLayer, Tail
+from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.replay.program import Program
-from pagoda.kernels.replay.recording_ops import NotRecordable, RecordingOps
+from pagoda.kernels.replay.recorder import NotRecordable, record_forward
 from pagoda.models.base import Model
-from pagoda.ops.forward import ForwardOps
 
 logger = logging.getLogger("pagoda")
-
-_RECORDED_TOKENS, _RECORDED_TAIL = 3, 2  # any two numbers: a program holds for all
 
 
 class ForwardPass(Protocol):
@@ -70,38 +66,52 @@ class EagerForward:
 
 
 class ReplayedForward(EagerForward):
-    """Records the forward with its first batch; from then on it runs in one native call, with the same bits.
+    """Records the forward with the first batch of each variant; from then on it runs in one native call, with the same
+    bits.
 
-    A forward that cannot be recorded runs op by op, and the log says so once. The program holds the addresses of the
-    KV cache it was recorded with (`kv`); with another cache it is recorded again.
+    A forward that cannot be recorded runs op by op, and the log says so once per variant. A program holds the addresses
+    of the KV cache it was recorded with; with another cache everything is recorded again.
     """
 
-    def __init__(self, model: Model, ops: NativeOps, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, ops: NativeOps) -> None:
         super().__init__(model, cast(Ops, ops))
-        self._native, self._dtype = ops, dtype
-        self.kv: Sequence[KVLayer] | None = None
-        self.program: Program | None = None
+        self._native = ops
+        self._kv: Sequence[KVLayer] | None = None
+        self._programs: dict[object, Program | None] = {}
+
+    @property
+    def program(self) -> Program | None:
+        """The program of the plain variant, where it was recorded."""
+        return self._programs.get(_PLAIN)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        if kv is not self.kv:
-            self.program = self._record(batch, kv)
-            self.kv = kv
-        return super().forward(batch, kv) if self.program is None else self.program.run(batch)
+        if kv is not self._kv:
+            self._programs, self._kv = {}, kv
+        key = _variant(batch)
+        if key not in self._programs:
+            self._programs[key] = self._record(batch, kv)
+        program = self._programs[key]
+        return super().forward(batch, kv) if program is None else program.run(batch)[0]
 
     def _record(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Program | None:
-        # The model gets its own copies: groups may share one metadata object, and the recorder tells them apart by
-        # identity.
-        metadata, tail_metadata = (tuple(map(replace, groups)) for groups in (batch.metadata, batch.tail.metadata))
-        # torch.empty and not empty_like, which for tensors without data imports a computer algebra system (0.3 s).
-        tokens, positions = (torch.empty(_RECORDED_TOKENS, dtype=torch.int32, device="meta") for _ in range(2))
-        index = torch.empty(_RECORDED_TAIL, dtype=torch.int64, device="meta")
-        stand_in = ForwardBatch(tokens, positions, metadata, Tail(index, tail_metadata), batch.logits_index)
-        recorder = RecordingOps(self._native, self._dtype, stand_in)
+        native = self._native
         try:
-            result = self.model.forward(cast(ForwardOps, recorder), stand_in, kv)
-            program = recorder.program(cast(torch.Tensor, result))
+            program = record_forward(native.library, native.threads, self.model.forward, batch, kv)
         except NotRecordable as why:
             logger.warning("the model runs op by op, more slowly, since its forward cannot be recorded: %s", why)
             return None
         logger.debug("recorded a forward of %d steps", program.num_steps)
         return program
+
+
+_PLAIN = ("", ())
+
+
+def _variant(batch: ForwardBatch) -> object:
+    """What a program depends on: the variant's name, and which further inputs there are, of what kind."""
+    if not batch.inputs and not batch.variant:
+        return _PLAIN
+    inputs = (
+        (name, given.domain, given.tensor.dtype, tuple(given.tensor.shape[1:])) for name, given in batch.inputs.items()
+    )
+    return batch.variant, tuple(sorted(inputs, key=lambda entry: entry[0]))

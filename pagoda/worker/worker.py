@@ -87,7 +87,7 @@ class Worker:
         model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
         forward: ForwardPass = EagerForward(model, ops)
         if isinstance(ops, NativeOps):
-            forward = ReplayedForward(model, ops, dtype)
+            forward = ReplayedForward(model, ops)
             # The native kernels have threads of their own. torch's, woken for a small op in between, would wait awake
             # for milliseconds on the cores those need.
             torch.set_num_threads(1)
@@ -149,7 +149,7 @@ class Worker:
         ops: dict[str, float] = {}
         num_ops, region_s = 0, 0.0
         if isinstance(self._forward, ReplayedForward) and self._forward.program is not None:
-            ops = {op.name.lower(): seconds for op, seconds in self._forward.program.seconds().items() if seconds}
+            ops = {op: seconds for op, seconds in self._forward.program.seconds().items() if seconds}
             num_ops, region_s = self._forward.program.num_steps, self._forward.program.region_seconds()
         times = self._runner.times
         return StepProfile(times.num_steps, dict(times.seconds), ops, num_ops, region_s)

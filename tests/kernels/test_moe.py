@@ -6,6 +6,8 @@ from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
 
@@ -83,3 +85,112 @@ def test_equals_the_reference(
     )
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:
+    """8-bit codes of `weight`, or 4-bit ones drawn at random, as a GGUF has them."""
+    if kind.startswith("q8"):
+        return quantize(weight, 32 if kind == "q8_32" else 64)
+    generator = torch.Generator().manual_seed(seed)
+    out_features, in_features = weight.shape
+    groups = -(-in_features // 32)
+    drawn = torch.randint(0, 16, (out_features, 32 * groups), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(out_features, groups, generator=generator) / 40).half()
+    minima = (-8 * scales.float()).half() if kind == "q4_min" else None
+    return QuantizedWeight(drawn, scales, minima, in_features, 32, 4)
+
+
+@pytest.mark.parametrize("kind", ["q8", "q8_32", "q4", "q4_min"])
+@pytest.mark.parametrize(("hidden", "inner"), [(96, 64), (100, 33)])
+def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: str, hidden: int, inner: int) -> None:
+    """Quantised weights have no reference of their own: an expert alone is the linear layers it is made of."""
+    x = draw(7, hidden).bfloat16()
+    up = [native.linears.prepare_quantized(codes(kind, draw(2 * inner, hidden, seed=e), e)) for e in range(4)]
+    down = [native.linears.prepare_quantized(codes(kind, draw(hidden, inner, seed=9 + e), 9 + e)) for e in range(4)]
+    router_logits = draw(7, 4, seed=1)
+    got = native.moe(x, router_logits, native.prepare_experts(up), native.prepare_experts(down), 2, True)
+    weights, chosen = torch.softmax(router_logits, -1).topk(2, -1)
+    want = torch.zeros(7, hidden)
+    for token in range(7):
+        for weight, expert in zip(weights[token] / weights[token].sum(), chosen[token].tolist(), strict=True):
+            active = native.silu_mul(native.linear(x[token : token + 1], up[expert]))
+            want[token] += weight * native.logits(active, down[expert])[0]
+    torch.testing.assert_close(got.float(), want, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", [F32, BF16, F16, "q8", "q4_min"], ids=str)
+@pytest.mark.parametrize("inner", [64, 33], ids=["fused gate", "gate of its own"])
+def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, inner: int) -> None:
+    """Alone, in any batch, at any place in it, on any number of threads."""
+    dtype = BF16 if isinstance(kind, str) else kind
+    hidden, experts, tokens = 80, 16, 150
+    x, router_logits = draw(tokens, hidden).to(dtype), 3 * draw(tokens, experts, seed=1).to(dtype)
+
+    def prepared(shape: tuple[int, int], seed: int):
+        weights = [draw(*shape, seed=seed + e) / 9 for e in range(experts)]
+        if isinstance(kind, str):
+            return native.prepare_experts(
+                [native.linears.prepare_quantized(codes(kind, weight, e)) for e, weight in enumerate(weights)]
+            )
+        return native.prepare_experts([native.prepare_linear(weight.to(dtype)) for weight in weights])
+
+    gate_up, down = prepared((2 * inner, hidden), 100), prepared((hidden, inner), 200)
+
+    def run(ops: NativeOps, rows: slice | torch.Tensor) -> torch.Tensor:
+        return ops.moe(x[rows], router_logits[rows], gate_up, down, 3, False)
+
+    alone = torch.cat([run(native, slice(i, i + 1)) for i in range(tokens)])
+    assert alone.isfinite().all()
+    assert alone.any(dim=1).all()
+    for threads in (1, 2, 3, 7):
+        ops = NativeOps(native.library, threads)
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(threads))
+        assert torch.equal(run(ops, order), alone[order])
+        for count in (2, 3, 17, 64):
+            first = (count * 7) % (tokens - count)
+            assert torch.equal(run(ops, slice(first, first + count)), alone[first : first + count])
+
+
+def test_more_pairs_than_one_block_holds(native: NativeOps) -> None:
+    x, router_logits = draw(3000, 32).bfloat16(), draw(3000, 4, seed=1)
+    gate_up = experts_of(native, draw(4, 64, 32, seed=2), BF16)
+    down = experts_of(native, draw(4, 32, 32, seed=3), BF16)
+    whole = native.moe(x, router_logits, gate_up, down, 2, True)
+    parts = [
+        native.moe(x[i : i + 700], router_logits[i : i + 700], gate_up, down, 2, True) for i in range(0, 3000, 700)
+    ]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("where", ["x", "router_logits"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_harms_no_other(native: NativeOps, where: str, bad: float) -> None:
+    given = {"x": draw(20, 64), "router_logits": draw(20, 4, seed=1)}
+    gate_up = experts_of(native, draw(4, 64, 64, seed=2), F32)
+    down = experts_of(native, draw(4, 64, 32, seed=3), F32)
+    clean = native.moe(**given, gate_up=gate_up, down=down, top_k=2, renormalize=True)
+    given[where][5, 2] = bad
+    got = native.moe(**given, gate_up=gate_up, down=down, top_k=2, renormalize=True)
+    assert not got[5].isfinite().all()
+    got[5] = clean[5]
+    assert torch.equal(got, clean)
+
+
+def test_experts_that_do_not_fit_are_refused(native: NativeOps) -> None:
+    gate_up, down = experts_of(native, draw(4, 64, 48), F32), experts_of(native, draw(4, 48, 32), F32)
+    x, router_logits = draw(3, 48), draw(3, 4)
+    for wrong, said in (
+        ({"top_k": 5}, "top_k must be 1 to 4, not 5"),
+        ({"top_k": 0}, "top_k must be 1 to 4"),
+        ({"router_logits": draw(3, 5)}, "router logits"),
+        ({"router_logits": draw(2, 4)}, "different numbers of rows"),
+        ({"down": experts_of(native, draw(4, 48, 31), F32)}, "needs down"),
+        ({"gate_up": experts_of(native, draw(4, 64, 47), F32)}, "multiplies rows of 47"),
+        ({"down": experts_of(native, draw(4, 48, 32), BF16)}, "of torch.bfloat16"),
+    ):
+        given = {"x": x, "router_logits": router_logits, "gate_up": gate_up, "down": down, "top_k": 2}
+        with pytest.raises(ValueError, match=said):
+            native.moe(**{**given, **wrong}, renormalize=True)
+    one = native.prepare_linear(draw(64, 48))
+    with pytest.raises(ValueError, match="2 kinds"):
+        native.prepare_experts([one, native.prepare_linear(draw(64, 40))])

@@ -250,9 +250,9 @@ def huge_bytes() -> int:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4])
-@pytest.mark.parametrize("dawdle", [0, 100, 300])
-def test_no_region_ends_before_its_shares(threads: int, dawdle: int) -> None:
+@pytest.mark.parametrize("test_delay", [0, 100, 300])
+def test_no_region_ends_before_its_shares(threads: int, test_delay: int) -> None:
     """A thread that lost its core as it was about to report an end must not end the region that comes after."""
     regions = load().functions["pagoda_unfinished_regions"]
     regions.argtypes, regions.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
-    assert regions(threads, 30_000, dawdle) == 0
+    assert regions(threads, 30_000, test_delay) == 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.sampling import batched, logprobs, reference
+from pagoda.kernels.sampling import library, logprobs, reference
 from pagoda.kernels.sampling.native import NativeSampling
 from tests.kernels.test_sampling import columns
 
@@ -67,7 +67,7 @@ def test_threads_and_neighbours_change_nothing(native: NativeOps, sampling: Nati
     together = NativeSampling(native.library, 3).sample(logits, *arguments)
     alone = [sampling.sample(logits[i : i + 1], *(column[i : i + 1] for column in arguments)).item() for i in range(n)]
     assert together.tolist() == alone
-    assert together.tolist() == batched.sample(logits, *arguments).tolist()
+    assert together.tolist() == library.sample(logits, *arguments).tolist()
 
 
 def test_best_tokens(sampling: NativeSampling) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.kernels.sampling import batched, reference
+from pagoda.kernels.sampling import library, reference
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ def test_batched_equals_reference(vocab: int, kind: str) -> None:
         logits[torch.from_numpy(rng.random((n, vocab)) < 0.7)] = -torch.inf
         logits[:, vocab // 2] = 0.0
     arguments = columns(rng, n, vocab)
-    assert batched.sample(logits, *arguments).tolist() == reference.sample(logits, *arguments).tolist()
+    assert library.sample(logits, *arguments).tolist() == reference.sample(logits, *arguments).tolist()
 
 
 def test_wide_filters_are_widened_until_exact() -> None:
@@ -44,7 +44,7 @@ def test_wide_filters_are_widened_until_exact() -> None:
     top_p = np.array([0.1, 0.9, 0.999, 0.5, 1.0, 1.0], np.float32)
     uniform = rng.random(n)
     arguments = (logits, one, top_k, top_p, 0 * one, uniform)
-    assert batched.sample(*arguments).tolist() == reference.sample(*arguments).tolist()
+    assert library.sample(*arguments).tolist() == reference.sample(*arguments).tolist()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -52,9 +52,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     n, vocab = 24, 3001
     logits = torch.from_numpy(rng.normal(0, 2, (n, vocab)).astype(np.float32))
     arguments = columns(rng, n, vocab)
-    together = batched.sample(logits, *arguments)
+    together = library.sample(logits, *arguments)
     for i in range(n):
-        alone = batched.sample(logits[i : i + 1].clone(), *(column[i : i + 1] for column in arguments))
+        alone = library.sample(logits[i : i + 1].clone(), *(column[i : i + 1] for column in arguments))
         assert alone.item() == together[i].item()
 
 
@@ -84,7 +84,7 @@ def test_sampled_shares_follow_the_weights() -> None:
     n = logits.shape[0]
     uniform = reference.uniforms(np.full(n, 7, np.uint64), np.arange(n))
     one = np.ones(n, np.float32)
-    tokens = batched.sample(logits, one, np.zeros(n, np.int32), one, 0 * one, uniform)
+    tokens = library.sample(logits, one, np.zeros(n, np.int32), one, 0 * one, uniform)
     shares = torch.bincount(tokens, minlength=4) / n
     assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.012)
 
@@ -104,4 +104,4 @@ def test_uniforms_are_a_pure_function_and_look_uniform() -> None:
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0]])
     zero = np.zeros(2, np.float32)
-    assert batched.sample(logits, zero, zero.astype(np.int32), zero + 1, zero, zero.astype(float)).tolist() == [1, 0]
+    assert library.sample(logits, zero, zero.astype(np.int32), zero + 1, zero, zero.astype(float)).tolist() == [1, 0]

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
+from pagoda.ops.forward import OP_TABLE
 
 if TYPE_CHECKING:
     from pagoda.core.executor import Executor
     from pagoda.llm import LLM
     from pagoda.worker.worker import StepProfile, Worker
 
-_ELEMENTWISE = ("embedding", "rms_norm", "add_rms_norm", "add", "rotary", "gated", "softcap", "select")
+_FOLDERS = {"linear": "linear layers", "moe": "mixture of experts", "attention": "attention", "kv_cache": "KV writes"}
+"""Rows of the table, by the folder of an op's kernels; the others are elementwise."""
 
 
 class Part(TypedDict):
@@ -55,11 +57,12 @@ def breakdown(profile: "StepProfile", secs: float) -> list[Part]:
     parts, ops = dict(profile.parts), profile.ops
     forward = parts.pop("forward", 0.0)
     barriers = profile.num_steps * profile.num_ops * profile.region_s
+    kinds = dict.fromkeys((*_FOLDERS.values(), "elementwise"), 0.0)
+    for name, spent in ops.items():
+        kinds[_FOLDERS.get(OP_TABLE[name].folder, "elementwise")] += spent
+    kinds["linear layers"] -= barriers
     rows = {
-        "linear layers": ops.get("linear", 0.0) - barriers,
-        "attention": ops.get("attention", 0.0),
-        "KV writes": ops.get("write_kv", 0.0),
-        "elementwise": sum(ops.get(name, 0.0) for name in _ELEMENTWISE),
+        **kinds,
         "barriers (estimated)": barriers,
         "forward, the rest": forward - sum(ops.values()),
         "lm_head": parts.pop("lm_head", 0.0),

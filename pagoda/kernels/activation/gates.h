@@ -1,4 +1,4 @@
-// The gated activations, shared by their own op and by the linear layer that ends in one.
+// The gated activations, shared by their own ops and by the linear layers that end in one.
 #pragma once
 
 #include "simd.h"
@@ -12,3 +12,11 @@ struct GeluTanh {
         return x * sigmoid(1.5957691216057308f * (x + 0.044715f * (x * x * x)));
     }
 };
+
+// out[i] = activation(gate[i]) * gate[up + i] for `count` elements.
+template <class Activation, class T>
+inline void gate_lanes(const T* gate, int64_t up, T* out, int64_t count) {
+    for_lanes(count, [&](int64_t i, int n) {
+        store_lanes(out + i, Activation::of(load_lanes(gate + i, n)) * load_lanes(gate + up + i, n), n);
+    });
+}

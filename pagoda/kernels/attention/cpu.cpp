@@ -105,20 +105,33 @@ void attend(const Problem& p, int num_tokens, int threads) {
 
 }  // namespace
 
-// q [num_tokens, H, D] (tokens q_stride elements apart) -> out [num_tokens, H, D]. stored: dtype of the pages, `dtype`
-// or I8. D a multiple of 16, block_size a multiple of 8. seq_lens counts the tokens in the cache, this step's included.
-PAGODA_EXPORT void pagoda_attention(int dtype, int stored, const void* q, void* out, const void* k_pages,
-                                    const void* v_pages, const float* k_scale, const float* v_scale,
-                                    const int32_t* query_start, const int32_t* seq_lens, const int32_t* block_table,
-                                    int64_t table_stride, int64_t q_stride, int num_tokens, int num_rows,
-                                    int num_heads, int num_kv_heads, int head_dim, int block_size, float scale,
-                                    int window, float softcap, int threads) {
-    Problem p{dtype, q, out, static_cast<const char*>(k_pages), static_cast<const char*>(v_pages), k_scale, v_scale,
-              query_start, seq_lens, block_table, table_stride, q_stride, num_rows, num_heads, num_kv_heads, head_dim,
-              block_size, window, scale, softcap};
-    auto run = stored == I8     ? attend<int8_t>
-               : stored == F32  ? attend<float>
-               : stored == BF16 ? attend<bf16>
-                                : attend<f16>;
-    run(p, num_tokens, threads);
+// Head sizes are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
+PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
+    const KVPages& cache = a->cache;
+    const RowGroup& rows = *a->metadata;
+    Problem p{a->q.dtype,
+              a->q.data,
+              a->out.data,
+              static_cast<const char*>(cache.k),
+              static_cast<const char*>(cache.v),
+              cache.k_scale,
+              cache.v_scale,
+              rows.query_start,
+              rows.seq_lens,
+              rows.block_table,
+              rows.table_stride,
+              a->q.stride,
+              static_cast<int>(rows.num_rows),
+              static_cast<int>(a->q.heads),
+              static_cast<int>(cache.kv_heads),
+              static_cast<int>(cache.head_dim),
+              static_cast<int>(cache.block_size),
+              a->window,
+              a->scale,
+              a->softcap};
+    auto run = cache.dtype == I8     ? attend<int8_t>
+               : cache.dtype == F32  ? attend<float>
+               : cache.dtype == BF16 ? attend<bf16>
+                                     : attend<f16>;
+    run(p, static_cast<int>(a->q.rows), threads);
 }

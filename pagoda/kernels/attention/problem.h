@@ -22,16 +22,6 @@ struct Problem {
     int group() const { return num_heads / num_kv_heads; }
 };
 
-// Calls body with an element of the compute dtype.
-template <class Body>
-void by_dtype(int dtype, Body&& body) {
-    switch (dtype) {
-        case F32: return body(float());
-        case BF16: return body(bf16());
-        default: return body(f16());
-    }
-}
-
 // Consecutive queries of one row. `first_at`: position of the first one.
 struct Tile {
     int row, first_token, num_queries, first_at;

@@ -20,11 +20,7 @@ struct Paired {
     using Lane = uint32_t;
     using Lanes = u32x16;
     static constexpr int WIDTH = 2;
-    static Lanes load_lanes(const Lane* p) {
-        Lanes v;
-        memcpy(&v, p, 64);
-        return v;
-    }
+    static Lanes load_lanes(const Lane* p) { return load_words(p); }
     static Lanes broadcast(Lane x) { return Lanes{} + x; }
     static f32x16 multiply_add(f32x16 acc, Lanes a, Lanes b) { return dot_pairs(acc, a, b); }
 };

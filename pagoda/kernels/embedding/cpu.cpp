@@ -1,18 +1,19 @@
 // The embedding gather; its definition is embedding/reference.py.
-#include "parallel.h"
-#include "simd.h"
+#include "elementwise.h"
 
 namespace {
 
 template <class T>
-void gather(const int32_t* token_ids, const void* table, void* out, int64_t tokens, int64_t hidden, float scale,
-            int threads) {
+void gather(const EmbeddingArgs& a, int threads) {
+    int64_t tokens = a.token_ids.rows, hidden = a.table.dim;
+    const int32_t* ids = elements_of<int32_t>(a.token_ids);
+    f32x16 scale = rounded<T>(splat(a.scale));
     parallel(threads_for(tokens * hidden, threads), [&](int thread, int num_threads) {
         Range mine = share_of(tokens, thread, num_threads);
         for (int64_t t = mine.begin; t < mine.end; t++) {
-            const T* from = static_cast<const T*>(table) + token_ids[t] * hidden;
-            T* to = static_cast<T*>(out) + t * hidden;
-            if (scale == 1.0f)
+            const T* from = elements_of<T>(a.table) + ids[t] * hidden;
+            T* to = elements_of<T>(a.out) + t * hidden;
+            if (a.scale == 1.0f)
                 memcpy(static_cast<void*>(to), from, sizeof(T) * hidden);
             else
                 for_lanes(hidden, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(from + i, n) * scale, n); });
@@ -22,9 +23,6 @@ void gather(const int32_t* token_ids, const void* table, void* out, int64_t toke
 
 }  // namespace
 
-// table [vocab, hidden] and out [tokens, hidden] contiguous. `scale` is rounded to the table's dtype by the caller.
-PAGODA_EXPORT void pagoda_embedding(int dtype, const int32_t* token_ids, const void* table, void* out, int64_t tokens,
-                                    int64_t hidden, float scale, int threads) {
-    auto run = dtype == F32 ? gather<float> : dtype == BF16 ? gather<bf16> : gather<f16>;
-    run(token_ids, table, out, tokens, hidden, scale, threads);
+PAGODA_EXPORT void pagoda_embedding(const EmbeddingArgs* a, int32_t threads) {
+    by_dtype(a->table.dtype, [&](auto element) { gather<decltype(element)>(*a, threads); });
 }

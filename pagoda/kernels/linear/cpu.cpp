@@ -1,12 +1,26 @@
 // The linear layers' entry points; their definition is linear/reference.py.
 #include "gemm.h"
 
-// x [rows, in] (x_stride elements apart) -> out [rows, out], contiguous.
-PAGODA_EXPORT void pagoda_linear(const PackedLinear* weight, int dtype, const void* x, int64_t rows, int64_t x_stride,
-                                 int out_dtype, void* out, int threads) {
-    if (rows == 0) return;
-    linear_run({weight, x, rows, x_stride, dtype, out_dtype, out, weight->out_features, GATE_NONE, nullptr},
-               threads);
+namespace {
+
+void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, Gate gate, int threads) {
+    if (x.rows == 0) return;
+    linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, out.data, out.stride, gate, nullptr}, threads);
+}
+
+}  // namespace
+
+PAGODA_EXPORT void pagoda_linear(const LinearArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, GATE_NONE, threads);
+}
+PAGODA_EXPORT void pagoda_logits(const LogitsArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, GATE_NONE, threads);
+}
+PAGODA_EXPORT void pagoda_linear_silu_mul(const LinearSiluMulArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, GATE_SILU, threads);
+}
+PAGODA_EXPORT void pagoda_linear_gelu_tanh_mul(const LinearGeluTanhMulArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, GATE_GELU_TANH, threads);
 }
 
 PAGODA_EXPORT int64_t pagoda_linear_bytes(const PackedLinear* weight) {
@@ -27,14 +41,14 @@ static void pack_words(const Word* from, Word* to, int64_t out_features, int64_t
                 int64_t end = begin + 16 < steps ? begin + 16 : steps;
                 for (int64_t c = 0; c < columns; c++) {
                     const Word* row = from + (p * PANEL + c) * steps;
-                    for (int64_t s = begin; s < end; s++) panel[s * PANEL + c] = row[s];
+                    for (int64_t s = begin; s < end; s++) memcpy(panel + s * PANEL + c, row + s, sizeof(Word));
                 }
             }
         }
     });
 }
-PAGODA_EXPORT void pagoda_pack_words(int word_bytes, const void* from, void* to, int64_t out_features, int64_t steps,
-                                     int threads) {
+PAGODA_EXPORT void pagoda_pack_words(int32_t word_bytes, const void* from, void* to, int64_t out_features,
+                                     int64_t steps, int32_t threads) {
     if (word_bytes == 4)
         pack_words(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), out_features, steps, threads);
     else
@@ -43,7 +57,7 @@ PAGODA_EXPORT void pagoda_pack_words(int word_bytes, const void* from, void* to,
 
 // Codes uint8 [out, groups * group], scales (and minima, KIND_Q4_MIN) f16 [out, groups] to panels of records.
 PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint16_t* scales,
-                                     const uint16_t* minima, int threads) {
+                                     const uint16_t* minima, int32_t threads) {
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
     int64_t record = quantized_record_bytes(w.kind, w.group), header = w.kind == KIND_Q4_MIN ? 4 * PANEL : 2 * PANEL;

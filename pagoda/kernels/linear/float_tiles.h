@@ -25,12 +25,13 @@ struct StepF16 {
 struct StepBF16 {
     using Word = uint32_t;
     using Weight = uint32_t;
-    static u32x16 weights(const uint32_t* p) {
-        u32x16 w;
-        memcpy(&w, p, 64);
-        return w;
+    static u32x16 weights(const uint32_t* p) { return load_words(p); }
+    // Rows of x may begin at any element, so a pair of them may be anywhere.
+    static u32x16 splat_word(const uint32_t* p) {
+        uint32_t word;
+        memcpy(&word, p, 4);
+        return u32x16{} + word;
     }
-    static u32x16 splat_word(const uint32_t* p) { return u32x16{} + *p; }
     static f32x16 accumulate(f32x16 acc, u32x16 x, u32x16 w) { return dot_pairs(acc, x, w); }
 };
 

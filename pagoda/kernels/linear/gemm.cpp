@@ -100,13 +100,6 @@ const Tiles& tiles_of(const PackedLinear& w) {
 
 // ---- finished sums to the output ----
 
-template <class T>
-f32x16 rounded(f32x16 v) {
-    if constexpr (sizeof(T) == 4) return v;
-    T narrow[16];
-    store(narrow, v);
-    return load(narrow);
-}
 f32x16 with_bias(const float* sums, const PackedLinear& w, int64_t column) {
     f32x16 v = load(sums);
     return w.bias == nullptr ? v : v + load(w.bias + column);
@@ -141,11 +134,13 @@ void finish_gated(const LinearJob& job, const float* sums, int64_t sums_stride, 
 void finish_tile(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows,
                  int64_t column, int64_t columns) {
     if (job.gate != GATE_NONE) {
-        auto run = job.dtype == F32 ? finish_gated<float> : job.dtype == BF16 ? finish_gated<bf16> : finish_gated<f16>;
-        run(job, sums, sums_stride, row, rows, column);
+        by_dtype(job.dtype, [&](auto element) {
+            finish_gated<decltype(element)>(job, sums, sums_stride, row, rows, column);
+        });
     } else {
-        auto run = job.out_dtype == F32 ? finish<float> : job.out_dtype == BF16 ? finish<bf16> : finish<f16>;
-        run(job, sums, sums_stride, row, rows, column, columns);
+        by_dtype(job.out_dtype, [&](auto element) {
+            finish<decltype(element)>(job, sums, sums_stride, row, rows, column, columns);
+        });
     }
 }
 
@@ -241,9 +236,7 @@ size_t linear_scratch_bytes(const LinearJob& job) {
 void linear_convert(const LinearJob& job, int64_t begin, int64_t end) {
     const PackedLinear& w = *job.weight;
     if (is_quantized(w.kind)) {
-        auto run = job.dtype == F32 ? quantize<float> : job.dtype == BF16 ? quantize<bf16> : quantize<f16>;
-        run(job, begin, end);
-        return;
+        return by_dtype(job.dtype, [&](auto element) { quantize<decltype(element)>(job, begin, end); });
     }
     int64_t steps = word_steps(w);
     for (int64_t r = begin; r < end; r++) {
@@ -260,18 +253,25 @@ void linear_convert(const LinearJob& job, int64_t begin, int64_t end) {
     }
 }
 
-void linear_multiply(const LinearJob& job, int thread, int num_threads, std::atomic<int64_t>& claims) {
+int64_t linear_panels(const LinearJob& job) {
+    int64_t panels = (job.weight->out_features + PANEL - 1) / PANEL;
+    return job.gate != GATE_NONE ? panels / 2 : panels;
+}
+
+void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
     Operand x = operand(job);
-    const PackedLinear& w = *job.weight;
-    int64_t panels = (w.out_features + PANEL - 1) / PANEL;
-    if (job.gate != GATE_NONE) panels /= 2;
+    int64_t fitting = BLOCK_BYTES / row_bytes(*job.weight), block = fitting > CLAIM_ROWS ? fitting : CLAIM_ROWS;
+    for (; row < row_end; row += block)
+        multiply(job, x, row, row + block < row_end ? row + block : row_end, panel, panel_end, -1);
+}
+
+void linear_multiply(const LinearJob& job, int thread, int num_threads, std::atomic<int64_t>& claims) {
+    int64_t panels = linear_panels(job);
     if (job.rows < CLAIM_ROWS || num_threads == 1) {
         Range mine = share_of(panels, thread, num_threads);
-        int64_t fitting = BLOCK_BYTES / row_bytes(w), block = fitting > CLAIM_ROWS ? fitting : CLAIM_ROWS;
-        for (int64_t row = 0; row < job.rows; row += block)
-            multiply(job, x, row, row + block < job.rows ? row + block : job.rows, mine.begin, mine.end, -1);
-        return;
+        return linear_multiply_part(job, 0, job.rows, mine.begin, mine.end);
     }
+    Operand x = operand(job);
     auto [blocks, width] = cut(job, panels, num_threads);
     int64_t pieces = (panels + width - 1) / width;
     for (;;) {

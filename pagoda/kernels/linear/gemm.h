@@ -29,5 +29,10 @@ __attribute__((visibility("hidden"))) void linear_convert(const LinearJob& job, 
 // This thread's share of the product. `claims` starts at 0 and is shared by the threads.
 __attribute__((visibility("hidden"))) void linear_multiply(const LinearJob& job, int thread, int num_threads,
                                                            std::atomic<int64_t>& claims);
+// What the output's columns are cut into: panels, or with a gate pairs of panels.
+__attribute__((visibility("hidden"))) int64_t linear_panels(const LinearJob& job);
+// Rows [row, row_end) of panels [panel, panel_end), by the calling thread alone.
+__attribute__((visibility("hidden"))) void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end,
+                                                                int64_t panel, int64_t panel_end);
 // All of it, on `threads` threads.
 __attribute__((visibility("hidden"))) void linear_run(LinearJob job, int threads);

@@ -31,12 +31,6 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 #endif
 }
 
-inline u32x16 load_words(const uint8_t* p) {
-    u32x16 v;
-    memcpy(&v, p, 64);
-    return v;
-}
-
 // out [ROWS][PANELS * 32] (out_stride apart) = x (rows `groups` scales and sums apart) times PANELS panels
 // (panel_stride bytes apart).
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>

@@ -1,10 +1,8 @@
 // x as the tiles want it: as it stands, widened, padded, or quantised by the groups of the weights.
 #pragma once
 
-#include <cfloat>
-#include <cmath>
-
 #include "gemm.h"
+#include "int8.h"
 #include "int_tiles.h"
 
 struct Operand {
@@ -43,8 +41,7 @@ inline Operand operand(const LinearJob& job) {
     return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
 }
 
-// One group, of which `count` elements are there and the rest is zero: symmetric, the largest magnitude at 127. Where one
-// is not finite, the group is a NaN, and so are the sums it enters.
+// One group, of which `count` elements are there and the rest is zero.
 template <int GROUP, class T>
 void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int32_t* sum) {
     constexpr int PARTS = GROUP / 16;
@@ -56,22 +53,20 @@ void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int3
     }
     i32x16 largest = {};
     for (f32x16 v : values) largest = vmax(largest, magnitude_bits(v));
-    float limit = largest_magnitude(largest);
-    if (!(limit <= FLT_MAX)) {
+    Int8Scale found = int8_scale(largest);
+    *scale = found.scale;
+    if (!found.finite()) {
         memset(bytes, 0, GROUP);
         *sum = 0;
-        *scale = NAN;
         return;
     }
-    float inverse = limit > 127.0f / FLT_MAX ? 127.0f / limit : 0.0f;  // of numbers too small to divide by: zeros
     i32x16 total = {};
     for (int part = 0; part < PARTS; part++) {
-        i32x16 whole = to_nearest(values[part] * inverse);
+        i32x16 whole = to_nearest(values[part] * found.inverse);
         total += whole;
         store(bytes + 16 * part, whole);
     }
     *sum = lane_sum(total);
-    *scale = limit / 127.0f;
 }
 
 template <int GROUP, class T>

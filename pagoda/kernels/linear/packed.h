@@ -1,4 +1,4 @@
-// How weights lie in memory for the linear kernels, and the record that names one.
+// How weights lie in memory for the linear kernels (PackedLinear, of abi.h).
 //
 // Output columns are cut into panels of 32, padded with zeros. Within a panel, K runs outermost, so that a multiplication
 // reads the panel as one stream:
@@ -11,20 +11,7 @@
 // Values of the quantised kinds: Q8 scale * (q - 128); Q4 scale * (q - 8); Q4_MIN scale * q + minimum.
 #pragma once
 
-#include <cstdint>
-
-constexpr int64_t PANEL = 32;
-
-enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_F16 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4_MIN = 5 };
-
-// Mirrored by ctypes in linear/packed.py.
-struct PackedLinear {
-    const void* panels;
-    const float* bias;  // [out padded to a panel], or null
-    int64_t out_features, in_features;
-    int32_t kind;   // of Kind
-    int32_t group;  // of the quantised kinds: elements along K that share a scale; 32 or 64
-};
+#include "abi.h"
 
 inline bool is_quantized(int32_t kind) { return kind >= KIND_Q8; }
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-PANEL = 32  # output columns
+from pagoda.kernels.native.abi import PANEL
 
 
 class Form(Enum):

@@ -1,9 +1,9 @@
 """Compiling the native kernels on first use, and finding them again.
 
-Every `kernels/<op>/*.cpp` is compiled to an object of its own, all at once, and linked into one library that is kept
-in the user's cache. Its name is a hash of everything that went in: sources, headers,
-compiler, flags and the CPU. So an edited source or a moved home folder never loads a stale or
-foreign library, and there is nothing to invalidate.
+Every `kernels/<op>/*.cpp` is compiled to an object of its own, all at once, and linked into one library that is kept in
+the user's cache. They include abi.h, which is generated from the op table. The library's name is a hash of everything
+that went in: sources, headers, compiler, flags and the CPU. So an edited source or a moved home folder never loads a
+stale or foreign library, and there is nothing to invalidate.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.kernels.native import header
 from pagoda.kernels.native.threads import available_cpus
 
 logger = logging.getLogger("pagoda")
@@ -91,6 +92,8 @@ def build(cache_dir: Path, compiler: Compiler, march: str = "native") -> Path:
     logger.warning("compiling the native kernels with %s (once for this machine, some seconds) ...", compiler.version)
     started = time.perf_counter()
     with workplace as folder:
+        (Path(folder) / header.NAME).write_text(header.header())
+        flags.append(f"-I{folder}")
         with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
             objects = list(pool.map(lambda source: _compile(compiler, flags, source, Path(folder)), sources()))
         fresh = Path(folder) / "kernels.so"
@@ -118,6 +121,7 @@ def _fingerprint(compiler: Compiler, flags: list[str]) -> str:
     digest = hashlib.sha256()
     for word in (compiler.path, compiler.version, *flags, cpu_features()):
         digest.update(word.encode() + b"\0")
+    digest.update(header.header().encode() + b"\0")
     for path in [*sources(), *sorted(KERNELS.glob("*/*.h"))]:
         digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:24]

@@ -15,7 +15,7 @@ PAGODA_EXPORT const char* pagoda_isa() {
 }
 
 // Runs a parallel region of `threads` shares; returns a bit for each share that was done exactly once.
-PAGODA_EXPORT uint64_t pagoda_shares_done(int threads) {
+PAGODA_EXPORT uint64_t pagoda_shares_done(int32_t threads) {
     std::atomic<uint64_t> once{0}, twice{0};
     parallel(threads, [&](int thread, int) {
         uint64_t bit = uint64_t(1) << thread;

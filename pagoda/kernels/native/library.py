@@ -1,21 +1,32 @@
-"""Loading the compiled kernels."""
+"""Loading the compiled kernels, with every function bound as abi.py declares it."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pagoda.kernels.native import build
+from pagoda.kernels.native.abi import FUNCTIONS, ctype
 from pagoda.kernels.native.threads import openmp_runtimes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeLibrary:
-    """The loaded kernels.   isa: the instruction set they were compiled for.   compiler: who compiled them."""
+    """The loaded kernels.
+
+    functions: by name, with their argument types set.   isa: the instruction set they were compiled for.
+    compiler: what compiled them.
+    """
 
     functions: ctypes.CDLL
     path: Path
     isa: str
     compiler: str
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        """The C function pagoda_<name>."""
+        return getattr(self.functions, f"pagoda_{name}")
 
 
 def load(cache_dir: Path | None = None, compiler: build.Compiler | None = None, march: str = "native") -> NativeLibrary:
@@ -32,5 +43,8 @@ def load(cache_dir: Path | None = None, compiler: build.Compiler | None = None, 
         raise build.NativeUnavailable(f"the compiled kernels do not load: {error}; delete {path}") from error
     brought = set(openmp_runtimes()).difference(openmp)
     assert not brought, f"the kernels have threads of their own, yet they brought {brought}"
-    functions.pagoda_isa.restype = ctypes.c_char_p
+    for name, declared in FUNCTIONS.items():
+        function = getattr(functions, name)  # cached; functions[name] would be a new one each time
+        function.argtypes = [ctype(c_type) for c_type in declared.parameters.values()]
+        function.restype = ctype(declared.returns)
     return NativeLibrary(functions, path, functions.pagoda_isa().decode(), compiler.version)

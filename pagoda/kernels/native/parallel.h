@@ -16,7 +16,7 @@
 #include <cstdlib>
 #include <type_traits>
 
-#define PAGODA_EXPORT extern "C" __attribute__((visibility("default")))
+#include "abi.h"
 
 // body(data, thread, num_threads) for the shares of `threads` >= 2 threads. Within a region: one share, by the caller.
 void run_on_pool(void (*body)(void*, int, int), void* data, int threads);

@@ -76,7 +76,7 @@ struct Pool {
     void* data = nullptr;
     int num_threads = 0;
     std::atomic<int> unfinished{0};
-    std::atomic<int> dawdle{0};  // tests: how long who ends the last share hesitates to say so, as if it lost its core
+    std::atomic<int> test_delay{0};  // tests: pauses before the end of the last share is reported, as if the thread lost its core
 };
 
 Pool* pool = nullptr;
@@ -99,7 +99,7 @@ void* work(void* argument) {
         me.pool->body(me.pool->data, me.index + 1, me.pool->num_threads);
         share.value.store(NONE);
         if (me.pool->unfinished.fetch_sub(1) != 1) continue;
-        for (int wait = me.pool->dawdle.load(std::memory_order_relaxed); wait > 0; wait--) pause();
+        for (int wait = me.pool->test_delay.load(std::memory_order_relaxed); wait > 0; wait--) pause();
         me.pool->state.set(FINISHED);
     }
     return nullptr;
@@ -162,7 +162,7 @@ void run_on_pool(void (*body)(void*, int, int), void* data, int threads) {
 }
 
 // The worker of share `thread` (not 0, which is whoever calls) runs on these CPUs only from now on; false where it cannot.
-PAGODA_EXPORT bool pagoda_pin_thread(int thread, const int32_t* cpus, int count) {
+PAGODA_EXPORT bool pagoda_pin_thread(int32_t thread, const int32_t* cpus, int32_t count) {
 #if defined(__linux__)
     cpu_set_t wanted;
     CPU_ZERO(&wanted);
@@ -181,7 +181,7 @@ PAGODA_EXPORT bool pagoda_pin_thread(int thread, const int32_t* cpus, int count)
 }
 
 // Nanoseconds that an empty region takes, entered `repeats` times in a row: what every op pays for its threads.
-PAGODA_EXPORT double pagoda_empty_region_ns(int threads, int repeats) {
+PAGODA_EXPORT double pagoda_empty_region_ns(int32_t threads, int32_t repeats) {
     auto nothing = [](int, int) {};
     int64_t begin = now_ns();
     for (int i = 0; i < repeats; i++) parallel(threads, nothing);
@@ -189,12 +189,12 @@ PAGODA_EXPORT double pagoda_empty_region_ns(int threads, int repeats) {
 }
 
 // How many of `repeats` regions came back before all of their shares were done: 0, or the pool is broken. Shares have
-// changing lengths, and threads hesitate now and then (`dawdle` pauses), so that they meet in every order.
-PAGODA_EXPORT int64_t pagoda_unfinished_regions(int threads, int64_t repeats, int dawdle) {
+// changing lengths, and threads hesitate now and then (`test_delay` pauses), so that they meet in every order.
+PAGODA_EXPORT int64_t pagoda_unfinished_regions(int32_t threads, int64_t repeats, int32_t test_delay) {
     int64_t broken = 0;
     for (int64_t i = 0; i < repeats; i++) {
         std::atomic<int> done{0}, shares{1};
-        pool->dawdle.store(i % 3 == 0 ? dawdle : 0, std::memory_order_relaxed);
+        pool->test_delay.store(i % 3 == 0 ? test_delay : 0, std::memory_order_relaxed);
         parallel(threads, [&](int thread, int count) {
             shares.store(count);
             for (int64_t left = i * 37 % 97 + thread * 50; left > 0; left--) pause();
@@ -202,6 +202,6 @@ PAGODA_EXPORT int64_t pagoda_unfinished_regions(int threads, int64_t repeats, in
         });
         if (done.load() != shares.load()) broken++;
     }
-    pool->dawdle.store(0);
+    pool->test_delay.store(0);
     return broken;
 }

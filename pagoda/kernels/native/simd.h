@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "abi.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -23,14 +25,23 @@ typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
-// Storage types. dtype codes as in native/dtypes.py.
+// Storage types of BF16 and F16.
 struct bf16 {
     uint16_t bits;
 };
 struct f16 {
     uint16_t bits;
 };
-enum Dtype { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
+
+// Calls body with an element of a float dtype: [&](auto element) { using T = decltype(element); ... }.
+template <class Body>
+inline void by_dtype(int32_t dtype, Body&& body) {
+    switch (dtype) {
+        case F32: return body(float());
+        case BF16: return body(bf16());
+        default: return body(f16());
+    }
+}
 
 inline f32x16 splat(float x) { return f32x16{} + x; }
 
@@ -159,6 +170,12 @@ inline f32x16 load(const f16* p) {
     return load(wide);
 #endif
 }
+// Sixteen words as they are, from any address.
+inline u32x16 load_words(const void* p) {
+    u32x16 v;
+    memcpy(&v, p, 64);
+    return v;
+}
 inline void store(float* p, f32x16 v) { memcpy(p, &v, 64); }
 inline u16x16 to_bf16(f32x16 v) {
 #if defined(PAGODA_AVX512_BF16)
@@ -184,6 +201,15 @@ inline void store(f16* p, f32x16 v) {
     for (int i = 0; i < 16; i++) narrow[i] = static_cast<_Float16>(wide[i]);
     memcpy(p, narrow, 32);
 #endif
+}
+
+// v as it would come back from memory of type T.
+template <class T>
+inline f32x16 rounded(f32x16 v) {
+    if constexpr (sizeof(T) == 4) return v;
+    T narrow[16];
+    store(narrow, v);
+    return load(narrow);
 }
 
 // The first n < 16 lanes; the rest read as zero and are not written.

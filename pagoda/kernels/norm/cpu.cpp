@@ -1,8 +1,7 @@
 // RMS normalisation; its definition is norm/reference.py.
 #include <cmath>
 
-#include "parallel.h"
-#include "simd.h"
+#include "elementwise.h"
 
 namespace {
 
@@ -32,30 +31,33 @@ void norm_vector(const T* x, const T* residual, const T* weight, T* out, T* sum_
     });
 }
 
+// Every vector of x: the heads of each row, or the row itself. residual, total: null for the plain norm.
 template <class T>
-void norm(const void* x, const void* residual, const void* weight, void* out, void* sum_out, int64_t outer,
-          int64_t inner, int64_t outer_stride, int64_t inner_stride, int64_t dim, float eps, bool unit_offset,
-          int threads) {
-    int64_t vectors = outer * inner;
-    parallel(threads_for(vectors * dim, threads), [&](int thread, int num_threads) {
+void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, float eps, bool unit_offset, const Tensor& out,
+          const Tensor* total, int threads) {
+    int64_t vectors = x.rows * x.heads;
+    parallel(threads_for(vectors * x.dim, threads), [&](int thread, int num_threads) {
         Range mine = share_of(vectors, thread, num_threads);
         for (int64_t i = mine.begin; i < mine.end; i++) {
-            int64_t at = i / inner * outer_stride + i % inner * inner_stride;
-            norm_vector(static_cast<const T*>(x) + at, residual ? static_cast<const T*>(residual) + at : nullptr,
-                        static_cast<const T*>(weight), static_cast<T*>(out) + i * dim,
-                        residual ? static_cast<T*>(sum_out) + i * dim : nullptr, dim, eps, unit_offset ? 1.0f : 0.0f);
+            int64_t at = i / x.heads * x.stride + i % x.heads * x.dim;
+            norm_vector(elements_of<const T>(x) + at, residual ? elements_of<const T>(*residual) + at : nullptr,
+                        elements_of<const T>(weight), elements_of<T>(out) + i * x.dim,
+                        residual ? elements_of<T>(*total) + i * x.dim : nullptr, x.dim, eps, unit_offset ? 1.0f : 0.0f);
         }
     });
 }
 
 }  // namespace
 
-// x (and residual, unless null): `outer` times `inner` vectors of `dim` elements at the given strides (elements).
-// out, sum_out: the same vectors one after the other. With a residual, sum_out = x + residual is what is normed.
-PAGODA_EXPORT void pagoda_rms_norm(int dtype, const void* x, const void* residual, const void* weight, void* out,
-                                   void* sum_out, int64_t outer, int64_t inner, int64_t outer_stride,
-                                   int64_t inner_stride, int64_t dim, float eps, int unit_offset, int threads) {
-    auto run = dtype == F32 ? norm<float> : dtype == BF16 ? norm<bf16> : norm<f16>;
-    run(x, residual, weight, out, sum_out, outer, inner, outer_stride, inner_stride, dim, eps, unit_offset != 0,
-        threads);
+PAGODA_EXPORT void pagoda_rms_norm(const RmsNormArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        norm<decltype(element)>(a->x, nullptr, a->weight, a->eps, a->unit_offset, a->out, nullptr, threads);
+    });
+}
+
+// total = x + residual is what is normed.
+PAGODA_EXPORT void pagoda_add_rms_norm(const AddRmsNormArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        norm<decltype(element)>(a->x, &a->residual, a->weight, a->eps, a->unit_offset, a->out, &a->total, threads);
+    });
 }

@@ -1,253 +1,257 @@
-"""The layer program: its steps as the kernels read them (replay/cpu.cpp), and the call that walks it."""
+"""The recorded program: its steps as the kernels read them (replay/cpu.cpp), its memory, and the call that runs it."""
 
-import ctypes
-from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import Array, addressof, byref, c_int64, c_void_p, sizeof
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import torch
 
-from pagoda.kernels.batch import ForwardBatch
-from pagoda.kernels.native.dtypes import DTYPE_CODES
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.kernels.native.abi import KERNEL_OPS, Bad, Binding, Check, Run, Shared
+from pagoda.kernels.native.abi import Program as ProgramStruct
+from pagoda.kernels.native.abi import Step as StepStruct
+from pagoda.kernels.native.arguments import fill_group
+from pagoda.kernels.native.checks import bad_group, bad_index
+from pagoda.kernels.native.dtypes import DTYPE_CODES, ELEMENT_BYTES, TORCH_DTYPES
 from pagoda.kernels.native.library import NativeLibrary
+from pagoda.ops.declare import Domain, DType
 
-_NOTHING, _RESULT = -1, -2
-_MAX_SLOTS = 32
-
-
-class Op(IntEnum):
-    EMBEDDING = 0
-    RMS_NORM = 1
-    ADD_RMS_NORM = 2
-    ADD = 3
-    LINEAR = 4
-    ROTARY = 5
-    WRITE_KV = 6
-    ATTENTION = 7
-    GATED = 8
-    SOFTCAP = 9
-    SELECT = 10
-
-
-class Gate(IntEnum):
-    NONE = 0
-    SILU = 1
-    GELU_TANH = 2
+_CODES = {op.name: code for code, op in enumerate(KERNEL_OPS)}
 
 
 class Value:
-    """What one step computes: `width` elements a token, contiguous. Compared by identity.
+    """What one step computes, or an input: contiguous rows of one domain. Compared by identity.
 
-    tail: of the tokens of the batch's tail only.
+    row_shape: (), (dim,) or (heads, dim).   name: of an input, else None.
     """
 
-    def __init__(self, width: int, tail: bool = False) -> None:
-        self.width = width
-        self.tail = tail
+    def __init__(self, row_shape: tuple[int, ...], dtype: DType, domain: Domain, name: str | None = None) -> None:
+        self.row_shape, self.dtype, self.domain, self.name = row_shape, dtype, domain, name
 
+    @property
+    def row_elements(self) -> int:
+        elements = 1
+        for size in self.row_shape:
+            elements *= size
+        return elements
 
-@dataclass(frozen=True, slots=True, eq=False)
-class View:
-    """Part of a value: elements from `offset` on in each token."""
-
-    value: Value
-    offset: int = 0
+    @property
+    def row_bytes(self) -> int:
+        return self.row_elements * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One call of a kernel; which pointers, numbers and factors it takes stands in cpu.cpp.
+    """One call of a kernel.
 
-    group: index of a KV group; those of the tail come after those of the batch.
+    record: its argument struct.   inputs: Rows arguments, by name, as a value and the first element that is meant.
+    outputs: by name.   arguments: what the op was called with.   kept: what `record` points to.
     """
 
-    op: Op
-    inputs: list[View] = field(default_factory=list)
-    outputs: list[Value] = field(default_factory=list)
-    group: int = 0
-    pointers: Sequence[int | None] = ()
-    numbers: Sequence[int] = ()
-    factors: Sequence[float] = ()
+    op: str
+    record: Shared | None = None
+    inputs: dict[str, tuple[Value, int]] = field(default_factory=dict[str, tuple[Value, int]])
+    outputs: dict[str, Value] = field(default_factory=dict[str, Value])
+    arguments: dict[str, object] = field(default_factory=dict[str, object])
+    kept: list[object] = field(default_factory=list[object])
 
 
-class _View(Structure):
-    _fields_ = (("offset", c_int64), ("stride", c_int64), ("slot", c_int32), ("unused", c_int32))
+@dataclass(frozen=True, slots=True)
+class IndexCheck:
+    """An input whose elements index a table of `limit` rows, or the rows of a domain."""
+
+    value: Value
+    limit: int | Domain
 
 
-class _Step(Structure):
-    _fields_ = (
-        ("op", c_int32),
-        ("group", c_int32),
-        ("tail", c_int32),
-        ("unused", c_int32),
-        ("inputs", _View * 2),
-        ("outputs", _View * 2),
-        ("pointers", c_void_p * 6),
-        ("numbers", c_int64 * 5),
-        ("factors", c_float * 2),
-    )
+@dataclass(frozen=True, slots=True)
+class GroupCheck:
+    """A group of rows whose blocks and slots are in a cache of `num_blocks` blocks."""
+
+    group: int
+    domain: Domain
+    num_blocks: int
 
 
-class _Program(Structure):
-    _fields_ = (
-        ("steps", POINTER(_Step)),
-        ("slot_widths", POINTER(c_int64)),
-        ("num_steps", c_int64),
-        ("num_slots", c_int64),
-        ("dtype", c_int32),
-        ("unused", c_int32),
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """What a recorder wrote down.
 
+    groups: structs that the steps point to, those of the batch and then those of its tail; filled in for every run.
+    inputs: every named input, used or not.
+    """
 
-class _Group(Structure):
-    _fields_ = (
-        ("query_start", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_table", c_void_p),
-        ("slot_mapping", c_void_p),
-        ("table_stride", c_int64),
-        ("block_size", c_int64),
-        ("num_rows", c_int64),
-    )
-
-
-class _Batch(Structure):
-    _fields_ = (
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("groups", POINTER(_Group)),
-        ("tail_index", c_void_p),
-        ("scratch", c_void_p),
-        ("result", c_void_p),
-        ("num_tokens", c_int64),
-        ("num_tail", c_int64),
-    )
+    steps: Sequence[Step]
+    results: Sequence[Value]
+    inputs: Mapping[str, Value]
+    groups: Array[Shared]
+    checks: Sequence[IndexCheck | GroupCheck]
 
 
 class Program:
-    """Steps with their memory laid out, ready to run on any batch.
+    """A recording with its memory laid out, ready to run on any batch of its variant. One run at a time."""
 
-    result: what `run` returns.   num_groups: KV groups of the batch.   kept: what the steps' pointers point to.
-    """
-
-    def __init__(
-        self,
-        library: NativeLibrary,
-        threads: int,
-        steps: Sequence[Step],
-        result: Value,
-        num_groups: int,
-        dtype: torch.dtype,
-        kept: Sequence[object],
-    ) -> None:
-        self._threads, self._dtype, self._result, self._kept = threads, dtype, result, tuple(kept)
-        slots, widths = assign_slots(steps, result)
-        assert len(widths) <= _MAX_SLOTS
-        self._steps = (_Step * len(steps))(*(_packed(step, slots) for step in steps))
-        self._widths = (c_int64 * len(widths))(*widths)
-        self._program = _Program(self._steps, self._widths, len(steps), len(widths), DTYPE_CODES[dtype], 0)
-        self._groups = (_Group * (2 * num_groups))()
-        self._batch = _Batch(groups=self._groups)
+    def __init__(self, library: NativeLibrary, threads: int, recording: Recording) -> None:
+        self._library, self._threads, self._recording = library, threads, recording
+        slots, slot_bytes = assign_slots(recording.steps, recording.results)
+        places = dict(slots)
+        for value in (*recording.inputs.values(), *recording.results):
+            places[value] = len(slot_bytes) + len(places) - len(slots)
+        self._first_place = len(slot_bytes)
+        self._places = (c_void_p * (len(slot_bytes) + len(recording.inputs) + len(recording.results)))()
+        self._rows = (c_int64 * len(Domain))()
+        self._bindings: list[Array[Shared]] = []
+        self._steps = (StepStruct * len(recording.steps))(*(self._step(step, places) for step in recording.steps))
+        self._checks = (Check * len(recording.checks))(*(self._check(check, places) for check in recording.checks))
+        sizes = [of.get(domain, 0) for of in slot_bytes for domain in Domain]
+        self._slot_bytes = (c_int64 * len(sizes))(*sizes)
+        self._program = ProgramStruct(
+            *(addressof(part) for part in (self._steps, self._checks, self._slot_bytes)),
+            len(self._steps),
+            len(self._checks),
+            len(slot_bytes),
+        )
+        self._run = Run(addressof(self._rows), addressof(self._places))
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._times: Array[c_int64] | None = None
-        self._library = library
-        self._replay = library.functions["pagoda_replay"]
-        self._replay.argtypes, self._replay.restype = (POINTER(_Program), POINTER(_Batch), c_int, c_void_p), None
-        self._scratch_bytes = library.functions["pagoda_replay_scratch_bytes"]
-        self._scratch_bytes.argtypes, self._scratch_bytes.restype = (POINTER(_Program), c_int64), c_int64
+        self._replay, self._scratch_bytes = library["replay"], library["replay_scratch_bytes"]
 
     @property
     def num_steps(self) -> int:
         return len(self._steps)
 
     def measure(self) -> None:
-        """From now on keep how long each kind of op takes; costs a tenth of a microsecond an op."""
-        self._times = (c_int64 * len(Op))()
+        """From now on keep how long each kind of op takes; costs a tenth of a microsecond per op."""
+        self._times = (c_int64 * len(KERNEL_OPS))()
 
-    def seconds(self) -> dict[Op, float]:
-        """Time spent in each kind of op since `measure`; a linear layer's holds the gate fused into it."""
-        return {} if self._times is None else {op: self._times[op] * 1e-9 for op in Op}
+    def seconds(self) -> dict[str, float]:
+        """Time spent in each kind of op since `measure`, by name."""
+        return {} if self._times is None else {name: self._times[code] * 1e-9 for name, code in _CODES.items()}
 
     def region_seconds(self) -> float:
         """What entering and leaving a parallel region takes, without work in it."""
-        measure = self._library.functions["pagoda_empty_region_ns"]
-        measure.argtypes, measure.restype = (c_int, c_int), c_double
-        return measure(self._threads, 2000) * 1e-9
+        return self._library["empty_region_ns"](self._threads, 2000) * 1e-9
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The recorded forward on `batch`: [T or num_tail, width of the result]."""
-        num_tokens, num_tail = batch.token_ids.shape[0], batch.tail.index.shape[0]
-        result = torch.empty((num_tail if self._result.tail else num_tokens, self._result.width), dtype=self._dtype)
-        needed = self._scratch_bytes(self._program, num_tokens) + 64
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+        """The recorded forward on `batch`: its results.
+
+        Raises ValueError for inputs of another dtype or shape than were recorded, and InvariantBroken for a token id,
+        position, slot or block id outside its table; nothing is computed then.
+        """
+        recording, rows, place = self._recording, self._rows, self._first_place
+        tensors = named_inputs(batch)
+        known: dict[Domain, int] = {}
+        for name, value in recording.inputs.items():
+            tensor = tensors[name]
+            if known.setdefault(value.domain, tensor.shape[0]) != tensor.shape[0]:
+                raise ValueError(
+                    f"input {name} has {tensor.shape[0]} rows, others of its domain have {known[value.domain]}"
+                )
+            if DTYPE_CODES.get(tensor.dtype) != value.dtype or tensor.shape[1:] != value.row_shape:
+                raise ValueError(
+                    f"input {name} was recorded as {value.dtype.name} [rows, {value.row_shape}], "
+                    f"not {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(f"input {name} must be contiguous, its strides are {tensor.stride()}")
+            self._places[place] = tensor.data_ptr()
+            place += 1
+        for domain in Domain:
+            rows[domain] = known.get(domain, 0)
+        results: list[torch.Tensor] = []
+        for value in recording.results:
+            results.append(torch.empty((rows[value.domain], *value.row_shape), dtype=TORCH_DTYPES[value.dtype]))
+            self._places[place] = results[-1].data_ptr()
+            place += 1
+        metadata = batch.metadata + batch.tail.metadata
+        for record, group in zip(recording.groups, metadata, strict=True):
+            fill_group(record, group)
+        needed = self._scratch_bytes(byref(self._program), rows) + 64
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        for to, metadata in zip(self._groups, batch.metadata + batch.tail.metadata, strict=True):
-            to.query_start = metadata.query_start.data_ptr()
-            to.seq_lens = metadata.seq_lens.data_ptr()
-            to.block_table = metadata.block_table.data_ptr()
-            to.slot_mapping = metadata.slot_mapping.data_ptr()
-            to.table_stride = metadata.block_table.stride(0)
-            to.block_size = metadata.block_size
-            to.num_rows = metadata.seq_lens.shape[0]
-        record = self._batch
-        record.token_ids, record.positions = batch.token_ids.data_ptr(), batch.positions.data_ptr()
-        record.scratch = -(-self._scratch.data_ptr() // 64) * 64
-        record.result = result.data_ptr()
-        record.tail_index = batch.tail.index.data_ptr()
-        record.num_tokens, record.num_tail = num_tokens, num_tail
-        self._replay(self._program, record, self._threads, self._times)
-        return result
+        self._run.scratch = -(-self._scratch.data_ptr() // 64) * 64
+        bad = self._replay(byref(self._program), byref(self._run), self._threads, self._times)
+        if bad != Bad.NOTHING:
+            raise self._error(bad, tensors)
+        return tuple(results)
+
+    def _error(self, bad: int, tensors: Mapping[str, torch.Tensor]) -> Exception:
+        check, at = self._recording.checks[self._run.bad_check], self._run.bad_at
+        if isinstance(check, GroupCheck):
+            return bad_group(bad, at, check.num_blocks)
+        name = check.value.name or ""
+        limit = self._rows[check.limit] if isinstance(check.limit, Domain) else check.limit
+        return bad_index(name, int(tensors[name][at]), at, limit)
+
+    def _step(self, step: Step, places: Mapping[Value, int]) -> Shared:
+        record = step.record
+        assert record is not None
+        bindings: list[Shared] = []
+        for name, (value, offset) in (*step.inputs.items(), *((n, (value, 0)) for n, value in step.outputs.items())):
+            at = getattr(type(record), name).offset
+            bindings.append(Binding(places[value], value.domain, at, offset * ELEMENT_BYTES[value.dtype]))
+        array = (Binding * len(bindings))(*bindings)
+        self._bindings.append(array)
+        return StepStruct(_CODES[step.op], len(bindings), addressof(record), addressof(array))
+
+    def _check(self, check: IndexCheck | GroupCheck, places: Mapping[Value, int]) -> Shared:
+        if isinstance(check, GroupCheck):
+            group = addressof(self._recording.groups) + check.group * sizeof(self._recording.groups._type_)
+            return Check(group, check.num_blocks, 0, check.domain, 0)
+        limit = -1 - check.limit if isinstance(check.limit, Domain) else check.limit
+        return Check(None, limit, places[check.value], check.value.domain, check.value.dtype)
 
 
-def assign_slots(steps: Sequence[Step], result: Value) -> tuple[dict[Value, int], list[int]]:
-    """Which slot of scratch memory each value takes, and each slot's width in elements a token.
+def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
+    """Everything of a batch that a forward may read row by row, by name."""
+    return {
+        "token_ids": batch.token_ids,
+        "positions": batch.positions,
+        "tail_index": batch.tail.index,
+        **{name: given.tensor for name, given in batch.inputs.items()},
+    }
+
+
+def assign_slots(steps: Sequence[Step], results: Sequence[Value]) -> tuple[dict[Value, int], list[dict[Domain, int]]]:
+    """Which slot of scratch memory each value takes, and each slot's bytes per row of a domain.
 
     A slot is taken again once its value was read for the last time, so a forward works on little memory that stays in
-    the cache. A step's outputs never share a slot with its inputs.
+    the cache. A step's outputs never share a slot with its inputs. Results and inputs take none.
     """
-    last_use = {view.value: index for index, step in enumerate(steps) for view in step.inputs}
-    slots: dict[Value, int] = {result: _RESULT}
-    widths: list[int] = []
+    last_use = {value: index for index, step in enumerate(steps) for value, _ in step.inputs.values()}
+    slots: dict[Value, int] = {}
+    sizes: list[dict[Domain, int]] = []
     free: list[int] = []
     for index, step in enumerate(steps):
-        for value in step.outputs:
-            if value is result:
+        for value in step.outputs.values():
+            if value in results:
                 continue
-            slot = _best_slot(value.width, free, widths)
+            slot = _best_slot(value, free, sizes)
             if slot is None:
-                slot = len(widths)
-                widths.append(0)
+                slot = len(sizes)
+                sizes.append({})
             else:
                 free.remove(slot)
-            widths[slot] = max(widths[slot], value.width)
+            sizes[slot][value.domain] = max(sizes[slot].get(value.domain, 0), value.row_bytes)
             slots[value] = slot
-        done = [view.value for view in step.inputs] + [value for value in step.outputs if value not in last_use]
-        free += sorted({slots[value] for value in done if last_use.get(value, index) == index and value is not result})
-    return slots, widths
+        done = [value for value, _ in step.inputs.values()]
+        done += [value for value in step.outputs.values() if value not in last_use]
+        free += sorted({slots[value] for value in done if value in slots and last_use.get(value, index) == index})
+    return slots, sizes
 
 
-def _best_slot(width: int, free: Sequence[int], widths: Sequence[int]) -> int | None:
-    """The smallest free slot that holds `width`, else the largest; None when none is free."""
+def _best_slot(value: Value, free: Sequence[int], sizes: Sequence[Mapping[Domain, int]]) -> int | None:
+    """The smallest free slot that holds `value`, else the largest; None when none is free."""
     if not free:
         return None
-    large = [slot for slot in free if widths[slot] >= width]
-    return min(large, key=lambda slot: widths[slot]) if large else max(free, key=lambda slot: widths[slot])
+
+    def size(slot: int) -> int:
+        return sizes[slot].get(value.domain, 0)
+
+    large = [slot for slot in free if size(slot) >= value.row_bytes]
+    return min(large, key=size) if large else max(free, key=size)
 
 
-def _packed(step: Step, slots: dict[Value, int]) -> _Step:
-    record = _Step(op=step.op, group=step.group, tail=any(value.tail for value in step.outputs))
-    for views in (record.inputs, record.outputs):
-        for view in views:
-            view.slot = _NOTHING
-    for to, view in zip(record.inputs, step.inputs, strict=False):
-        to.slot, to.offset, to.stride = slots[view.value], view.offset, view.value.width
-    for to, value in zip(record.outputs, step.outputs, strict=False):
-        to.slot, to.offset, to.stride = slots[value], 0, value.width
-    record.pointers[: len(step.pointers)] = step.pointers
-    record.numbers[: len(step.numbers)] = step.numbers
-    record.factors[: len(step.factors)] = step.factors
-    return record
-
-
-assert ctypes.sizeof(_Step) == 16 + 4 * 24 + 6 * 8 + 5 * 8 + 8
+def metadata_of(batch: ForwardBatch) -> tuple[AttentionMetadata, ...]:
+    """The groups of the batch, then those of its tail."""
+    return batch.metadata + batch.tail.metadata

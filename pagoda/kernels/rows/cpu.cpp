@@ -1,25 +1,20 @@
-// The residual sum; its definition is rows/reference.py.
-#include "parallel.h"
-#include "simd.h"
+// The residual sum and the selection of rows; their definition is rows/reference.py.
+#include "elementwise.h"
 
-namespace {
-
-template <class T>
-void add(const void* x, const void* residual, void* out, int64_t elements, int threads) {
-    parallel(threads_for(elements, threads), [&](int thread, int num_threads) {
-        Range mine = share_of(elements, thread, num_threads, 64);
-        const T *a = static_cast<const T*>(x) + mine.begin, *b = static_cast<const T*>(residual) + mine.begin;
-        T* to = static_cast<T*>(out) + mine.begin;
-        for_lanes(mine.end - mine.begin,
-                  [&](int64_t i, int n) { store_lanes(to + i, load_lanes(a + i, n) + load_lanes(b + i, n), n); });
+PAGODA_EXPORT void pagoda_add(const AddArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        using T = decltype(element);
+        const T *x = elements_of<T>(a->x), *residual = elements_of<T>(a->residual);
+        each_element(elements_of<T>(a->out), num_elements(a->x), threads,
+                     [&](int64_t i, int n) { return load_lanes(x + i, n) + load_lanes(residual + i, n); });
     });
 }
 
-}  // namespace
-
-// out = x + residual, contiguous.
-PAGODA_EXPORT void pagoda_add(int dtype, const void* x, const void* residual, void* out, int64_t elements,
-                              int threads) {
-    auto run = dtype == F32 ? add<float> : dtype == BF16 ? add<bf16> : add<f16>;
-    run(x, residual, out, elements, threads);
+PAGODA_EXPORT void pagoda_select_rows(const SelectRowsArgs* a, int32_t) {
+    int64_t element_bytes = a->x.dtype == F32 ? 4 : 2, bytes = a->x.heads * a->x.dim * element_bytes;
+    const int64_t* index = elements_of<int64_t>(a->index);
+    const char* from = elements_of<char>(a->x);
+    char* to = elements_of<char>(a->out);
+    for (int64_t i = 0; i < a->index.rows; i++)
+        memcpy(to + i * bytes, from + index[i] * a->x.stride * element_bytes, static_cast<size_t>(bytes));
 }

@@ -1,1 +1,1 @@
-"""From logits to one token a row: `reference.py` is the definition, `batched.py` the same over a batch in torch."""
+"""From logits to one token per row: `reference.py` is the definition, `library.py` the same over a batch in torch."""

@@ -1,0 +1,188 @@
+// Mixture of experts; its definition is moe/reference.py.
+//
+// A pair is a token and one of its experts. Pairs are sorted by expert, so that each expert multiplies all of its tokens
+// at once, with the linear layer's own tiles. A row's bits do not depend on its neighbours: routing looks at one token,
+// a tile sums each row in one order, and a token's results are added by rank.
+#include <algorithm>
+#include <cmath>
+
+#include "../activation/gates.h"
+#include "../linear/gemm.h"
+#include "elementwise.h"
+
+namespace {
+
+constexpr int64_t MOST_PAIRS = 4096;  // at once: their results are kept in float until they are added
+constexpr int64_t FEW_ROWS = 16;      // with fewer per expert, weights are read once: one long stream per thread
+
+// Parts of one allocation; each begins on a cache line.
+struct Allocation {
+    char* at;
+    template <class T>
+    T* take(int64_t count) {
+        auto* part = reinterpret_cast<T*>(at);
+        at += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+        return part;
+    }
+};
+
+// A block of tokens, routed.
+struct Routing {
+    float* weights;    // [tokens][top_k], by rank
+    int32_t* experts;  // [tokens][top_k], by rank
+    int32_t* place;    // [tokens][top_k], of a pair among those sorted by expert
+    int32_t* token;    // [pairs], of a sorted pair
+    int32_t* begin;    // [experts + 1], first sorted pair of an expert
+};
+
+// The top_k experts of one token, the largest logit first and the lower id among equals, with their softmax weights.
+// logits: [count], is changed.
+void route_token(float* logits, int64_t count, int64_t top_k, bool renormalize, float* weights, int32_t* experts) {
+    f32x16 top = splat(-INFINITY), sums = {};
+    for_lanes(count, [&](int64_t i, int n) {
+        f32x16 v = splat(-INFINITY);
+        memcpy(&v, logits + i, sizeof(float) * static_cast<size_t>(n));
+        top = vmax(top, v);
+    });
+    f32x16 largest = splat(lane_max(top));
+    for_lanes(count, [&](int64_t i, int n) {
+        f32x16 v = splat(-INFINITY);
+        memcpy(&v, logits + i, sizeof(float) * static_cast<size_t>(n));
+        sums = sums + exp(v - largest);
+    });
+    float total = lane_sum(sums), chosen = 0.0f;
+    for (int64_t k = 0; k < top_k; k++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < count; e++) {
+            bool taken = std::find(experts, experts + k, static_cast<int32_t>(e)) != experts + k;
+            if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+        }
+        experts[k] = static_cast<int32_t>(best);
+        weights[k] = exp(splat(logits[best]) - largest)[0] / total;
+        chosen += weights[k];
+    }
+    if (renormalize)
+        for (int64_t k = 0; k < top_k; k++) weights[k] /= chosen;
+}
+
+void route(const MoeArgs& a, int64_t first, int64_t tokens, const Routing& to, int threads) {
+    int64_t count = a.router_logits.dim;
+    by_dtype(a.router_logits.dtype, [&](auto element) {
+        using T = decltype(element);
+        parallel(threads_for(tokens * count * a.top_k, threads), [&](int thread, int num_threads) {
+            Range mine = share_of(tokens, thread, num_threads);
+            auto* logits = static_cast<float*>(thread_scratch(sizeof(float) * count, 1));
+            for (int64_t t = mine.begin; t < mine.end; t++) {
+                const T* from = elements_of<const T>(a.router_logits) + (first + t) * a.router_logits.stride;
+                for_lanes(count, [&](int64_t i, int n) { store_lanes(logits + i, load_lanes(from + i, n), n); });
+                route_token(logits, count, a.top_k, a.renormalize, to.weights + t * a.top_k, to.experts + t * a.top_k);
+            }
+        });
+    });
+    int64_t pairs = tokens * a.top_k, experts = a.gate_up->count;
+    std::fill(to.begin, to.begin + experts + 1, 0);
+    for (int64_t i = 0; i < pairs; i++) to.begin[to.experts[i] + 1]++;
+    for (int64_t e = 0; e < experts; e++) to.begin[e + 1] += to.begin[e];
+    for (int64_t i = 0; i < pairs; i++) {
+        int32_t place = to.begin[to.experts[i]]++;
+        to.place[i] = place;
+        to.token[place] = static_cast<int32_t>(i / a.top_k);
+    }
+    for (int64_t e = experts; e > 0; e--) to.begin[e] = to.begin[e - 1];
+    to.begin[0] = 0;
+}
+
+// The product of every expert with its pairs. job: of all pairs; its weight is any expert's.
+void multiply_experts(LinearJob job, const ExpertStack& stack, const Routing& routing, int threads) {
+    int32_t* active = static_cast<int32_t*>(thread_scratch(sizeof(int32_t) * stack.count, 1));
+    int64_t count = 0;
+    for (int64_t e = 0; e < stack.count; e++)
+        if (routing.begin[e + 1] > routing.begin[e]) active[count++] = static_cast<int32_t>(e);
+    int64_t size = linear_scratch_bytes(job);
+    if (size > 0) {
+        job.scratch = thread_scratch(size, 2);
+        parallel(threads_for(job.rows * job.weight->in_features, threads), [&](int thread, int num_threads) {
+            Range mine = share_of(job.rows, thread, num_threads);
+            linear_convert(job, mine.begin, mine.end);
+        });
+    }
+    int64_t panels = linear_panels(job), all = count * panels;
+    threads = threads_for(count * job.weight->out_features * job.weight->in_features, threads);
+    int64_t pieces = threads == 1 ? 1 : job.rows < FEW_ROWS * count ? threads : std::min<int64_t>(8 * threads, all);
+    std::atomic<int64_t> next{0};
+    parallel(threads, [&](int, int) {
+        for (int64_t piece; (piece = next.fetch_add(1)) < pieces;) {
+            int64_t at = all * piece / pieces, end = all * (piece + 1) / pieces;
+            while (at < end) {
+                int32_t expert = active[at / panels];
+                int64_t panel = at % panels, panel_end = std::min(panels, panel + end - at);
+                LinearJob mine = job;
+                mine.weight = stack.experts[expert];
+                linear_multiply_part(mine, routing.begin[expert], routing.begin[expert + 1], panel, panel_end);
+                at += panel_end - panel;
+            }
+        }
+    });
+}
+
+template <class T>
+void run_block(const MoeArgs& a, int64_t first, int64_t tokens, int threads) {
+    int64_t pairs = tokens * a.top_k, hidden = a.x.dim, inner = a.down->experts[0]->in_features;
+    bool fused = inner % PANEL == 0;
+    int64_t up_width = fused ? inner : 2 * inner;
+    int64_t bytes = 4 * 64 + 4 * pairs * 4 + 4 * (a.gate_up->count + 1) + 64 +
+                    pairs * (hidden + up_width + inner) * static_cast<int64_t>(sizeof(T)) + pairs * hidden * 4 + 4 * 64;
+    Allocation memory{static_cast<char*>(thread_scratch(bytes, 0))};
+    Routing routing{};
+    routing.weights = memory.take<float>(pairs);
+    routing.experts = memory.take<int32_t>(pairs);
+    routing.place = memory.take<int32_t>(pairs);
+    routing.token = memory.take<int32_t>(pairs);
+    routing.begin = memory.take<int32_t>(a.gate_up->count + 1);
+    T *sorted = memory.take<T>(pairs * hidden), *up = memory.take<T>(pairs * up_width);
+    T* active = fused ? up : memory.take<T>(pairs * inner);
+    auto* results = memory.take<float>(pairs * hidden);
+    route(a, first, tokens, routing, threads);
+    const T* x = elements_of<const T>(a.x) + first * a.x.stride;
+    parallel(threads_for(pairs * hidden, threads), [&](int thread, int num_threads) {
+        Range mine = share_of(pairs, thread, num_threads);
+        for (int64_t i = mine.begin; i < mine.end; i++)
+            memcpy(static_cast<void*>(sorted + i * hidden), x + routing.token[i] * a.x.stride, sizeof(T) * hidden);
+    });
+    int32_t dtype = a.x.dtype;
+    Gate gate = fused ? GATE_SILU : GATE_NONE;
+    multiply_experts({a.gate_up->experts[0], sorted, pairs, hidden, dtype, dtype, up, up_width, gate, nullptr},
+                     *a.gate_up, routing, threads);
+    if (!fused)
+        parallel(threads_for(pairs * inner * 2, threads), [&](int thread, int num_threads) {
+            Range mine = share_of(pairs, thread, num_threads);
+            for (int64_t i = mine.begin; i < mine.end; i++)
+                gate_lanes<Silu>(up + i * up_width, inner, active + i * inner, inner);
+        });
+    multiply_experts({a.down->experts[0], active, pairs, inner, dtype, F32, results, hidden, GATE_NONE, nullptr}, *a.down,
+                     routing, threads);
+    parallel(threads_for(pairs * hidden, threads), [&](int thread, int num_threads) {
+        Range mine = share_of(tokens, thread, num_threads);
+        for (int64_t t = mine.begin; t < mine.end; t++) {
+            const int32_t* place = routing.place + t * a.top_k;
+            const float* weights = routing.weights + t * a.top_k;
+            T* out = elements_of<T>(a.out) + (first + t) * hidden;
+            for_lanes(hidden, [&](int64_t i, int n) {
+                f32x16 sum = {};
+                for (int64_t k = 0; k < a.top_k; k++)
+                    sum = fma(splat(weights[k]), load_lanes(results + place[k] * hidden + i, n), sum);
+                store_lanes(out + i, sum, n);
+            });
+        }
+    });
+}
+
+}  // namespace
+
+PAGODA_EXPORT void pagoda_moe(const MoeArgs* a, int32_t threads) {
+    int64_t block = std::max<int64_t>(1, MOST_PAIRS / a->top_k);
+    by_dtype(a->x.dtype, [&](auto element) {
+        for (int64_t first = 0; first < a->x.rows; first += block)
+            run_block<decltype(element)>(*a, first, std::min(block, a->x.rows - first), threads);
+    });
+}

@@ -1,0 +1,26 @@
+"""Mixture of experts in torch, an expert at a time with all of its tokens: fast where `linear` is a library's GEMM."""
+
+import torch
+
+from pagoda.kernels.activation.reference import silu_mul
+from pagoda.kernels.linear.library import LibraryLinear, linear
+from pagoda.kernels.moe.reference import ExpertList, route
+
+
+def moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    gate_up: ExpertList[LibraryLinear],
+    down: ExpertList[LibraryLinear],
+    top_k: int,
+    renormalize: bool,
+) -> torch.Tensor:
+    """See reference.moe. An expert's output is rounded once more than there, by `linear`."""
+    experts, weights = route(router_logits, top_k, renormalize)
+    parts = torch.empty(x.shape[0] * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+    pair_of = experts.flatten()
+    for expert in pair_of.unique().tolist():
+        pairs = (pair_of == expert).nonzero().squeeze(1)
+        active = silu_mul(linear(x[pairs // top_k], gate_up.weights[expert]))
+        parts[pairs] = linear(active, down.weights[expert]).float()
+    return (parts.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

@@ -1,0 +1,237 @@
+"""What Python and the C++ kernels share: structs, constants and functions, each declared once, here or in the op table.
+
+The header that the kernels include is generated from these declarations (`header.py`) when they are compiled, and
+ctypes reads and writes through the same ones; so the two sides cannot disagree.
+"""
+
+from collections.abc import Mapping
+from ctypes import Structure, c_bool, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from pagoda.ops.declare import Argument, Cache, Domain, DType, Experts, Group, Op, Packed, Rows, Scalar, Table
+from pagoda.ops.forward import OP_TABLE
+
+PANEL = 32
+"""Output columns of a packed weight that lie together."""
+
+
+class Kind(IntEnum):
+    """How a packed weight is stored: see linear/packed.h."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    Q8 = 3
+    Q4 = 4
+    Q4_MIN = 5
+
+
+class Bad(IntEnum):
+    """What a check found wrong: the return value of the functions that check."""
+
+    NOTHING = 0
+    INDEX = 1
+    QUERY_START = 2
+    SEQ_LEN = 3
+    BLOCK_ID = 4
+    SLOT = 5
+
+
+ENUMS: dict[str, type[IntEnum]] = {"": DType, "DOMAIN_": Domain, "KIND_": Kind, "BAD_": Bad}
+"""Enums of the header, by the prefix their names have there."""
+
+_SCALARS = {
+    "void": None,
+    "bool": c_bool,
+    "int32_t": c_int32,
+    "int64_t": c_int64,
+    "uint64_t": c_uint64,
+    "float": c_float,
+    "double": c_double,
+    "const char*": c_char_p,
+}
+
+
+class Shared(Structure):
+    """A struct that both sides know. fields: name -> C type."""
+
+    fields: Mapping[str, str] = {}
+
+
+STRUCTS: dict[str, type[Shared]] = {}
+"""Every struct of the header by name, in order."""
+
+
+def ctype(c_type: str) -> Any:
+    """The ctypes type of a C type: a scalar, a pointer, or one of STRUCTS."""
+    if c_type in _SCALARS:
+        return _SCALARS[c_type]
+    return c_void_p if c_type.endswith("*") else STRUCTS[c_type]
+
+
+def struct(name: str, doc: str, /, **fields: str) -> type[Shared]:
+    """Declare a struct and return its ctypes type. fields: C types."""
+    made = type(
+        name, (Shared,), {"__doc__": doc, "fields": fields, "_fields_": [(f, ctype(t)) for f, t in fields.items()]}
+    )
+    STRUCTS[name] = made
+    return made
+
+
+Tensor = struct(
+    "Tensor",
+    "Rows of `heads` vectors of `dim` elements, without gaps within a row; the next row is `stride` elements on.",
+    data="void*", rows="int64_t", stride="int64_t", heads="int64_t", dim="int64_t", dtype="int32_t", unused="int32_t",
+)  # fmt: skip
+KVPages = struct(
+    "KVPages",
+    "One layer's cache (KVLayer). num_blocks: the null block included. Scales are null unless dtype is I8.",
+    k="void*", v="void*", k_scale="float*", v_scale="float*", num_blocks="int64_t", kv_heads="int64_t",
+    block_size="int64_t", head_dim="int64_t", dtype="int32_t", unused="int32_t",
+)  # fmt: skip
+RowGroup = struct(
+    "RowGroup",
+    "The batch, or its tail, as one KV group sees it (AttentionMetadata).",
+    query_start="const int32_t*", seq_lens="const int32_t*", block_table="const int32_t*",
+    slot_mapping="const int64_t*", table_stride="int64_t", table_width="int64_t", block_size="int64_t",
+    num_rows="int64_t", num_slots="int64_t",
+)  # fmt: skip
+PackedLinear = struct(
+    "PackedLinear",
+    "A packed weight. bias: [out padded to a panel] or null. group: elements along `in` that share a scale, or 0.",
+    panels="const void*", bias="const float*", out_features="int64_t", in_features="int64_t", kind="int32_t",
+    group="int32_t",
+)  # fmt: skip
+ExpertStack = struct(
+    "ExpertStack", "Packed weights of equal shape, one per expert.",
+    experts="const PackedLinear* const*", count="int64_t",
+)  # fmt: skip
+Binding = struct(
+    "Binding",
+    "Where a step finds a Tensor in this run: the field at `field` of its arguments gets places[place] + bytes, and as "
+    "many rows as `domain` has.",
+    place="int32_t", domain="int32_t", field="int64_t", bytes="int64_t",
+)  # fmt: skip
+Step = struct(
+    "Step",
+    "One op of a program, with its argument struct.",
+    op="int32_t", num_bindings="int32_t", args="void*", bindings="const Binding*",
+)  # fmt: skip
+Check = struct(
+    "Check",
+    "What is checked before a program runs. group null: `domain`'s indices at `place`, each below `limit`, or where "
+    "that is negative below the rows of domain -1 - limit. Else a group, whose queries are `domain`'s rows, against a "
+    "cache of `limit` blocks.",
+    group="const RowGroup*", limit="int64_t", place="int32_t", domain="int32_t", dtype="int32_t", unused="int32_t",
+)  # fmt: skip
+Program = struct(
+    "Program",
+    "Steps with their memory laid out. slot_bytes: [num_slots][NUM_DOMAINS], per row. Places are the slots, then the "
+    "inputs and results.",
+    steps="const Step*", checks="const Check*", slot_bytes="const int64_t*", num_steps="int64_t", num_checks="int64_t",
+    num_slots="int64_t",
+)  # fmt: skip
+Run = struct(
+    "Run",
+    "One batch for a program. rows: [NUM_DOMAINS]. places: slots are filled in from `scratch`, aligned to 64. "
+    "bad_check, bad_at: where a check failed.",
+    rows="const int64_t*", places="void**", scratch="void*", bad_check="int64_t", bad_at="int64_t",
+)  # fmt: skip
+
+_SCALAR_TYPES = {Scalar.F32: "float", Scalar.I32: "int32_t", Scalar.FLAG: "int32_t"}
+
+
+def _field_type(argument: Argument) -> str:
+    match argument:
+        case Rows() | Table():
+            return "Tensor"
+        case Packed():
+            return "const PackedLinear*"
+        case Experts():
+            return "const ExpertStack*"
+        case Cache():
+            return "KVPages"
+        case Group():
+            return "const RowGroup*"
+        case Scalar():
+            return _SCALAR_TYPES[argument]
+
+
+def _args_struct(op: Op) -> type[Shared]:
+    fields = {name: _field_type(argument) for name, argument in op.arguments.items()}
+    fields |= dict.fromkeys(op.outputs, "Tensor")
+    return struct(op.struct_name, f"Arguments of {op.name}, then its results.", **fields)
+
+
+KERNEL_OPS = [op for op in OP_TABLE.values() if op.parts is None]
+"""The ops that have a kernel; an op's index is its code in a recorded program."""
+
+ARGS = {op.name: _args_struct(op) for op in KERNEL_OPS}
+"""Argument structs by op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A C function: what it returns, and its parameters in order, as C types."""
+
+    returns: str
+    parameters: Mapping[str, str]
+
+
+def _function(returns: str, /, **parameters: str) -> Function:
+    return Function(returns, parameters)
+
+
+_LOGITS = {"logits": "const float*", "stride": "int64_t", "rows": "int64_t", "vocab": "int64_t"}
+
+FUNCTIONS: dict[str, Function] = {
+    # What the compiler made of this machine, and the thread pool.
+    "pagoda_isa": _function("const char*"),
+    "pagoda_shares_done": _function("uint64_t", threads="int32_t"),
+    "pagoda_pin_thread": _function("bool", thread="int32_t", cpus="const int32_t*", count="int32_t"),
+    "pagoda_empty_region_ns": _function("double", threads="int32_t", repeats="int32_t"),
+    "pagoda_unfinished_regions": _function("int64_t", threads="int32_t", repeats="int64_t", delay="int32_t"),
+    # Preparing weights.
+    "pagoda_linear_bytes": _function("int64_t", weight="const PackedLinear*"),
+    "pagoda_pack_words": _function(
+        "void", word_bytes="int32_t", source="const void*", panels="void*", out_features="int64_t", steps="int64_t",
+        threads="int32_t",
+    ),
+    "pagoda_pack_codes": _function(
+        "void", weight="const PackedLinear*", codes="const uint8_t*", scales="const uint16_t*",
+        minima="const uint16_t*", threads="int32_t",
+    ),
+    # The cache.
+    "pagoda_copy_blocks": _function(
+        "void", pages="void*", pairs="const int64_t*", count="int64_t", block_bytes="int64_t", threads="int32_t"
+    ),
+    # Sampling.
+    "pagoda_best_tokens": _function("void", **_LOGITS, values="float*", ids="int64_t*", threads="int32_t"),
+    "pagoda_sample": _function(
+        "void", **_LOGITS, best_values="const float*", best_ids="const int64_t*", temperature="const float*",
+        top_k="const int32_t*", top_p="const float*", min_p="const float*", uniform="const double*",
+        tokens="int64_t*", threads="int32_t",
+    ),
+    "pagoda_top_logprobs": _function(
+        "void", **_LOGITS, chosen="const int64_t*", k="int64_t", ids="int32_t*", logprobs="float*", ranks="int32_t*",
+        threads="int32_t",
+    ),
+    # Checks of what comes from outside, and recorded programs.
+    "pagoda_check_indices": _function(
+        "int32_t", indices="const void*", dtype="int32_t", count="int64_t", limit="int64_t", bad_at="int64_t*"
+    ),
+    "pagoda_check_group": _function(
+        "int32_t", group="const RowGroup*", num_blocks="int64_t", num_queries="int64_t", num_written="int64_t",
+        bad_at="int64_t*",
+    ),
+    "pagoda_replay_scratch_bytes": _function("int64_t", program="const Program*", rows="const int64_t*"),
+    "pagoda_replay": _function(
+        "int32_t", program="const Program*", run="Run*", threads="int32_t", nanoseconds="int64_t*"
+    ),
+    **{
+        f"pagoda_{op.name}": _function("void", args=f"const {op.struct_name}*", threads="int32_t") for op in KERNEL_OPS
+    },
+}  # fmt: skip
+"""Every function that the library exports."""

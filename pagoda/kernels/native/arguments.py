@@ -1,0 +1,240 @@
+"""From an op's Python arguments to the struct its kernel takes, checked against the op's declaration.
+
+Running op by op and recording share this: they differ only in what a Rows argument is, a torch tensor or a stand-in.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from pagoda.base.errors import ConfigError
+from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.linear.packed import PackedExperts, PackedWeight
+from pagoda.kernels.native.abi import ARGS, RowGroup, Shared
+from pagoda.kernels.native.dtypes import DTYPE_CODES, TORCH_DTYPES
+from pagoda.ops.batch import AttentionMetadata as AnyMetadata
+from pagoda.ops.batch import KVLayer as AnyKVLayer
+from pagoda.ops.declare import Cache, DType, Experts, Group, Op, Out, Packed, Rows, Scalar, Table
+
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RowsFacts:
+    """What a Rows argument looks like. stride: elements from a row to the next.   dense: no gaps within a row."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    stride: int
+    dense: bool
+
+
+@dataclass(slots=True)
+class Call:
+    """An op's arguments, ready but for the addresses of its rows.
+
+    record: the argument struct.   shapes, dtypes: by argument; see declare.Shapes.   kept: what `record` points to.
+    """
+
+    op: Op
+    record: Shared
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    dtypes: dict[str, DType] = field(default_factory=dict[str, DType])
+    kept: list[object] = field(default_factory=list[object])
+
+    def output(self, out: Out) -> tuple[tuple[int, ...], DType]:
+        """Row shape and dtype of a result."""
+        return out.row_shape(self.shapes), self.dtypes[out.rows] if out.dtype is None else self.dtype(out.dtype)
+
+    def dtype(self, declared: DType | str) -> DType:
+        return self.dtypes[declared] if isinstance(declared, str) else declared
+
+
+def check_page_shape(head_dim: int, block_size: int) -> None:
+    """Raises ConfigError for pages that the native kernels cannot read and write."""
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM or block_size % 8:
+        raise ConfigError(
+            f"native attention takes head sizes that are multiples of 16 up to {MAX_HEAD_DIM} and block sizes that are "
+            f"multiples of 8, not {head_dim} and {block_size}; choose kernels='torch' or another block_size"
+        )
+
+
+def prepare_call(
+    op: Op,
+    arguments: Mapping[str, object],
+    facts_of: Callable[[str, object], RowsFacts],
+    group_address: Callable[[AttentionMetadata], int],
+) -> Call:
+    """Check `arguments` and fill the op's struct, all but `data` and `rows` of Rows arguments and of results.
+
+    Raises ValueError for an argument that is not what the op declares, and ConfigError for pages that the kernels
+    cannot use.
+    """
+    call = Call(op, ARGS[op.name]())
+    for name, declared in op.arguments.items():
+        value = arguments[name]
+        match declared:
+            case Rows():
+                _set_rows(call, name, declared, facts_of(name, value))
+            case Table():
+                _set_table(call, name, declared, value)
+            case Packed():
+                _set_weight(call, name, declared.of, True, value, PackedWeight)
+            case Experts():
+                _set_weight(call, name, declared.of, declared.directly, value, PackedExperts)
+            case Cache():
+                _set_cache(call, name, value)
+            case Group():
+                if not isinstance(value, AnyMetadata):
+                    raise _wrong(op, name, "AttentionMetadata", value)
+                setattr(call.record, name, group_address(value))
+            case Scalar():
+                setattr(call.record, name, value)
+    if op.check is not None:
+        op.check(call.shapes, arguments)
+    for name, out in op.outputs.items():
+        row_shape, dtype = call.output(out)
+        set_tensor(getattr(call.record, name), row_shape, dtype)
+    return call
+
+
+def set_tensor(record: Shared, row_shape: tuple[int, ...], dtype: DType, stride: int | None = None) -> None:
+    """Fill a Tensor struct but for `data` and `rows`.
+
+    row_shape: (), (dim,) or (heads, dim).   stride: None where rows follow each other without gaps.
+    """
+    dim = row_shape[-1] if row_shape else 1
+    heads = row_shape[0] if len(row_shape) == 2 else 1
+    record.heads, record.dim, record.dtype = heads, dim, dtype
+    record.stride = heads * dim if stride is None else stride
+
+
+def fill_group(record: Shared, metadata: AttentionMetadata) -> None:
+    """Fill a RowGroup struct. Raises ValueError where a tensor has another dtype or layout than the kernels read."""
+    table = metadata.block_table
+    for name, tensor, dtype in (
+        ("query_start", metadata.query_start, torch.int32),
+        ("seq_lens", metadata.seq_lens, torch.int32),
+        ("block_table", table, torch.int32),
+        ("slot_mapping", metadata.slot_mapping, torch.int64),
+    ):
+        if tensor.dtype != dtype or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"AttentionMetadata.{name} must be {dtype} with adjacent elements, "
+                f"not {tensor.dtype} with stride {tensor.stride(-1)}"
+            )
+    if metadata.query_start.shape[0] != metadata.seq_lens.shape[0] + 1 or table.shape[0] != metadata.seq_lens.shape[0]:
+        raise ValueError(
+            f"AttentionMetadata of {metadata.seq_lens.shape[0]} rows has {metadata.query_start.shape[0]} query starts "
+            f"and {table.shape[0]} block tables; it needs one start more than rows, and as many tables"
+        )
+    record.query_start, record.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
+    record.block_table, record.slot_mapping = table.data_ptr(), metadata.slot_mapping.data_ptr()
+    record.table_stride, record.table_width = table.stride(0), table.shape[1]
+    record.block_size = metadata.block_size
+    record.num_rows, record.num_slots = metadata.seq_lens.shape[0], metadata.slot_mapping.shape[0]
+
+
+def new_group(metadata: AttentionMetadata) -> Shared:
+    record = RowGroup()
+    fill_group(record, metadata)
+    return record
+
+
+def torch_facts(name: str, value: object) -> RowsFacts:
+    """RowsFacts of a torch tensor. Raises ValueError for anything else."""
+    if not isinstance(value, torch.Tensor) or value.dim() not in (1, 2, 3) or value.dtype not in DTYPE_CODES:
+        raise ValueError(f"{name} must be a tensor of one to three dimensions, not {_describe(value)}")
+    shape, strides = tuple(value.shape), value.stride()
+    dense = all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(1, len(shape) - 1))
+    return RowsFacts(shape, DTYPE_CODES[value.dtype], strides[0], dense and (len(shape) == 1 or strides[-1] == 1))
+
+
+def _set_rows(call: Call, name: str, declared: Rows, facts: RowsFacts) -> None:
+    op = call.op
+    if declared.dtype is None:
+        fits, wanted = facts.dtype.is_float, "a float dtype"
+    else:
+        wanted = call.dtype(declared.dtype)
+        fits = facts.dtype == wanted
+    if not fits:
+        raise ValueError(f"{op.name}: {name} must be of {wanted!s}, not {facts.dtype.name}")
+    row_elements = 1
+    for size in facts.shape[1:]:
+        row_elements *= size
+    if not facts.dense or (declared.contiguous and facts.stride != row_elements and facts.shape[0] > 1):
+        raise ValueError(
+            f"{op.name}: {name} of shape {facts.shape} must be contiguous (its rows are {facts.stride} apart)"
+        )
+    if declared.like is not None and facts.shape != call.shapes[declared.like]:
+        raise ValueError(
+            f"{op.name}: {name} must have the shape of {declared.like}, {call.shapes[declared.like]}, not {facts.shape}"
+        )
+    call.shapes[name], call.dtypes[name] = facts.shape, facts.dtype
+    set_tensor(getattr(call.record, name), facts.shape[1:], facts.dtype, facts.stride)
+
+
+def _set_table(call: Call, name: str, declared: Table, value: object) -> None:
+    if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.dtype not in DTYPE_CODES:
+        raise _wrong(call.op, name, "a contiguous tensor", value)
+    dtype = DTYPE_CODES[value.dtype]
+    if declared.dtype is not None and dtype != call.dtype(declared.dtype):
+        raise _wrong(call.op, name, f"of {call.dtype(declared.dtype).name}", value)
+    record = getattr(call.record, name)
+    call.shapes[name], call.dtypes[name] = tuple(value.shape), dtype
+    set_tensor(record, tuple(value.shape[-1:]), dtype)
+    record.data, record.rows = value.data_ptr(), value.shape[0] if value.dim() > 1 else 1
+    call.kept.append(value)
+
+
+def _set_weight(
+    call: Call, name: str, of: str, directly: bool, value: object, wanted: type[PackedWeight] | type[PackedExperts]
+) -> None:
+    if not isinstance(value, wanted):
+        raise _wrong(call.op, name, f"a {wanted.__name__}", value)
+    width = call.shapes[of][-1]
+    if (directly and value.in_features != width) or value.dtype not in (None, TORCH_DTYPES[call.dtypes[of]]):
+        raise ValueError(
+            f"{call.op.name}: {name} multiplies rows of {value.in_features} elements of {value.dtype}, "
+            f"but {of} has {width} of {call.dtypes[of].name}"
+        )
+    shape = (value.out_features, value.in_features)
+    call.shapes[name] = (value.num_experts, *shape) if isinstance(value, PackedExperts) else shape
+    setattr(call.record, name, value.address)
+    call.kept.append(value)
+
+
+def _set_cache(call: Call, name: str, value: object) -> None:
+    if not isinstance(value, AnyKVLayer):
+        raise _wrong(call.op, name, "a KVLayer", value)
+    cache: KVLayer = value  # of torch tensors: nothing else reaches these kernels
+    num_blocks, kv_heads, block_size, head_dim = cache.k.shape
+    check_page_shape(head_dim, block_size)
+    record = getattr(call.record, name)
+    record.k, record.v = cache.k.data_ptr(), cache.v.data_ptr()
+    dtype = DTYPE_CODES[cache.k.dtype]
+    if dtype is DType.I8:
+        if cache.k_scale is None or cache.v_scale is None:
+            raise ValueError(f"{call.op.name}: an int8 cache needs scales")
+        record.k_scale, record.v_scale = cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
+    for heads, shape in call.shapes.items():
+        if len(shape) == 3 and (shape[2] != head_dim or (dtype is not DType.I8 and call.dtypes[heads] != dtype)):
+            raise ValueError(
+                f"{call.op.name}: {heads} has heads of {shape[2]} elements of {call.dtypes[heads].name}, "
+                f"its cache of {head_dim} of {dtype.name}"
+            )
+    record.num_blocks, record.kv_heads, record.block_size, record.head_dim = num_blocks, kv_heads, block_size, head_dim
+    record.dtype = dtype
+    call.shapes[name] = (num_blocks, kv_heads, block_size, head_dim)
+    call.kept.append(cache)
+
+
+def _wrong(op: Op, name: str, wanted: str, value: object) -> ValueError:
+    return ValueError(f"{op.name}: {name} must be {wanted}, not {_describe(value)}")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}, strides {value.stride()}"
+    return f"{type(value).__name__}"

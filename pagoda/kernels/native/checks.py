@@ -1,0 +1,25 @@
+"""What the kernels' own checks found, said in words."""
+
+from pagoda.base.errors import InvariantBroken
+from pagoda.kernels.native.abi import Bad
+
+
+def bad_index(what: str, value: int, at: int, limit: int) -> InvariantBroken:
+    """An index that a kernel would have followed out of its table."""
+    return InvariantBroken(f"{what}: element {at} is {value}, allowed are 0 to {limit - 1}; the step was not run")
+
+
+_GROUP_RULES = {
+    Bad.QUERY_START: "query_start must begin at 0, never fall, and end at the number of queries",
+    Bad.SEQ_LEN: "seq_lens must be at least the row's queries, and its blocks must fit in the block table",
+    Bad.BLOCK_ID: "a block id in block_table is outside the cache",
+    Bad.SLOT: "slot_mapping must have a slot within the cache for every token",
+}
+
+
+def bad_group(bad: int, at: int, num_blocks: int) -> InvariantBroken:
+    """AttentionMetadata that would have led a kernel out of the cache. at: the row, or for a slot the token."""
+    which = "token" if bad == Bad.SLOT else "row"
+    return InvariantBroken(
+        f"attention metadata, {which} {at}: {_GROUP_RULES[Bad(bad)]} ({num_blocks} blocks); the step was not run"
+    )

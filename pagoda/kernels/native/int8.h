@@ -1,0 +1,21 @@
+// Values to int8: symmetric, the largest magnitude of a group at 127.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "simd.h"
+
+// scale: what codes are multiplied by to give values back. inverse: what values are multiplied by to give codes.
+// Where a value is not finite, `scale` is NaN, and so is every sum that the group enters; its codes are to be 0.
+struct Int8Scale {
+    float scale, inverse;
+    bool finite() const { return scale == scale; }
+};
+
+// largest: the lanes' largest magnitude_bits.
+inline Int8Scale int8_scale(i32x16 largest) {
+    float limit = largest_magnitude(largest);
+    if (!(limit <= FLT_MAX)) return {NAN, 0.0f};
+    return {limit / 127.0f, limit > 127.0f / FLT_MAX ? 127.0f / limit : 0.0f};  // too small to divide by: zeros
+}

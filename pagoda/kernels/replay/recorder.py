@@ -1,0 +1,230 @@
+"""Recording a forward: the model runs once on stand-ins, and every op it calls becomes a step of a program.
+
+Nothing here knows an op: what a step needs, what it makes and what must be checked follows from the op table.
+"""
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof, sizeof
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn, cast
+
+import torch
+
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
+from pagoda.kernels.linear.packed import PackedWeight
+from pagoda.kernels.native.abi import PANEL, RowGroup
+from pagoda.kernels.native.arguments import RowsFacts, prepare_call
+from pagoda.kernels.native.dtypes import DTYPE_CODES
+from pagoda.kernels.native.library import NativeLibrary
+from pagoda.kernels.replay.program import (
+    GroupCheck,
+    IndexCheck,
+    Program,
+    Recording,
+    Step,
+    Value,
+    metadata_of,
+)
+from pagoda.ops.declare import Domain, Group, Op, Rows, Slots
+from pagoda.ops.forward import FORWARD_OPS, FUSIONS, OP_TABLE, ForwardOps
+from pagoda.ops.tensor import Tensor
+
+_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.LOGITS: 1, Domain.ENCODER: 5}  # any: a program holds for all
+
+
+class NotRecordable(Exception):
+    """The forward does something that a program cannot hold; the message says what. It still runs op by op."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """A stand-in for a tensor: elements from `offset` on in each row of a value. Only ops can use it."""
+
+    value: Value
+    row_shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (_STAND_IN_ROWS[self.value.domain], *self.row_shape)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotRecordable(f"{name!r} of a tensor, which is not an op")
+
+    def _not_an_op(self, *_: object) -> NoReturn:
+        raise NotRecordable("arithmetic on a tensor outside of an op")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __getitem__ = _not_an_op
+
+    @classmethod
+    def __torch_function__(cls, function: object, *_: object) -> NoReturn:
+        raise NotRecordable(f"{getattr(function, '__name__', function)} of torch, which is not an op")
+
+
+class RecordingOps:
+    """`ForwardOps` that compute nothing and write down what they are asked for.
+
+    It accepts the inputs and metadata (one object per KV group) of its own stand-in batch, `batch`, and no others.
+    """
+
+    def __init__(self, library: NativeLibrary, like: ForwardBatch) -> None:
+        self._library = library
+        self._steps: list[Step] = []
+        self._checks: dict[IndexCheck | GroupCheck, None] = {}
+        self._inputs: dict[str, Value] = {}
+        # Groups may share one metadata object; copies can be told apart by identity.
+        metadata, tail = (tuple(map(replace, groups)) for groups in (like.metadata, like.tail.metadata))
+        inputs = {name: self._input(name, given.tensor, given.domain) for name, given in like.inputs.items()}
+        self.batch = ForwardBatch(
+            token_ids=self._input("token_ids", like.token_ids, Domain.TOKENS).tensor,
+            positions=self._input("positions", like.positions, Domain.TOKENS).tensor,
+            metadata=metadata,
+            tail=Tail(self._input("tail_index", like.tail.index, Domain.TAIL).tensor, tail),
+            logits_index=like.logits_index,
+            inputs=inputs,
+            variant=like.variant,
+        )
+        self._groups = (RowGroup * len(metadata_of(self.batch)))()
+        for op in FORWARD_OPS.values():
+            setattr(self, op.name, partial(self._view if op.parts is not None else self._record, op))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotRecordable(f"{name!r} within a forward")
+
+    def program(self, results: Tensor | Sequence[Tensor], threads: int) -> Program:
+        """What was recorded; running it gives `results`."""
+        values: list[Value] = []
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            view = _as_view(result)
+            if view.offset or view.row_shape != view.value.row_shape or view.value.name is not None:
+                raise NotRecordable("a result that is an input, or a part of another value")
+            values.append(view.value)
+        steps = self._fused(values)
+        return Program(
+            self._library, threads, Recording(steps, values, self._inputs, self._groups, tuple(self._checks))
+        )
+
+    def _input(self, name: str, tensor: torch.Tensor, domain: Domain) -> Input:
+        value = Value(tuple(tensor.shape[1:]), DTYPE_CODES[tensor.dtype], domain, name)
+        self._inputs[name] = value
+        return Input(cast(torch.Tensor, View(value, value.row_shape)), domain)
+
+    def _record(self, op: Op, *args: object, **kwargs: object) -> object:
+        arguments = op.bind(args, kwargs)
+        step = self._step(op, arguments)
+        self._steps.append(step)
+        views = [View(value, value.row_shape) for value in step.outputs.values()]
+        if len(views) > 1:
+            return tuple(views)
+        return views[0] if views else None
+
+    def _step(self, op: Op, arguments: dict[str, object], outputs: Sequence[Value] = ()) -> Step:
+        """outputs: values to compute, where they exist already."""
+        call = prepare_call(op, arguments, _facts, self._group_address)
+        inputs: dict[str, tuple[Value, int]] = {}
+        for name, declared in op.arguments.items():
+            if isinstance(declared, Rows):
+                view = _as_view(arguments[name])
+                inputs[name] = (view.value, view.offset)
+        self._check_rows(op, arguments, {name: value for name, (value, _) in inputs.items()})
+        if not outputs:
+            made: list[Value] = []
+            for out in op.outputs.values():
+                row_shape, dtype = call.output(out)
+                made.append(Value(row_shape, dtype, inputs[out.rows][0].domain))
+            outputs = made
+        return Step(op.name, call.record, inputs, dict(zip(op.outputs, outputs, strict=True)), arguments, call.kept)
+
+    def _check_rows(self, op: Op, arguments: dict[str, object], values: dict[str, Value]) -> None:
+        """All rows must be of one domain; note what is to be checked before a run."""
+        domains = {
+            values[name].domain
+            for name, declared in op.arguments.items()
+            if isinstance(declared, Rows) and not declared.any_domain
+        }
+        if len(domains) > 1:
+            raise NotRecordable(f"{op.name} of rows of different domains: {', '.join(d.name for d in sorted(domains))}")
+        domain = domains.pop()
+        for name, declared in op.arguments.items():
+            if isinstance(declared, Rows) and declared.below is not None:
+                if values[name].name is None:
+                    raise NotRecordable(f"{op.name}: {name} that is not an input of the batch")
+                table = arguments[declared.below]
+                limit = table.value.domain if isinstance(table, View) else cast(torch.Tensor, table).shape[0]
+                self._checks[IndexCheck(values[name], limit)] = None
+            elif isinstance(declared, Group):
+                group = self._group_index(arguments[name])
+                of_group = Domain.TOKENS if group < len(self.batch.metadata) else Domain.TAIL
+                wanted = of_group if declared.rows is Slots.QUERIES else Domain.TOKENS
+                if domain is not wanted:
+                    raise NotRecordable(f"{op.name} of {domain.name} rows with metadata of {wanted.name} rows")
+                cache = cast(KVLayer, arguments[declared.cache])
+                self._checks[GroupCheck(group, of_group, cache.k.shape[0])] = None
+
+    def _view(self, op: Op, *args: object, **kwargs: object) -> object:
+        assert op.parts is not None
+        whole, *others = op.bind(args, kwargs).values()
+        view = _as_view(whole)
+        return tuple(View(view.value, (part.heads, part.dim), view.offset + part.offset) for part in op.parts(*others))
+
+    def _group_index(self, metadata: object) -> int:
+        for index, known in enumerate(metadata_of(self.batch)):
+            if known is metadata:
+                return index
+        raise NotRecordable("attention metadata that is not the batch's")
+
+    def _group_address(self, metadata: AttentionMetadata) -> int:
+        return addressof(self._groups) + self._group_index(metadata) * sizeof(RowGroup)
+
+    def _fused(self, results: Sequence[Value]) -> list[Step]:
+        """The steps, with those that FUSIONS names made one where nothing else reads the value between them."""
+        uses: dict[Value, int] = {}
+        for step in self._steps:
+            for value, _ in step.inputs.values():
+                uses[value] = uses.get(value, 0) + 1
+        maker = {value: index for index, step in enumerate(self._steps) for value in step.outputs.values()}
+        steps: list[Step | None] = list(self._steps)
+        for index, step in enumerate(self._steps):
+            between = next(iter(step.inputs.values()))[0]
+            first = steps[maker[between]] if between in maker else None
+            if first is None or uses[between] != 1 or between in results:
+                continue
+            fused = FUSIONS.get((first.op, step.op))
+            if fused is None or not _gates_whole_panels(first):
+                continue
+            steps[maker[between]] = self._step(OP_TABLE[fused], first.arguments, list(step.outputs.values()))
+            steps[index] = None
+        return [step for step in steps if step is not None]
+
+
+def record_forward(
+    library: NativeLibrary,
+    threads: int,
+    forward: Callable[[ForwardOps, ForwardBatch, Sequence[KVLayer]], Tensor | Sequence[Tensor]],
+    batch: ForwardBatch,
+    kv: Sequence[KVLayer],
+) -> Program:
+    """The program of a forward, for batches of the variant and the named inputs of `batch`, on the cache `kv`.
+
+    Raises NotRecordable where it computes something outside of its ops.
+    """
+    recorder = RecordingOps(library, batch)
+    return recorder.program(forward(cast(ForwardOps, recorder), recorder.batch, kv), threads)
+
+
+def _as_view(value: object) -> View:
+    if not isinstance(value, View):
+        raise NotRecordable("a tensor that no recorded op made")
+    return value
+
+
+def _facts(name: str, value: object) -> RowsFacts:
+    view = _as_view(value)
+    return RowsFacts(view.shape, view.value.dtype, view.value.row_elements, dense=True)
+
+
+def _gates_whole_panels(linear: Step) -> bool:
+    """Whether gate and up of a linear layer are whole panels each, as the fused kernels need them."""
+    weight = linear.arguments["weight"]
+    return isinstance(weight, PackedWeight) and weight.out_features // 2 % PANEL == 0

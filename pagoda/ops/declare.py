@@ -1,0 +1,239 @@
+"""Declaring an op: what its arguments are, what it reads and writes, and what comes out.
+
+`op(...)` decorates a method of `ForwardOps` with what Python's types cannot say. From the declaration follow the op's
+argument struct, its C prototype, the binding, how it is recorded and replayed, and the checks of its arguments.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import TypeAlias, TypeVar
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+class DType(IntEnum):
+    """Element types, by the codes the kernels know them by."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    I8 = 3
+    I32 = 4
+    I64 = 5
+
+    @property
+    def is_float(self) -> bool:
+        return self <= DType.F16
+
+
+class Domain(IntEnum):
+    """What the rows of a value are: how many there are differs from batch to batch."""
+
+    TOKENS = 0  # the batch's tokens
+    TAIL = 1  # the tokens whose final hidden states are wanted
+    LOGITS = 2  # the rows that give logits
+    ENCODER = 3  # an encoder's positions
+
+
+class Scalar(Enum):
+    """A number that is fixed when a forward is recorded."""
+
+    F32 = "float"
+    I32 = "int"
+    FLAG = "bool"
+
+
+class Slots(Enum):
+    """Which rows a Group argument describes: see `Group`."""
+
+    QUERIES = "queries"
+    WRITTEN = "written"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An activation or an input of the batch: [rows], [rows, dim] or [rows, heads, dim].
+
+    dtype: one that it must have, or the name of an argument whose dtype it shares; None is any float.
+    like: an argument whose shape it has.   below: it holds indices of that argument's rows, and is checked to.
+    contiguous: rows must follow each other without gaps (within a row elements always do).
+    any_domain: its rows need not be those of the other arguments.
+    """
+
+    dtype: DType | str | None = None
+    like: str | None = None
+    below: str | None = None
+    contiguous: bool = False
+    any_domain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A contiguous tensor that belongs to the model. dtype: as in Rows."""
+
+    dtype: DType | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A LinearWeight that multiplies the argument `of`."""
+
+    of: str
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """ExpertWeights that multiply the argument `of`, or what the op makes of it on the way."""
+
+    of: str
+    directly: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A KVLayer, which the op reads, or also writes. Its shape is that of its pages, [num_blocks, K, block_size, D]."""
+
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """AttentionMetadata. QUERIES: the op's rows are the queries it describes.   WRITTEN: they are its slot_mapping's.
+
+    cache: the argument that its blocks and slots belong to; they are checked against it.
+    """
+
+    rows: Slots
+    cache: str
+
+
+Argument: TypeAlias = Rows | Table | Packed | Experts | Cache | Group | Scalar
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Shapes by argument: a LinearWeight's is (out, in), that of ExpertWeights (experts, out, in)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """A result, contiguous, with a row for each row of the argument `rows` and in its domain.
+
+    row_shape: (dim,) or (heads, dim).   dtype: as in Rows; None is that of `rows`.
+    """
+
+    rows: str
+    row_shape: Callable[[Shapes], tuple[int, ...]]
+    dtype: DType | str | None = None
+
+
+def like(name: str) -> Out:
+    """A result of the shape and dtype of an argument."""
+    return Out(name, lambda shapes: shapes[name][1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A view of an argument [T, width]: `heads` vectors of `dim` elements, from element `offset` of each row on."""
+
+    offset: int
+    heads: int
+    dim: int
+
+
+Check: TypeAlias = Callable[[Shapes, Mapping[str, object]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One entry of the op table.
+
+    folder: where its kernels are, in pagoda/kernels.   arguments, outputs: by name, in order.
+    signature: the Python signature, without self.
+    check: given the shapes and the arguments, raises ValueError for those that do not fit each other.
+    parts: for an op without a kernel: its results, which are views of its first argument, given the other arguments.
+    """
+
+    name: str
+    folder: str
+    arguments: Mapping[str, Argument]
+    outputs: Mapping[str, Out]
+    signature: inspect.Signature
+    check: Check | None = None
+    parts: Callable[..., Sequence[Part]] | None = None
+
+    @property
+    def struct_name(self) -> str:
+        return "".join(word.capitalize() for word in self.name.split("_")) + "Args"
+
+    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Arguments by name, defaults filled in. Raises TypeError for a call that does not fit the signature."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+
+def op(folder: str, check: Check | None = None, /, **declared: Argument | Out) -> Callable[[FunctionT], FunctionT]:
+    """Declare the decorated method an op: its arguments, named as its parameters are, then its outputs."""
+
+    def declare(function: FunctionT) -> FunctionT:
+        arguments = {name: what for name, what in declared.items() if not isinstance(what, Out)}
+        outputs = {name: what for name, what in declared.items() if isinstance(what, Out)}
+        return _attach(function, folder, arguments, outputs, check)
+
+    return declare
+
+
+def view(
+    folder: str, parts: Callable[..., Sequence[Part]], /, **arguments: Argument
+) -> Callable[[FunctionT], FunctionT]:
+    """Declare the decorated method an op that only views its first argument; see Op.parts."""
+    return lambda function: _attach(function, folder, arguments, {}, parts=parts)
+
+
+def _attach(
+    function: FunctionT,
+    folder: str,
+    arguments: dict[str, Argument],
+    outputs: dict[str, Out],
+    check: Check | None = None,
+    parts: Callable[..., Sequence[Part]] | None = None,
+) -> FunctionT:
+    name = function.__name__
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1:]
+    given = [parameter.name for parameter in parameters]
+    if given != list(arguments):
+        raise TypeError(f"op {name}: it declares the arguments {list(arguments)}, its signature has {given}")
+    for argument in arguments.values():
+        _check_names(name, argument, arguments)
+    for out in outputs.values():
+        if out.rows not in arguments:
+            raise TypeError(f"op {name}: an output has the rows of {out.rows!r}, which is not an argument")
+    entry = Op(name, folder, arguments, outputs, signature.replace(parameters=parameters), check, parts)
+    function.__op__ = entry  # type: ignore[attr-defined]
+    return function
+
+
+def _check_names(name: str, argument: Argument, arguments: Mapping[str, Argument]) -> None:
+    """Raises TypeError where an argument's declaration names one that does not exist."""
+    for field in ("dtype", "like", "below", "of", "cache"):
+        named = getattr(argument, field, None)
+        if isinstance(named, str) and named not in arguments:
+            raise TypeError(f"op {name}: {field}={named!r} is not an argument; there are {', '.join(arguments)}")
+
+
+def declared_ops(*owners: type) -> dict[str, Op]:
+    """The op table: what the methods of `owners` declare, by name, in order. Raises TypeError for a method that does
+    not.
+    """
+    table: dict[str, Op] = {}
+    for owner in owners:
+        for name, method in vars(owner).items():
+            if name.startswith("_") or not callable(method):
+                continue
+            entry = getattr(method, "__op__", None)
+            if not isinstance(entry, Op):
+                raise TypeError(f"{owner.__name__}.{name} is not declared an op")
+            table[name] = entry
+    return table
