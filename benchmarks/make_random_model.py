@@ -21,7 +21,7 @@ BOS, EOS = 256, 257  # after the bytes
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama's sizes, as config.json names them."""
+    """A Llama's sizes, as config.json names them; with experts, a Qwen3-MoE's."""
 
     hidden_size: int
     intermediate_size: int
@@ -34,6 +34,10 @@ class Shape:
     rope_theta: float
     tie_word_embeddings: bool = True
     rope_scaling: dict[str, object] | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool | None = None
 
 
 SHAPES: dict[str, Shape] = {
@@ -56,15 +60,39 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, 8192, 100000.0),
+    # 1.0 billion parameters, of which a token uses 0.2
+    "moe-1b": Shape(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        rope_theta=1000000.0,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=384,
+        norm_topk_prob=True,
+    ),
+    "tiny-moe": Shape(
+        *(192, 448, 2, 4, 2, 48, 320, 512, 10000.0, False),
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=80,
+        norm_topk_prob=True,
+    ),
     "tiny": Shape(64, 160, 2, 4, 2, 16, 320, 512, 10000.0),
 }
 
 
 def config_of(shape: Shape) -> dict[str, object]:
     sizes = {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
+    kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if shape.num_experts else ("LlamaForCausalLM", "llama")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [kind[0]],
+        "model_type": kind[1],
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
@@ -100,10 +128,22 @@ def weights_of(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
             f"{prefix}self_attn.k_proj.weight": drawn(kv_size, hidden),
             f"{prefix}self_attn.v_proj.weight": drawn(kv_size, hidden),
             f"{prefix}self_attn.o_proj.weight": drawn(hidden, q_size, depth**-0.5),
-            f"{prefix}mlp.gate_proj.weight": drawn(inner, hidden),
-            f"{prefix}mlp.up_proj.weight": drawn(inner, hidden),
-            f"{prefix}mlp.down_proj.weight": drawn(hidden, inner, depth**-0.5),
         }
+        mlps = {f"{prefix}mlp.": inner}
+        if shape.num_experts:
+            assert shape.moe_intermediate_size is not None
+            mlps = {
+                f"{prefix}mlp.experts.{expert}.": shape.moe_intermediate_size for expert in range(shape.num_experts)
+            }
+            norm = torch.ones(shape.head_dim, dtype=torch.bfloat16)
+            weights |= {f"{prefix}self_attn.{name}_norm.weight": norm.clone() for name in ("q", "k")}
+            weights[f"{prefix}mlp.gate.weight"] = drawn(shape.num_experts, hidden)
+        for mlp, width in mlps.items():
+            weights |= {
+                f"{mlp}gate_proj.weight": drawn(width, hidden),
+                f"{mlp}up_proj.weight": drawn(width, hidden),
+                f"{mlp}down_proj.weight": drawn(hidden, width, depth**-0.5),
+            }
     weights["model.norm.weight"] = ones.clone()
     if not shape.tie_word_embeddings:
         weights["lm_head.weight"] = drawn(shape.vocab_size, hidden)

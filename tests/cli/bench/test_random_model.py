@@ -21,10 +21,11 @@ def test_equal_seeds_give_equal_weights(tmp_path: Path) -> None:
     assert not torch.equal(written["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_transformers_reads_it_as_pagoda_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_transformers_reads_it_as_pagoda_does(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    make(SHAPES["tiny"], tmp_path)
+    make(SHAPES[name], tmp_path)
     text = "Bread, é"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     prompt = tokenizer(text)["input_ids"]
