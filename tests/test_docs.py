@@ -23,6 +23,19 @@ def test_the_index_names_every_page() -> None:
     assert {page for page in pages if f"({page})" not in index} == set()
 
 
+def test_excerpts_are_what_the_files_say() -> None:
+    """A Python block that begins with a file's name holds lines of that file."""
+    found = 0
+    for page in PAGES:
+        for indent, path, block in re.findall(
+            r"^( *)```python\n *# (pagoda/\S+\.py)\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE
+        ):
+            lines = [line.removeprefix(indent) for line in block.splitlines()]
+            assert "\n".join(lines) in (ROOT / path).read_text(), f"{page.name}: {path}"
+            found += 1
+    assert found
+
+
 def test_the_readme_s_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     cached_model("smollm2-135m")
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
