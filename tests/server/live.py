@@ -89,19 +89,17 @@ def serving(
     *flags: str,
     env: dict[str, str] | None = None,
     engine: str | None = None,
-    probe: Path | None = None,
     context: ssl.SSLContext | None = None,
+    program: tuple[str, ...] = ("pagoda",),
 ) -> Iterator[LiveServer]:
     """Start, wait until it answers, and end it by SIGTERM.
 
-    engine: module of the engine process, if not the usual.   probe: where the event loop's stalls are noted (see
-    serve_probed).   context: talk TLS.
+    engine: module of the engine process, if not the usual.   context: talk TLS.
+    program: the module to run instead of pagoda itself, and its first arguments.
     """
     port = free_port()
     log = folder / f"server-{port}.log"
-    command = ["pagoda"] if engine is None else ["tests.server.serve_with", engine]
-    if probe is not None:
-        command = ["tests.server.serve_probed", str(probe)]
+    command = program if engine is None else ("tests.server.serve_with", engine)
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", *command, "serve", "--port", str(port), *flags],

@@ -76,8 +76,10 @@ CASES: dict[str, tuple[str, bytes, int]] = {
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, LoopProbe]]:
     folder = tmp_path_factory.mktemp("probed")
-    with serving(folder, *FAKE_FLAGS, "--num-blocks", "4096", probe=folder / "probe") as server:
-        yield server, LoopProbe(folder / "probe")
+    probe = folder / "probe"
+    program = ("tests.server.serve_probed", str(probe))
+    with serving(folder, *FAKE_FLAGS, "--num-blocks", "4096", program=program) as server:
+        yield server, LoopProbe(probe)
 
 
 @pytest.mark.parametrize("name", CASES)

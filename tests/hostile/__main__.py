@@ -1,0 +1,71 @@
+"""Send cases by name, to a server of their own or to one at a URL: `python -m tests.hostile 7:1234 field:55 --url URL`.
+
+--show prints what would be sent.   --seed N --count M runs that many cases as the tests do, and says what failed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.hostile.campaign import Campaign
+from tests.hostile.cases import case_names, make_case
+from tests.hostile.checks import problems
+from tests.hostile.client import send_case
+from tests.hostile.healthy import healthy_client
+from tests.hostile.serving import FAKE_FLAGS, KEY, load, watched_serving
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--url")
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--without", nargs="*", default=[], help="kinds of cases to leave out")
+    given = parser.parse_args()
+    names = given.names or case_names(given.seed, given.count // 2, given.count - given.count // 2)
+    if given.without:
+        names = [name for name in names if make_case(name).kind not in given.without]
+    if given.show:
+        for name in names:
+            print(make_case(name))
+        return
+    if given.url:
+        for name in names:
+            _send_one(name, int(given.url.rsplit(":", 1)[1].strip("/")))
+        return
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server, stalls = stack.enter_context(watched_serving(folder, *FAKE_FLAGS))
+        if given.names:
+            for name in names:
+                stalls.take()
+                _send_one(name, int(server.url.rsplit(":", 1)[1]))
+                print(f"  longest stall {stalls.take() * 1e3:.0f} ms, {load(server)}")
+            print(server.log.read_text()[-3000:])
+            return
+        healthy = stack.enter_context(healthy_client(server.url, KEY, folder / "healthy.jsonl", 300))
+        report = Campaign(server, stalls).run(names)
+        for failure in sorted(report.failures, key=lambda failure: failure.problem):
+            print(f"{failure}\n")
+        print({**{name: getattr(report, name) for name in report.__slots__}, "failures": len(report.failures)})
+        print(healthy.health())
+        (Path(tempfile.gettempdir()) / "hostile-server.log").write_text(server.log.read_text(errors="replace"))
+        sys.exit(bool(report.failures))
+
+
+def _send_one(name: str, port: int) -> None:
+    case = make_case(name)
+    outcome = asyncio.run(send_case(case, port))
+    print(case)
+    for answer in outcome.answers:
+        print(f"  {answer.status} {answer.headers} {answer.body[:500]!r}")
+    print(f"  closed: {outcome.was_closed}, {outcome.took_s:.3f} s, {problems(case, outcome) or 'fine'}")
+
+
+if __name__ == "__main__":
+    main()

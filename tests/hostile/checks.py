@@ -1,0 +1,76 @@
+"""What every answer must be, whatever was asked."""
+
+import json
+from typing import Any
+
+from tests.hostile.case import Case, Expect
+from tests.hostile.client import Answer, Outcome
+
+MAX_ERROR_BYTES = 4_096
+_STATUSES = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 501}
+
+
+def problems(case: Case, outcome: Outcome) -> list[str]:
+    """What is wrong with the outcome of a case; empty when nothing is."""
+    found = [outcome.problem] if outcome.problem else []
+    for answer in outcome.answers:
+        found += _answer_problems(answer)
+    statuses = [answer.status for answer in outcome.answers]
+    if case.expect is Expect.ANSWERS and not outcome.problem:
+        # What the HTTP parser itself, or a limit, refuses ends the connection: nothing after it is answered.
+        refused = outcome.was_closed and statuses[-1:] and 400 <= statuses[-1] < 500
+        if len(statuses) != case.num_answers and not refused:
+            found.append(f"{len(statuses)} answers to {case.num_answers} requests: {statuses}")
+    if case.expect is Expect.REFUSED and not outcome.problem and (statuses or [0])[-1] not in (408, 400, 0):
+        found.append(f"a request that was never complete was answered {statuses}")
+    return found
+
+
+def _answer_problems(answer: Answer) -> list[str]:
+    if not answer.is_whole:
+        return [f"an answer of status {answer.status} was cut after {len(answer.body)} bytes"]
+    if answer.status not in _STATUSES:
+        return [f"status {answer.status}: {answer.body[:300]!r}"]
+    if answer.status >= 400:
+        return _error_problems(answer)
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        return _stream_problems(answer.body)
+    return []
+
+
+def _error_problems(answer: Answer) -> list[str]:
+    found = []
+    if len(answer.body) > MAX_ERROR_BYTES:
+        found.append(f"an error of {len(answer.body)} bytes (status {answer.status}): {answer.body[:200]!r}")
+    if answer.headers.get("x-should-retry") != "false" and answer.status == 501:
+        found.append("a 501 without x-should-retry: false")
+    return found + (_shape_problems(answer.body, answer.status) if answer.has_body else [])
+
+
+def _shape_problems(body: bytes, status: int) -> list[str]:
+    """OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+    try:
+        data: Any = json.loads(body)
+        error = data["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert error["message"]
+        assert isinstance(error["type"], str)
+        assert error["param"] is None or isinstance(error["param"], str)
+    except (ValueError, KeyError, TypeError, AssertionError):
+        return [f"an error of status {status} not in OpenAI's shape: {body[:300]!r}"]
+    if "internal error" in error["message"] or "Traceback" in error["message"]:
+        return [f"an error that does not say what is wrong: {error['message'][:200]!r}"]
+    return []
+
+
+def _stream_problems(body: bytes) -> list[str]:
+    events = body.decode().split("\n\n")
+    if events[-1] or events[-2] != "data: [DONE]":
+        return [f"a stream that ends with {body[-100:]!r}"]
+    for event in events[:-2]:
+        data = json.loads(event.removeprefix("data: "))
+        if "error" in data:
+            found = _shape_problems(event.removeprefix("data: ").encode(), 200)
+            return found or ([] if data["error"]["code"] < 500 else [f"an error in a stream: {event[:300]}"])
+    return []
