@@ -2,6 +2,7 @@
 make_chunk_limits."""
 
 from collections.abc import Sized
+from dataclasses import dataclass
 
 from pagoda.base.config import SchedulerConfig, SchedulingMode
 from pagoda.core.decision_log import Reason
@@ -41,36 +42,36 @@ class ChunkLimit:
         """The request computes its prompt in `row`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LongPromptCap(ChunkLimit):
     """`long_prefill_token_threshold` tokens per row. A request that is alone delays no other, and is not capped."""
 
-    def __init__(self, threshold: int, requests: Sized) -> None:
-        self._threshold = threshold
-        self._requests = requests
+    threshold: int
+    requests: Sized
 
     def narrow(self, plan: StepPlan) -> None:
-        if len(self._requests) > 1:
-            plan.row_cap = self._threshold
+        if len(self.requests) > 1:
+            plan.row_cap = self.threshold
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefillBesideDecodes(ChunkLimit):
     """At most `share` tokens of prompts, all together, in a step in which anything decodes."""
 
-    def __init__(self, share: int, num_speculative_tokens: int, batch: RunningBatch, table: RequestTable) -> None:
-        self._share = share
-        self._num_speculative_tokens = num_speculative_tokens
-        self._batch = batch
-        self._table = table
+    share: int
+    num_speculative_tokens: int
+    batch: RunningBatch
+    table: RequestTable
 
     def narrow(self, plan: StepPlan) -> None:
-        num_decodes = len(self._batch.running.rows) - len(self._batch.prefilling)
+        num_decodes = len(self.batch.running.rows) - len(self.batch.prefilling)
         if not num_decodes:
             return
         # Decodes take what they want of this budget wherever they are in the running order: the cap keeps prompts
         # before them from it.
-        num_drafts = sum(len(drafts) for drafts in self._table.drafts.values())
-        plan.budget = min(plan.budget, num_decodes + num_drafts + self._share)
-        plan.row_cap = min(plan.row_cap or self._share, max(self._share, 1 + self._num_speculative_tokens))
+        num_drafts = sum(len(drafts) for drafts in self.table.drafts.values())
+        plan.budget = min(plan.budget, num_decodes + num_drafts + self.share)
+        plan.row_cap = min(plan.row_cap or self.share, max(self.share, 1 + self.num_speculative_tokens))
 
 
 class RowCap(ChunkLimit):
@@ -80,11 +81,11 @@ class RowCap(ChunkLimit):
         return min(num_new, plan.row_cap) if plan.row_cap else num_new
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Budget(ChunkLimit):
     """What is left of the step's tokens. A prompt that must not be cut gets all it needs, or nothing."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
+    config: SchedulerConfig
 
     def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
         if num_new <= plan.budget:
@@ -95,9 +96,9 @@ class Budget(ChunkLimit):
         """Prompts are cut in mixed mode only; but a phased engine must cut what outgrew a step before a preemption."""
         if request.status is RequestStatus.RUNNING:
             return True
-        if self._config.scheduling_mode is SchedulingMode.MIXED:
-            return self._config.enable_chunked_prefill
-        return request.num_preemptions > 0 and num_tokens > self._config.max_num_batched_tokens
+        if self.config.scheduling_mode is SchedulingMode.MIXED:
+            return self.config.enable_chunked_prefill
+        return request.num_preemptions > 0 and num_tokens > self.config.max_num_batched_tokens
 
 
 class ChunkLimits:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagoda.base.clock import Clock
@@ -29,75 +30,58 @@ class RowOwner(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Lifecycle:
     """Moves requests between waiting, running, swapped and finished.
 
     requests: all that have not ended, by id.   forgetful: what keeps something by row.
     """
 
-    def __init__(
-        self,
-        *,
-        requests: dict[str, RequestState],
-        table: RequestTable,
-        kv: KVCacheManager,
-        batch: RunningBatch,
-        in_flight: StepsInFlight,
-        outbox: Outbox,
-        waiting: RequestQueue,
-        swapped: RequestQueue,
-        gates: Gates,
-        limits: ChunkLimits,
-        policy: Policy,
-        clock: Clock,
-        log: DecisionLog,
-        forgetful: Items[RowOwner],
-    ) -> None:
-        self.requests = requests
-        self._table = table
-        self._kv = kv
-        self._batch = batch
-        self._in_flight = in_flight
-        self._outbox = outbox
-        self._waiting = waiting
-        self._swapped = swapped
-        self._gates = gates
-        self._limits = limits
-        self._policy = policy
-        self._clock = clock
-        self._log = log
-        self._forgetful = forgetful
-        self._num_admissions = 0
+    requests: dict[str, RequestState]
+    table: RequestTable
+    kv: KVCacheManager
+    batch: RunningBatch
+    in_flight: StepsInFlight
+    outbox: Outbox
+    waiting: RequestQueue
+    swapped: RequestQueue
+    gates: Gates
+    limits: ChunkLimits
+    policy: Policy
+    clock: Clock
+    log: DecisionLog
+    forgetful: Items[RowOwner]
+    _num_admissions: int = field(default=0, init=False)
 
     # In
 
     def add(self, request: RequestState) -> None:
         """A new request waits."""
         self.requests[request.request_id] = request
-        self._waiting.push(request)
+        self.waiting.push(request)
 
     def enter(self, request: RequestState) -> None:
         """The request enters the running batch; the caller gives rows to its sequences."""
         if request.admission < 0:
-            request.queue_s = self._clock.now() - request.facts.arrival_time_s
-        (self._swapped if request.status is RequestStatus.SWAPPED else self._waiting).remove(request)
+            request.queue_s = self.clock.now() - request.facts.arrival_time_s
+        (self.swapped if request.status is RequestStatus.SWAPPED else self.waiting).remove(request)
         self._num_admissions += 1
         request.admission = self._num_admissions
         request.status = RequestStatus.RUNNING
-        self._batch.add(request)
-        self._gates.enter(request)
+        self.batch.add(request)
+        self.gates.enter(request)
 
     def give_row(self, sequence: Sequence, num_computed: int) -> int:
         """The sequence gets a row, without blocks. Return the row."""
-        return self._joined(sequence, self._table.admit(sequence, num_computed))
+        return self._joined(sequence, self.table.admit(sequence, num_computed))
 
     def fork_row(self, source: int, sequence: Sequence) -> int:
         """The sequence gets a row with the tokens of `source`, without blocks. Return the row."""
-        return self._joined(sequence, self._table.fork(source, sequence))
+        return self._joined(sequence, self.table.fork(source, sequence))
 
     def _joined(self, sequence: Sequence, row: int) -> int:
         sequence.status = RequestStatus.RUNNING
-        self._batch.changed()
+        self.batch.changed()
         return row
 
     # Out of the running batch
@@ -108,39 +92,39 @@ class Lifecycle:
             if sequence.row >= 0:
                 self._free_row(sequence)
             if not sequence.is_finished:
-                self._table.rewind(sequence)
+                self.table.rewind(sequence)
                 sequence.status = RequestStatus.PREEMPTED
         self._leave(request)
         request.status = RequestStatus.PREEMPTED
-        request.sort_key = self._policy.key_on_return(request)
-        self._waiting.push(request)
+        request.sort_key = self.policy.key_on_return(request)
+        self.waiting.push(request)
 
     def park(self, request: RequestState) -> None:
         """The request's KV moves to host memory; it waits there with all that it has computed."""
         sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
-        self._kv.swap_out(sequences)
+        self.kv.swap_out(sequences)
         for sequence in sequences:
             self._leave_row(sequence)
             sequence.status = RequestStatus.SWAPPED
         self._leave(request)
         request.status = RequestStatus.SWAPPED
-        self._swapped.push(request)
+        self.swapped.push(request)
 
     def _leave(self, request: RequestState) -> None:
-        self._batch.remove(request)
-        self._gates.leave(request)
-        self._limits.release(request)
+        self.batch.remove(request)
+        self.gates.leave(request)
+        self.limits.release(request)
 
     def _free_row(self, sequence: Sequence) -> None:
         """The sequence leaves its row and all its blocks."""
-        self._kv.free(sequence.row)
+        self.kv.free(sequence.row)
         self._leave_row(sequence)
 
     def _leave_row(self, sequence: Sequence) -> None:
         """The sequence leaves its row, which has no blocks any more."""
-        row, last_step = sequence.row, self._in_flight.departed(sequence)
-        self._table.release(sequence, last_step)
-        for owner in self._forgetful:
+        row, last_step = sequence.row, self.in_flight.departed(sequence)
+        self.table.release(sequence, last_step)
+        for owner in self.forgetful:
             owner.forget(row)
 
     # The end
@@ -150,11 +134,11 @@ class Lifecycle:
     ) -> Finish:
         """The sequence has ended, and with the last one the request. What it held is free at once."""
         request = sequence.request
-        self._batch.sequence_ended(request)
+        self.batch.sequence_ended(request)
         sequence.status = status
         if sequence.row >= 0:
             self._free_row(sequence)
-        self._kv.forget_sequence(sequence)
+        self.kv.forget_sequence(sequence)
         is_done = not request.unfinished
         if is_done:
             self._remove(request, status)
@@ -171,20 +155,20 @@ class Lifecycle:
 
     def _remove(self, request: RequestState, status: RequestStatus) -> None:
         """No queue keeps anything of the request."""
-        if request.request_id in self._batch.requests:
+        if request.request_id in self.batch.requests:
             self._leave(request)
-        elif request.request_id in self._swapped:
-            self._swapped.remove(request)
-        elif request.request_id in self._waiting:
-            self._waiting.remove(request)
+        elif request.request_id in self.swapped:
+            self.swapped.remove(request)
+        elif request.request_id in self.waiting:
+            self.waiting.remove(request)
         request.status = status
         del self.requests[request.request_id]
-        self._outbox.post_finished(request)
+        self.outbox.post_finished(request)
 
     def finish_one(self, sequence: Sequence, status: RequestStatus, message: str | None = None) -> Finish:
         """`finish` for one sequence of several. If others wait for its row, the request starts again without it."""
         request = sequence.request
-        if sequence.row in self._batch.leaders and len(request.unfinished) > 1:
+        if sequence.row in self.batch.leaders and len(request.unfinished) > 1:
             self.requeue(request)
         return self.finish(sequence, status, message=message)
 
@@ -199,5 +183,5 @@ class Lifecycle:
         status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
         logger.warning("request %s is ignored: it %s", request.request_id, why)
         finishes = self.finish_all(request, status, f"request {request.request_id} {why}")
-        self._outbox.post_deferred(request, finishes)
-        self._log.held(request.request_id, Reason.NEVER, stops_queue=False)
+        self.outbox.post_deferred(request, finishes)
+        self.log.held(request.request_id, Reason.NEVER, stops_queue=False)

@@ -1,5 +1,6 @@
 """Preemption: which request leaves the running batch when blocks run out, and whether its KV is dropped or swapped."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -91,99 +92,85 @@ def make_preemption_rule(mode: PreemptionMode, costs: CostModel) -> PreemptionRu
     return rules[mode]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Preemption:
     """Takes requests out of the running batch when memory runs out, or for a more urgent one."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        rule: PreemptionRule,
-        *,
-        table: RequestTable,
-        kv: KVCacheManager,
-        batch: RunningBatch,
-        in_flight: StepsInFlight,
-        lifecycle: Lifecycle,
-        encoder: EncoderInputs,
-        outbox: Outbox,
-        log: DecisionLog,
-        counters: Counters,
-    ) -> None:
-        self._evicts = config.evict_for_priority and config.scheduling_policy is SchedulingPolicy.PRIORITY
-        self._policy = policy
-        self._rule = rule
-        self._table = table
-        self._kv = kv
-        self._batch = batch
-        self._in_flight = in_flight
-        self._lifecycle = lifecycle
-        self._encoder = encoder
-        self._outbox = outbox
-        self._log = log
-        self._counters = counters
+    config: SchedulerConfig
+    policy: Policy
+    rule: PreemptionRule
+    table: RequestTable
+    kv: KVCacheManager
+    batch: RunningBatch
+    in_flight: StepsInFlight
+    lifecycle: Lifecycle
+    encoder: EncoderInputs
+    outbox: Outbox
+    log: DecisionLog
+    counters: Counters
 
     def victim(self) -> RequestState:
         """Return the running request to preempt next."""
-        return self._policy.victim(self._batch.requests.values())
+        return self.policy.victim(self.batch.requests.values())
 
     def preempt(self, victim: RequestState, plan: StepPlan, for_request: RequestState) -> None:
         """Take `victim` out of the batch and out of the step; its KV is dropped or swapped out."""
-        rows, free_before = victim.rows, self._kv.num_free_blocks
-        lost = sum(int(self._table.num_computed[row]) for row in rows)
+        rows, free_before = victim.rows, self.kv.num_free_blocks
+        lost = sum(int(self.table.num_computed[row]) for row in rows)
         for sequence in [sequence for sequence in victim.sequences if sequence.row >= 0]:
             plan.take_out(sequence.row)
-            self._encoder.take_out(plan, sequence, self._lifecycle.requests)
-            self._kv.uncache_uncomputed(sequence.row)
+            self.encoder.take_out(plan, sequence, self.lifecycle.requests)
+            self.kv.uncache_uncomputed(sequence.row)
         swap = self._swaps(victim, rows, lost)
         if swap:
-            self._lifecycle.park(victim)
-            self._counters.swap_outs += 1
+            self.lifecycle.park(victim)
+            self.counters.swap_outs += 1
         else:
-            self._lifecycle.requeue(victim)
+            self.lifecycle.requeue(victim)
         self._count(victim)
         plan.preempted.append(victim)
-        if self._log.enabled:
-            freed, mode = self._kv.num_free_blocks - free_before, "swap" if swap else "recompute"
-            self._log.note(Preempted(victim.request_id, for_request.request_id, mode, 0 if swap else lost, freed))
+        if self.log.enabled:
+            freed, mode = self.kv.num_free_blocks - free_before, "swap" if swap else "recompute"
+            self.log.note(Preempted(victim.request_id, for_request.request_id, mode, 0 if swap else lost, freed))
 
     def _swaps(self, victim: RequestState, rows: list[int], num_computed: int) -> bool:
         """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
         return (
-            not any(row in self._batch.leaders for row in rows)
-            and not any(self._encoder.has_media_ahead(row) for row in rows)
-            and self._rule.prefers_swap(victim, num_computed, self._num_blocks(rows))
-            and self._kv.can_swap_out(rows)
+            not any(row in self.batch.leaders for row in rows)
+            and not any(self.encoder.has_media_ahead(row) for row in rows)
+            and self.rule.prefers_swap(victim, num_computed, self._num_blocks(rows))
+            and self.kv.can_swap_out(rows)
         )
 
     def _num_blocks(self, rows: list[int]) -> int:
-        tables = [entries for row in rows for entries in self._kv.tables_of(row)]
+        tables = [entries for row in rows for entries in self.kv.tables_of(row)]
         return len(set(np.concatenate(tables).tolist()))
 
     def _count(self, victim: RequestState) -> None:
         victim.num_preemptions += 1
-        self._counters.preemptions += 1
-        self._outbox.post_preempted(victim)
+        self.counters.preemptions += 1
+        self.outbox.post_preempted(victim)
 
     def make_way(self, head: RequestState, plan: StepPlan, reason: Reason) -> bool:
         """Preempt the policy's victim if `head`, held back for `reason`, is more urgent. Return whether it was done."""
-        if not self._evicts or plan.entries or not self._batch.requests:
+        evicts = self.config.evict_for_priority and self.config.scheduling_policy is SchedulingPolicy.PRIORITY
+        if not evicts or plan.entries or not self.batch.requests:
             return False  # a request that entered in this step may use blocks that a running row fills in it
         if reason not in (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK):
             return False
         worst = self.victim()
-        if self._policy.key_on_return(worst) <= head.sort_key:
+        if self.policy.key_on_return(worst) <= head.sort_key:
             return False
         self.preempt(worst, plan, head)
         return True
 
     def preempt_all(self) -> None:
         """Take all requests out, newest first, so that the queue keeps their order. Tokens in flight are lost."""
-        for request in reversed(list(self._batch.requests.values())):
+        for request in reversed(list(self.batch.requests.values())):
             rows = request.rows
-            self._lifecycle.requeue(request)
+            self.lifecycle.requeue(request)
             self._count(request)
             for row in rows:
-                self._table.disown(row)
+                self.table.disown(row)
             for sequence in request.sequences:
-                self._in_flight.disown(sequence)
+                self.in_flight.disown(sequence)

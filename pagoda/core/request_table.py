@@ -239,19 +239,6 @@ class RequestTable:
         assert sequence is not None, f"row {row} has no sequence"
         return sequence
 
-    def row(self, row: int) -> dict[str, object]:
-        """Return one row as plain values, for debugging."""
-        owner = self.sequence_of[row]
-        return {
-            "request_id": owner.request.request_id if owner else None,
-            "sequence": int(self._index[row]),
-            "state": RowState(int(self._state[row])).name,
-            "tokens": self._token_ids[row, : self._num_tokens[row]].tolist(),
-            "num_prompt_tokens": int(self._num_prompt_tokens[row]),
-            "num_computed": int(self._num_computed[row]),
-            "num_pending": int(self._num_pending[row]),
-        }
-
     def check(self) -> None:
         """Check that each row has one sequence or none. Raises InvariantBroken."""
         for row, owner in enumerate(self.sequence_of):

@@ -16,9 +16,9 @@ import numpy as np
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.errors import RequestError
+from pagoda.core.checks import RequestChecks, check_config
 from pagoda.core.chunk_limits import make_chunk_limits
-from pagoda.core.config_checks import check_config
-from pagoda.core.decision_log import Copied, DecisionLog
+from pagoda.core.decision_log import DecisionLog
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.gates import GateContext, Gates
 from pagoda.core.in_flight import StepsInFlight
@@ -27,17 +27,16 @@ from pagoda.core.kv import KVCacheManager, KVSizing
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox, only_finishes
-from pagoda.core.passes import AdmitWaiting, CommitOutputs, Fork, ResumeSwapped, RunRunning
+from pagoda.core.passes import AdmitWaiting, CommitOutputs, FinishPlan, Fork, ResumeSwapped, RunRunning
 from pagoda.core.policy import POLICIES, Policy
 from pagoda.core.preemption import CostModel, Preemption, make_preemption_rule
 from pagoda.core.queues import RequestQueue
 from pagoda.core.request import Request, RequestState, RequestStatus
-from pagoda.core.request_checks import RequestChecks
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, RowInit, SchedulerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import Counters, SchedulerStats
-from pagoda.core.step_plan import Entry, StepPlan, build_output
+from pagoda.core.step_plan import StepPlan, build_output
 from pagoda.core.stops import StopTokens
 
 
@@ -85,7 +84,7 @@ class Scheduler:
         self._outbox = outbox = Outbox()
         self._waiting, self._swapped = waiting, swapped = RequestQueue(), RequestQueue()
         self._batch = batch = RunningBatch(table, kv, in_flight, config.async_scheduling)
-        self._encoder = encoder = EncoderInputs(
+        encoder = EncoderInputs(
             table,
             config.encoder_cache_tokens,
             config.encoder_budget,
@@ -94,27 +93,27 @@ class Scheduler:
         )
         gates = Gates(GateContext(config, table, batch, in_flight, waiting, is_grammar_ready))
         self._limits = limits = make_chunk_limits(config, self._requests, batch, table, encoder)
+        forgetful = (kv, batch, encoder, outbox)
         self._lifecycle = lifecycle = Lifecycle(
-            requests=self._requests, table=table, kv=kv, batch=batch, in_flight=in_flight, outbox=outbox,
-            waiting=waiting, swapped=swapped, gates=gates, limits=limits, policy=policy, clock=clock, log=log,
-            forgetful=(kv, batch, encoder, outbox),
+            self._requests, table, kv, batch, in_flight, outbox, waiting, swapped, gates, limits, policy, clock, log,
+            forgetful,
         )  # fmt: skip
         costs = CostModel()
+        rule = make_preemption_rule(config.preemption_mode, costs)
         self._preemption = preemption = Preemption(
-            config, policy, make_preemption_rule(config.preemption_mode, costs), table=table, kv=kv, batch=batch,
-            in_flight=in_flight, lifecycle=lifecycle, encoder=encoder, outbox=outbox, log=log, counters=counters,
-        )  # fmt: skip
+            config, policy, rule, table, kv, batch, in_flight, lifecycle, encoder, outbox, log, counters
+        )
         self._checks = RequestChecks(config, table, encoder, policy)
         self._run_running = RunRunning(config, table, kv, batch, limits, preemption, lifecycle, outbox)
         self._resume_swapped = ResumeSwapped(swapped, gates, kv, batch, lifecycle, log)
         self._admit_waiting = AdmitWaiting(
             config, waiting, table, kv, batch, gates, limits, preemption, lifecycle, outbox, log, counters
         )
-        self._fork = Fork(table, kv, batch, lifecycle, limits)
+        fork = Fork(table, kv, batch, lifecycle, limits)
+        self._finish_plan = FinishPlan(config, table, kv, batch, outbox, encoder, fork, log)
         self._commit = CommitOutputs(
-            table, kv, batch, in_flight, outbox, lifecycle, encoder, self._stops, costs, counters, clock,
-            config.async_scheduling,
-        )  # fmt: skip
+            config, table, kv, batch, in_flight, outbox, lifecycle, encoder, self._stops, costs, counters, clock
+        )
 
     # Requests come and go
 
@@ -170,8 +169,7 @@ class Scheduler:
             self._plan_phased(plan)
         else:
             self._plan_mixed(plan)
-        self._advance(plan)
-        self._drain(plan)
+        self._finish_plan.run(plan)
         output = build_output(plan)
         if not output.is_empty:
             self._in_flight.opened(output, plan.now_s if plan.has_prompts else None)
@@ -193,63 +191,6 @@ class Scheduler:
                 self._run_running.run(plan)
             if self._swapped and not plan.preempted:
                 self._resume_swapped.run(plan)
-
-    def _advance(self, plan: StepPlan) -> None:
-        """Nothing is preempted any more: counts rise by what is planned, so that the next step can be planned."""
-        table = self._table
-        plan.rows, plan.start, plan.num_new = rows, start, num_new = plan.arrays()
-        plan.ends = ends = start + num_new
-        table.advance(rows, ends, num_new)
-        if not plan.is_steady or plan.placed:
-            # A row samples when its chunk reaches the end of its known tokens.
-            reaches = (ends >= table.num_tokens[rows] + table.num_pending[rows]) & ~table.is_pooled[rows]
-            plan.sample_index = np.flatnonzero(reaches).astype(np.int32)
-            plan.sample_rows = rows[plan.sample_index]
-            if self._batch.leaders:
-                self._fork.run(plan)
-            self._batch.note_progress(plan)
-        if self.config.async_scheduling:
-            # Not after drafts: where the row goes on depends on how many are accepted.
-            sampled = plan.sample_rows
-            if plan.drafts:
-                sampled = sampled[~np.isin(sampled, np.fromiter(plan.drafts, np.int32, len(plan.drafts)))]
-            table.expect_tokens(sampled)
-
-    def _drain(self, plan: StepPlan) -> None:
-        """Move everything that workers must be told into the plan."""
-        if self._log.enabled:
-            for row, source, target in self._kv.copies:
-                sequence = self._table.owner(row)
-                self._log.note(Copied(sequence.request.request_id, sequence.index, source, target))
-        if plan.entries:
-            plan.admitted = tuple(self._row_init(entry) for entry in plan.entries.values())
-        plan.moves = self._kv.drain_moves()
-        plan.notices = self._outbox.drain()
-        plan.encoder_freed = self._encoder.take_evicted()
-        plan.num_common_prefix_blocks = self._kv.num_common_prefix_blocks(self._batch.running.rows)
-        plan.num_lookahead_slots = self.config.num_lookahead_slots
-        plan.num_running = len(self._batch.requests)
-
-    def _row_init(self, entry: Entry) -> RowInit:
-        sequence = self._table.owner(entry.row)
-        facts = sequence.request.facts
-        return RowInit(
-            row=entry.row,
-            request_id=facts.request_id,
-            branch=sequence.index,
-            kind=entry.kind,
-            token_ids=sequence.token_ids,
-            num_prompt_tokens=facts.num_prompt_tokens,
-            num_computed=entry.num_computed,
-            block_ids=self._kv.tables_of(entry.row),
-            seed=sequence.seed,
-            eos_token_ids=facts.eos_token_ids,
-            sampling=facts.sampling,
-            pooling=facts.pooling,
-            lora=facts.lora,
-            media=facts.media,
-            encoder_len=facts.encoder_len,
-        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None

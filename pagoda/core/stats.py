@@ -49,24 +49,11 @@ class SchedulerStats:
     accepted_tokens: int
 
     @classmethod
-    def of(
-        cls,
-        counters: Counters,
-        *,
-        num_running: int,
-        num_waiting: int,
-        num_swapped: int,
-        num_blocks: int,
-        num_free_blocks: int,
-        num_free_host_blocks: int,
-    ) -> "SchedulerStats":
+    def of(cls, counters: Counters, *, num_blocks: int, num_free_blocks: int, **gauges: int) -> "SchedulerStats":
         return cls(
-            num_running,
-            num_waiting,
-            num_swapped,
-            num_blocks,
-            num_free_blocks,
-            num_free_host_blocks,
-            1.0 - num_free_blocks / num_blocks,
+            num_blocks=num_blocks,
+            num_free_blocks=num_free_blocks,
+            kv_usage=1.0 - num_free_blocks / num_blocks,
+            **gauges,
             **asdict(counters),
         )

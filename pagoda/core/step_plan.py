@@ -31,13 +31,6 @@ class StepPlan:
     The others are fields of SchedulerOutput.
     """
 
-    __slots__ = (
-        *("step", "budget", "encoder_budget", "now_s", "row_cap", "num_scheduled", "is_steady", "has_prompts"),
-        *("bulk_rows", "bulk_start", "bulk_new", "placed", "drafts", "encoder_runs", "entries", "preempted"),
-        *("rows", "start", "num_new", "ends", "sample_rows", "sample_index", "forks", "admitted", "moves", "notices"),
-        *("encoder_freed", "num_common_prefix_blocks", "num_lookahead_slots", "num_running"),
-    )
-
     def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
         self.step = step
         self.budget = budget

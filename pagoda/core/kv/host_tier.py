@@ -1,6 +1,6 @@
 """HostTier: parks the KV of whole requests in host memory and brings it back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,35 +22,26 @@ class ParkedTable:
     blocks: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HostTier:
     """Moves block references between the device pool and a host pool, and notes the copies that workers must make.
 
     Host block ids start at 0. A block that several sequences share is moved once, and is shared again on return.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        tables: BlockTables,
-        device: BlockPool,
-        num_host_blocks: int,
-        allocator: BlockAllocator,
-        moves: BlockMoves,
-        sizing: KVSizing,
-    ) -> None:
-        self.pool = BlockPool(num_host_blocks, first_id=0)
-        self._table = table
-        self._tables = tables
-        self._device = device
-        self._allocator = allocator
-        self._moves = moves
-        self._sizing = sizing
-        self._parked: dict[Sequence, tuple[ParkedTable, ...]] = {}
+    table: RequestTable
+    tables: BlockTables
+    device: BlockPool
+    pool: BlockPool
+    allocator: BlockAllocator
+    moves: BlockMoves
+    sizing: KVSizing
+    _parked: dict[Sequence, tuple[ParkedTable, ...]] = field(default_factory=dict, init=False)
 
     def _in_use(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per KV group: (table indices, device blocks) that hold computed tokens of the row."""
-        tables, used = self._tables, []
-        computed = blocks_for(int(self._table.num_computed[row]), self._sizing.block_size)
+        tables, used = self.tables, []
+        computed = blocks_for(int(self.table.num_computed[row]), self.sizing.block_size)
         for group, entries in zip(tables.groups, tables.entries, strict=True):
             count = computed if group.grows else int(tables.num_cross_blocks[row])
             index = np.flatnonzero(entries[row, :count]).astype(np.int32)
@@ -72,10 +63,10 @@ class HostTier:
         host[np.argsort(first)] = np.sort(host)  # table order
         self.pool.ref_count[host] = counts
         # A copy-on-write of this very step has not happened when swap-outs run: its source still has the content.
-        copied_from = self._moves.sources_of(set(rows))
+        copied_from = self.moves.sources_of(set(rows))
         sources = np.array([copied_from.get(block, block) for block in unique.tolist()], np.int32)
         order = np.argsort(first)
-        self._moves.swap_out(np.stack((sources[order], host[order]), axis=1))
+        self.moves.swap_out(np.stack((sources[order], host[order]), axis=1))
         host_of, at = host[inverse], 0
         for sequence, row_used in zip(sequences, used, strict=True):
             parked: list[ParkedTable] = []
@@ -83,14 +74,14 @@ class HostTier:
                 parked.append(ParkedTable(index, host_of[at : at + len(blocks)]))
                 at += len(blocks)
             self._parked[sequence] = tuple(parked)
-            self._allocator.free_row(sequence.row)
+            self.allocator.free_row(sequence.row)
 
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> int:
         """Free device blocks needed to bring `sequences` back, with their tokens up to `ends` and the lookahead."""
-        block_size, num_growing = self._sizing.block_size, len(self._allocator.growing)
+        block_size, num_growing = self.sizing.block_size, len(self.allocator.growing)
         need = len(np.unique(self._host_blocks(sequences)))
         for sequence, end in zip(sequences, ends, strict=True):
-            slots = self._sizing.slots_up_to(end)
+            slots = self.sizing.slots_up_to(end)
             grown = blocks_for(slots, block_size) - blocks_for(sequence.num_computed, block_size)
             need += max(grown, 0) * num_growing
             need += num_growing if self._has_shared_tail(sequence) else 0
@@ -100,10 +91,10 @@ class HostTier:
         return np.concatenate([part.blocks for sequence in sequences for part in self._parked[sequence]])
 
     def _has_shared_tail(self, sequence: Sequence) -> bool:
-        if sequence.num_computed % self._sizing.block_size == 0:
+        if sequence.num_computed % self.sizing.block_size == 0:
             return False
         parked = self._parked[sequence]
-        tails = [parked[group.index].blocks[-1:] for group in self._allocator.growing]
+        tails = [parked[group.index].blocks[-1:] for group in self.allocator.growing]
         return any((self.pool.ref_count[tail] > 1).any() for tail in tails)
 
     def swap_in(self, sequences: list[Sequence]) -> None:
@@ -111,26 +102,26 @@ class HostTier:
         shared = [self._has_shared_tail(sequence) for sequence in sequences]
         host = self._host_blocks(sequences)
         unique, first, inverse, counts = np.unique(host, return_index=True, return_inverse=True, return_counts=True)
-        device = self._allocator.allocate(len(unique))
-        self._device.ref_count[device] = counts
+        device = self.allocator.allocate(len(unique))
+        self.device.ref_count[device] = counts
         order = np.argsort(first)
-        self._moves.swap_in(np.stack((unique[order], device[order]), axis=1))
+        self.moves.swap_in(np.stack((unique[order], device[order]), axis=1))
         device_of, at = device[inverse], 0
         for sequence, tail_is_shared in zip(sequences, shared, strict=True):
             parked = self._parked[sequence]
             for group, part in enumerate(parked):
                 self._fill(sequence.row, group, part.index, device_of[at : at + len(part.blocks)])
                 at += len(part.blocks)
-            growing = [parked[group.index].index for group in self._allocator.growing]
+            growing = [parked[group.index].index for group in self.allocator.growing]
             last = max((int(index[-1]) + 1 for index in growing if len(index)), default=0)
-            self._tables.num_blocks[sequence.row] = last
-            self._allocator.reserve(np.array([sequence.row]))
+            self.tables.num_blocks[sequence.row] = last
+            self.allocator.reserve(np.array([sequence.row]))
             if tail_is_shared:
-                self._allocator.mark_shared_tail(sequence.row)
+                self.allocator.mark_shared_tail(sequence.row)
             self.drop(sequence)
 
     def _fill(self, row: int, group_index: int, index: np.ndarray, blocks: np.ndarray) -> None:
-        tables = self._tables
+        tables = self.tables
         entries = tables.entries[group_index]
         entries[row, index] = blocks
         if not tables.groups[group_index].grows:

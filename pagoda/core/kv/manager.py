@@ -61,7 +61,8 @@ class KVCacheManager:
             table, self._tables, self._pool, sizing.block_size, caching, cache.prefix_hash_seed
         )
         self._allocator = BlockAllocator(table, self._tables, self._pool, self._moves, self._content, sizing)
-        self._host = HostTier(table, self._tables, self._pool, num_host_blocks, self._allocator, self._moves, sizing)
+        host_pool = BlockPool(num_host_blocks, first_id=0)
+        self._host = HostTier(table, self._tables, self._pool, host_pool, self._allocator, self._moves, sizing)
         self._common_rows: np.ndarray | None = None
         self._common: tuple[int, ...] = ()
 

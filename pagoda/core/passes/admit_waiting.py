@@ -1,5 +1,7 @@
 """AdmitWaiting: which waiting requests enter the running batch."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pagoda.base.config import SchedulerConfig, SchedulingMode
@@ -35,59 +37,45 @@ def note_admitted(
         log.note(Admitted(request.request_id, num_tokens, num_cached, num_blocks, kv.num_free_blocks))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AdmitWaiting:
     """Strict queue order; only requests held back by a gate may be skipped."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        waiting: RequestQueue,
-        table: RequestTable,
-        kv: KVCacheManager,
-        batch: RunningBatch,
-        gates: Gates,
-        limits: ChunkLimits,
-        preemption: Preemption,
-        lifecycle: Lifecycle,
-        outbox: Outbox,
-        log: DecisionLog,
-        counters: Counters,
-    ) -> None:
-        self._config = config
-        self._waiting = waiting
-        self._table = table
-        self._kv = kv
-        self._batch = batch
-        self._gates = gates
-        self._limits = limits
-        self._preemption = preemption
-        self._lifecycle = lifecycle
-        self._outbox = outbox
-        self._log = log
-        self._counters = counters
+    config: SchedulerConfig
+    waiting: RequestQueue
+    table: RequestTable
+    kv: KVCacheManager
+    batch: RunningBatch
+    gates: Gates
+    limits: ChunkLimits
+    preemption: Preemption
+    lifecycle: Lifecycle
+    outbox: Outbox
+    log: DecisionLog
+    counters: Counters
 
     def run(self, plan: StepPlan) -> None:
         """Admit in queue order while gates, blocks and budget allow."""
-        if self._kv.caches_prefixes:
+        if self.kv.caches_prefixes:
             self._cache_filled(plan)
-        scan = QueueScan(self._waiting)
+        scan = QueueScan(self.waiting)
         while plan.budget > 0 and (request := scan.peek()) is not None:
-            hold = self._gates.check(request, self._waiting, plan)
+            hold = self.gates.check(request, self.waiting, plan)
             if hold is not None and hold.skip is not Skip.QUEUE:
-                self._log.held(request.request_id, hold.reason, stops_queue=False)
+                self.log.held(request.request_id, hold.reason, stops_queue=False)
                 scan.skip_key(request) if hold.skip is Skip.KEY else scan.skip(request)
                 continue
             reason = hold.reason if hold is not None else self._admit(request, plan)
-            if reason is not None and not self._preemption.make_way(request, plan, reason):
-                self._log.held(request.request_id, reason, stops_queue=True)
+            if reason is not None and not self.preemption.make_way(request, plan, reason):
+                self.log.held(request.request_id, reason, stops_queue=True)
                 break
         scan.close()
 
     def _cache_filled(self, plan: StepPlan) -> None:
         """Make the blocks that running rows have filled findable, this step's included. Decoding leaves it to us."""
-        rows = self._batch.running.rows
-        ends = plan.ends_of(self._table.num_computed - self._table.num_pending)
-        self._kv.cache_filled(rows, ends[rows])
+        rows = self.batch.running.rows
+        ends = plan.ends_of(self.table.num_computed - self.table.num_pending)
+        self.kv.cache_filled(rows, ends[rows])
 
     def _admit(self, request: RequestState, plan: StepPlan) -> Reason | None:
         """Let the first request in, or end it, or return why it waits. Nothing is allocated before all checks pass."""
@@ -95,29 +83,29 @@ class AdmitWaiting:
         num_tokens = len(leader.token_ids)
         if self._refuse(request, num_tokens):
             return None
-        prefix = self._kv.get_computed_blocks(leader, skip=self._skips_prefix_cache(request))
-        num_new = self._limits.fit(plan, request, -1, prefix.num_tokens, num_tokens - prefix.num_tokens)
+        prefix = self.kv.get_computed_blocks(leader, skip=self._skips_prefix_cache(request))
+        num_new = self.limits.fit(plan, request, -1, prefix.num_tokens, num_tokens - prefix.num_tokens)
         if num_new == 0:
-            self._limits.release(request)
-            return self._limits.last_reason
+            self.limits.release(request)
+            return self.limits.last_reason
         need = self._blocks_needed(request, num_tokens, num_new, prefix)
-        result = self._kv.can_allocate(need, others_run=bool(self._batch.requests))
+        result = self.kv.can_allocate(need, others_run=bool(self.batch.requests))
         if result is AdmissionResult.OK:
             self._enter(request, leader, prefix, num_new, plan)
             return None
-        self._limits.release(request)
+        self.limits.release(request)
         if result is AdmissionResult.NEVER:
-            self._lifecycle.refuse(request, "needs more KV blocks than there are")
+            self.lifecycle.refuse(request, "needs more KV blocks than there are")
             return None
         return REASONS[result]
 
     def _refuse(self, request: RequestState, num_tokens: int) -> bool:
         """End a request that can never be served: too long for a phased step, too many sequences or blocks."""
-        config, num_seqs = self._config, len(request.unfinished)
-        need = self._kv.sizing.blocks_for_request(num_tokens, request.facts.encoder_len) + self._sibling_blocks(request)
+        config, num_seqs = self.config, len(request.unfinished)
+        need = self.kv.sizing.blocks_for_request(num_tokens, request.facts.encoder_len) + self._sibling_blocks(request)
         never_cut = config.scheduling_mode is SchedulingMode.PHASED and not request.num_preemptions
-        if need > self._kv.num_blocks:
-            why = f"needs {need} KV blocks of the {self._kv.num_blocks} there are"
+        if need > self.kv.num_blocks:
+            why = f"needs {need} KV blocks of the {self.kv.num_blocks} there are"
         elif num_seqs > config.max_num_seqs:
             why = f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
         elif never_cut and num_tokens > config.max_num_batched_tokens:
@@ -125,21 +113,21 @@ class AdmitWaiting:
             why = f"has {num_tokens} tokens; a phased step takes {limit} (max_num_batched_tokens)"
         else:
             return False
-        self._lifecycle.refuse(request, why)
+        self.lifecycle.refuse(request, why)
         return True
 
     def _skips_prefix_cache(self, request: RequestState) -> bool:
         facts = request.facts
         wants_prompt_logprobs = facts.sampling is not None and facts.sampling.prompt_logprobs is not None
         # Sequences that come back share the first one's blocks, which a hit in a window group may not all have.
-        shares_behind_window = self._kv.has_windows and len(request.unfinished) > 1 and not request.awaiting_fork
+        shares_behind_window = self.kv.has_windows and len(request.unfinished) > 1 and not request.awaiting_fork
         return facts.skip_prefix_read or wants_prompt_logprobs or shares_behind_window
 
     def _blocks_needed(self, request: RequestState, num_tokens: int, num_new: int, prefix: CachedPrefix) -> int:
         """Blocks for this chunk; with `admit_whole_prompt`, for all known tokens (a check, not a reservation)."""
-        kv, encoder_len = self._kv, request.facts.encoder_len
+        kv, encoder_len = self.kv, request.facts.encoder_len
         need = kv.blocks_to_admit(kv.sizing.slots_up_to(prefix.num_tokens + num_new), prefix, encoder_len)
-        if self._config.admit_whole_prompt:
+        if self.config.admit_whole_prompt:
             whole = kv.blocks_to_admit(num_tokens, prefix, encoder_len, capped=True)
             need = max(need, whole + self._sibling_blocks(request))
         return need
@@ -149,7 +137,7 @@ class AdmitWaiting:
         if request.awaiting_fork:
             return 0
         lengths = [len(sequence.token_ids) for sequence in request.unfinished[1:]]
-        return self._kv.sizing.blocks_for_siblings(lengths, request.facts.num_prompt_tokens)
+        return self.kv.sizing.blocks_for_siblings(lengths, request.facts.num_prompt_tokens)
 
     def _enter(
         self, request: RequestState, leader: Sequence, prefix: CachedPrefix, num_new: int, plan: StepPlan
@@ -157,28 +145,28 @@ class AdmitWaiting:
         """All checks passed: take the row and the blocks."""
         resumed = request.status is RequestStatus.PREEMPTED
         start = prefix.num_tokens
-        self._lifecycle.enter(request)
-        row = self._lifecycle.give_row(leader, start)
-        self._kv.allocate_prompt(row, prefix, start + num_new, request.facts.encoder_len)
+        self.lifecycle.enter(request)
+        row = self.lifecycle.give_row(leader, start)
+        self.kv.allocate_prompt(row, prefix, start + num_new, request.facts.encoder_len)
         plan.entries[row] = Entry(row, AdmitKind.RESUMED if resumed else AdmitKind.NEW, start)
         plan.place(row, start, num_new)
         plan.has_prompts = True
-        self._limits.enter(request, row)
-        self._limits.commit(plan, request, row)
+        self.limits.enter(request, row)
+        self.limits.commit(plan, request, row)
         if len(request.unfinished) > 1:
-            self._batch.lead(row, request)
-        self._outbox.await_first_output(row, request)
+            self.batch.lead(row, request)
+        self.outbox.await_first_output(row, request)
         self._count_prefix(request, len(leader.token_ids), start, resumed)
-        note_admitted(self._log, self._kv, request, num_new, start)
+        note_admitted(self.log, self.kv, request, num_new, start)
 
     def _count_prefix(self, request: RequestState, num_tokens: int, num_cached: int, resumed: bool) -> None:
         if not resumed:
             request.num_cached_tokens = num_cached
-        if not self._kv.caches_prefixes:
+        if not self.kv.caches_prefixes:
             return
         if resumed:
-            self._counters.prefix_queries_resumed += num_tokens
-            self._counters.prefix_hits_resumed += num_cached
+            self.counters.prefix_queries_resumed += num_tokens
+            self.counters.prefix_hits_resumed += num_cached
         else:
-            self._counters.prefix_queries += num_tokens
-            self._counters.prefix_hits += num_cached
+            self.counters.prefix_queries += num_tokens
+            self.counters.prefix_hits += num_cached

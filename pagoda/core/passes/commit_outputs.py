@@ -1,10 +1,11 @@
 """CommitOutputs: apply the results of a step: append tokens, find ends, free what ended, and group by client."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pagoda.base.clock import Clock
+from pagoda.base.config import SchedulerConfig
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
@@ -19,50 +20,36 @@ from pagoda.core.stats import Counters
 from pagoda.core.stops import StopTokens, find_end
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class CommitOutputs:
     """Takes results in the order of planning."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        kv: KVCacheManager,
-        batch: RunningBatch,
-        in_flight: StepsInFlight,
-        outbox: Outbox,
-        lifecycle: Lifecycle,
-        encoder: EncoderInputs,
-        stops: StopTokens,
-        costs: CostModel,
-        counters: Counters,
-        clock: Clock,
-        async_scheduling: bool,
-    ) -> None:
-        self._table = table
-        self._kv = kv
-        self._batch = batch
-        self._in_flight = in_flight
-        self._outbox = outbox
-        self._lifecycle = lifecycle
-        self._encoder = encoder
-        self._stops = stops
-        self._costs = costs
-        self._counters = counters
-        self._clock = clock
-        self._async = async_scheduling
+    config: SchedulerConfig
+    table: RequestTable
+    kv: KVCacheManager
+    batch: RunningBatch
+    in_flight: StepsInFlight
+    outbox: Outbox
+    lifecycle: Lifecycle
+    encoder: EncoderInputs
+    stops: StopTokens
+    costs: CostModel
+    counters: Counters
+    clock: Clock
 
     def run(self, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """Commit the result of a step that computed something. Return what each client gets."""
-        self._in_flight.completed(output, result, self._clock)
-        self._table.complete(output.rows, output.num_new)
-        self._encoder.complete(output.rows)
-        self._costs.observe(output, result)
+        self.in_flight.completed(output, result, self.clock)
+        self.table.complete(output.rows, output.num_new)
+        self.encoder.complete(output.rows)
+        self.costs.observe(output, result)
         commit = self._commit_plain if self._is_plain(output, result) else self._commit_any
         by_client = commit(output, result)
-        if self._table.has_pinned_rows:
-            self._table.unpin(output.step)
-            self._in_flight.unpin(output.step)
-        if self._outbox.has_deferred:
-            for client, deferred in self._outbox.take_deferred().items():
+        if self.table.has_pinned_rows:
+            self.table.unpin(output.step)
+            self.in_flight.unpin(output.step)
+        if self.outbox.has_deferred:
+            for client, deferred in self.outbox.take_deferred().items():
                 by_client[client] = _with_finishes(by_client.get(client), deferred.finishes)
         return by_client
 
@@ -74,26 +61,26 @@ class CommitOutputs:
             and not result.failed
             and not result.pooled
             and not result.prompt_logprobs
-            and not self._table.has_pinned_rows
+            and not self.table.has_pinned_rows
         )
 
     # One token per row
 
     def _commit_plain(self, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        table, rows, tokens = self._table, output.sample_rows, result.sampled[:, 0]
+        table, rows, tokens = self.table, output.sample_rows, result.sampled[:, 0]
         if not len(rows):
             return {}
-        ends = table.commit(rows, tokens, self._async)
-        self._counters.generation_tokens += len(rows)
-        may_end = self._stops.among(tokens) | (ends >= table.length_limit[rows])
-        running = self._batch.running
+        ends = table.commit(rows, tokens, self.config.async_scheduling)
+        self.counters.generation_tokens += len(rows)
+        may_end = self.stops.among(tokens) | (ends >= table.length_limit[rows])
+        running = self.batch.running
         if rows is running.rows:
             handles, indices, counts = running.handles, running.indices, running.ones
         else:
             handles, indices, counts = table.handle[rows], table.index[rows], np.ones(len(rows), np.int32)
         clients = table.client[rows] if running.client is None else None
         outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
-        first = self._outbox.take_first_outputs(rows) if self._outbox.awaiting_first_output else []
+        first = self.outbox.take_first_outputs(rows) if self.outbox.awaiting_first_output else []
         finishes = self._end_rows(rows, tokens, may_end) if may_end.any() else []
         return self._by_client(outputs, clients, running.client, finishes, first)
 
@@ -102,23 +89,23 @@ class CommitOutputs:
         finishes: list[tuple[int, Finish]] = []
         for i in np.flatnonzero(may_end).tolist():
             row = int(rows[i])
-            sequence = self._table.owner(row)
+            sequence = self.table.owner(row)
             facts = sequence.request.facts
-            output_len = int(self._table.num_tokens[row]) - 1 - facts.num_prompt_tokens
-            end = find_end(facts, output_len, [int(tokens[i])], int(self._table.length_limit[row]))
+            output_len = int(self.table.num_tokens[row]) - 1 - facts.num_prompt_tokens
+            end = find_end(facts, output_len, [int(tokens[i])], int(self.table.length_limit[row]))
             if end.status is not None:
-                finishes.append((facts.client_index, self._lifecycle.finish(sequence, end.status, end.stop_token)))
+                finishes.append((facts.client_index, self.lifecycle.finish(sequence, end.status, end.stop_token)))
         return finishes
 
     # Drafts, late results, failures, pooled rows
 
     def _commit_any(self, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """The definition, row by row: `_commit_plain` equals it for its case."""
-        table, rows = self._table, output.sample_rows
+        table, rows = self.table, output.sample_rows
         finishes: list[tuple[int, Finish]] = []
         num_kept = np.zeros(len(rows), np.int32)  # tokens of each sample that count
         clients = table.client[rows]
-        first = self._outbox.take_first_outputs(rows[result.num_sampled > 0])
+        first = self.outbox.take_first_outputs(rows[result.num_sampled > 0])
         prompt_logprobs = self._new_prompt_logprobs(output, result)  # before a first token ends its request
         for i, row in enumerate(rows.tolist()):
             sequence = table.sequence_of[row]
@@ -141,10 +128,10 @@ class CommitOutputs:
             sequence = table.sequence_of[row]
             if sequence is not None and sequence.row == row:
                 facts = sequence.request.facts
-                finish = self._lifecycle.finish(sequence, RequestStatus.FINISHED_STOPPED)
+                finish = self.lifecycle.finish(sequence, RequestStatus.FINISHED_STOPPED)
                 finishes.append((facts.client_index, finish))
                 pooled.setdefault(facts.client_index, {})[facts.handle] = vector
-        self._counters.generation_tokens += int(num_kept.sum())
+        self.counters.generation_tokens += int(num_kept.sum())
         outputs = _kept_outputs(table, rows, result, num_kept)
         by_client = self._by_client(outputs, clients[num_kept > 0], None, finishes, first)
         for client, by_handle in prompt_logprobs.items():
@@ -157,33 +144,33 @@ class CommitOutputs:
         """Take back the drafts that were rejected: their slots are written again."""
         drafts = output.drafts.get(row)
         if drafts is None:
-            if sequence.row == row and self._async:
-                self._table.settle_expected(row)
+            if sequence.row == row and self.config.async_scheduling:
+                self.table.settle_expected(row)
             return
         num_accepted = max(num_tokens - 1, 0)
         # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
         if sequence.row == row or sequence.status is RequestStatus.SWAPPED:
-            self._table.roll_back(sequence, len(drafts) - num_accepted)
-        self._counters.drafts += 1
-        self._counters.drafted_tokens += len(drafts)
-        self._counters.accepted_tokens += num_accepted
-        self._batch.changed(rows=False)
+            self.table.roll_back(sequence, len(drafts) - num_accepted)
+        self.counters.drafts += 1
+        self.counters.drafted_tokens += len(drafts)
+        self.counters.accepted_tokens += num_accepted
+        self.batch.changed(rows=False)
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
         """Append to a running sequence, or to one that was preempted or parked meanwhile. Return (kept, its end)."""
         facts = sequence.request.facts
-        num_tokens = self._table.num_tokens_of(sequence)
-        end = find_end(facts, num_tokens - facts.num_prompt_tokens, tokens, self._table.limit_of(facts))
-        self._table.commit_one(sequence, tokens[: end.num_kept])
+        num_tokens = self.table.num_tokens_of(sequence)
+        end = find_end(facts, num_tokens - facts.num_prompt_tokens, tokens, self.table.limit_of(facts))
+        self.table.commit_one(sequence, tokens[: end.num_kept])
         if end.status is None:
             return end.num_kept, None
-        return end.num_kept, self._lifecycle.finish(sequence, end.status, end.stop_token)
+        return end.num_kept, self.lifecycle.finish(sequence, end.status, end.stop_token)
 
     def _fail(self, sequence: Sequence, message: str) -> tuple[int, Finish]:
         """The row's numbers are no longer finite: it ends, and its blocks are removed from the prefix cache."""
         if sequence.row >= 0:
-            self._kv.uncache_row(sequence.row)
-        finish = self._lifecycle.finish(sequence, RequestStatus.FINISHED_ERROR, message=message)
+            self.kv.uncache_row(sequence.row)
+        finish = self.lifecycle.finish(sequence, RequestStatus.FINISHED_ERROR, message=message)
         return sequence.request.facts.client_index, finish
 
     def _new_prompt_logprobs(
@@ -192,7 +179,7 @@ class CommitOutputs:
         """Return prompt logprobs by client and handle, without positions that were sent before a preemption."""
         by_client: dict[int, dict[int, LogprobColumns]] = {}
         for row, columns in result.prompt_logprobs.items():
-            sequence = self._table.sequence_of[row]
+            sequence = self.table.sequence_of[row]
             if sequence is None or row in result.failed:
                 continue
             request, count = sequence.request, len(columns.ranks)
@@ -224,7 +211,7 @@ class CommitOutputs:
             by_client = {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
         for request in first:
             facts = request.facts
-            self._counters.prompt_tokens += facts.num_prompt_tokens
+            self.counters.prompt_tokens += facts.num_prompt_tokens
             # A first token that failed leaves nothing but an end to report.
             one = by_client.setdefault(facts.client_index, only_finishes(()))
             by_client[facts.client_index] = replace(

@@ -1,5 +1,7 @@
 """Fork: sequences that waited for their request's first row get rows of their own."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pagoda.core.chunk_limits import ChunkLimits
@@ -12,46 +14,39 @@ from pagoda.core.scheduler_output import AdmitKind, RowFork
 from pagoda.core.step_plan import Entry, StepPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Fork:
     """Runs after the counts have advanced: a prompt may be complete with this step."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        kv: KVCacheManager,
-        batch: RunningBatch,
-        lifecycle: Lifecycle,
-        limits: ChunkLimits,
-    ) -> None:
-        self._table = table
-        self._kv = kv
-        self._batch = batch
-        self._lifecycle = lifecycle
-        self._limits = limits
+    table: RequestTable
+    kv: KVCacheManager
+    batch: RunningBatch
+    lifecycle: Lifecycle
+    limits: ChunkLimits
 
     def run(self, plan: StepPlan) -> None:
         """Fork the sequences of new requests, then let those of resumed ones join."""
-        leaders = list(self._batch.leaders.items())
+        leaders = list(self.batch.leaders.items())
         for row, request in leaders:
-            if request.awaiting_fork and self._table.num_computed[row] >= self._table.num_tokens[row]:
+            if request.awaiting_fork and self.table.num_computed[row] >= self.table.num_tokens[row]:
                 self._fork(plan, row, request)
         for row, request in leaders:
-            prompt_end = request.facts.num_prompt_tokens // self._kv.block_size * self._kv.block_size
-            if row in self._batch.leaders and not request.awaiting_fork and self._table.num_computed[row] >= prompt_end:
+            prompt_end = request.facts.num_prompt_tokens // self.kv.block_size * self.kv.block_size
+            if row in self.batch.leaders and not request.awaiting_fork and self.table.num_computed[row] >= prompt_end:
                 self._join(plan, row, request, prompt_end)
 
     def _fork(self, plan: StepPlan, source: int, request: RequestState) -> None:
         """The prompt is complete: the other sequences share its blocks, and sample from the same logits."""
-        self._batch.follow(source)
+        self.batch.follow(source)
         request.awaiting_fork = False
-        first = self._table.owner(source)
+        first = self.table.owner(source)
         forks: list[RowFork] = []
         for sequence in request.unfinished:
             if sequence is first:
                 continue
-            row = self._lifecycle.fork_row(source, sequence)
-            self._kv.fork_hashes(first, sequence)
-            self._kv.fork(source, row, int(self._table.num_computed[source]))
+            row = self.lifecycle.fork_row(source, sequence)
+            self.kv.fork_hashes(first, sequence)
+            self.kv.fork(source, row, int(self.table.num_computed[source]))
             forks.append(RowFork(source, row, sequence.index, sequence.seed))
         where = int(np.flatnonzero(plan.rows == source)[0])
         plan.forks = (*plan.forks, *forks)
@@ -60,15 +55,15 @@ class Fork:
 
     def _join(self, plan: StepPlan, leader: int, request: RequestState, prompt_end: int) -> None:
         """The resumed first sequence has the full prompt blocks again: the others share them, and compute the rest."""
-        self._batch.follow(leader)
+        self.batch.follow(leader)
         for sequence in request.unfinished:
             if sequence.row == leader:
                 continue
             # One token at least is left to compute: a sequence may have lost its first one in flight, to a cache reset.
-            last = (len(sequence.token_ids) - 1) // self._kv.block_size * self._kv.block_size
+            last = (len(sequence.token_ids) - 1) // self.kv.block_size * self.kv.block_size
             shared = min(prompt_end, last)
-            row = self._lifecycle.give_row(sequence, shared)
-            self._kv.fork(leader, row, shared)
+            row = self.lifecycle.give_row(sequence, shared)
+            self.kv.fork(leader, row, shared)
             plan.entries[row] = Entry(row, AdmitKind.RESUMED, shared)
-            self._batch.start_prefill(row)
-            self._limits.enter(request, row)
+            self.batch.start_prefill(row)
+            self.limits.enter(request, row)

@@ -1,5 +1,7 @@
 """ResumeSwapped: bring parked requests back from host memory. It mirrors admission."""
 
+from dataclasses import dataclass
+
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.gates import Gates, Skip
 from pagoda.core.kv import AdmissionResult, KVCacheManager
@@ -12,37 +14,29 @@ from pagoda.core.scheduler_output import AdmitKind
 from pagoda.core.step_plan import Entry, StepPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ResumeSwapped:
     """Asks swapped requests in queue order; a request comes back with all its sequences or not at all."""
 
-    def __init__(
-        self,
-        swapped: RequestQueue,
-        gates: Gates,
-        kv: KVCacheManager,
-        batch: RunningBatch,
-        lifecycle: Lifecycle,
-        log: DecisionLog,
-    ) -> None:
-        self._swapped = swapped
-        self._gates = gates
-        self._kv = kv
-        self._batch = batch
-        self._lifecycle = lifecycle
-        self._log = log
+    swapped: RequestQueue
+    gates: Gates
+    kv: KVCacheManager
+    batch: RunningBatch
+    lifecycle: Lifecycle
+    log: DecisionLog
 
     def run(self, plan: StepPlan) -> bool:
         """Bring parked requests back while gates, blocks and budget allow.
 
         Return False if one of them has to wait: then no waiting request may enter before it.
         """
-        scan = QueueScan(self._swapped)
+        scan = QueueScan(self.swapped)
         is_open = True
         while is_open and plan.budget > 0 and (request := scan.peek()) is not None:
-            hold = self._gates.check(request, self._swapped, plan)
+            hold = self.gates.check(request, self.swapped, plan)
             if hold is not None:
                 is_open = hold.skip is not Skip.QUEUE
-                self._log.held(request.request_id, hold.reason, stops_queue=not is_open)
+                self.log.held(request.request_id, hold.reason, stops_queue=not is_open)
                 scan.skip_key(request) if hold.skip is Skip.KEY else scan.skip(request)
             else:
                 is_open = self._resume(request, plan)
@@ -54,25 +48,25 @@ class ResumeSwapped:
         sequences = request.unfinished
         shares = self._divide(plan, sequences)
         ends = [sequence.num_computed + share for sequence, share in zip(sequences, shares, strict=True)]
-        need = self._kv.blocks_to_swap_in(sequences, ends)
-        result = self._kv.can_allocate(need, others_run=bool(self._batch.requests))
+        need = self.kv.blocks_to_swap_in(sequences, ends)
+        result = self.kv.can_allocate(need, others_run=bool(self.batch.requests))
         if result is AdmissionResult.NEVER:
-            self._lifecycle.refuse(request, "can never come back from host memory")
+            self.lifecycle.refuse(request, "can never come back from host memory")
             return True
         if result is not AdmissionResult.OK:
-            self._log.held(request.request_id, REASONS[result], stops_queue=True)
+            self.log.held(request.request_id, REASONS[result], stops_queue=True)
             return False
-        self._lifecycle.enter(request)
+        self.lifecycle.enter(request)
         for sequence in sequences:
-            self._lifecycle.give_row(sequence, sequence.num_computed)
-        self._kv.swap_in(sequences)
+            self.lifecycle.give_row(sequence, sequence.num_computed)
+        self.kv.swap_in(sequences)
         for sequence, share, end in zip(sequences, shares, ends, strict=True):
             row, start = sequence.row, sequence.num_computed
             plan.entries[row] = Entry(row, AdmitKind.SWAPPED_IN, start)
             if share:
-                self._kv.allocate_slots_swapped_in(row, end)
+                self.kv.allocate_slots_swapped_in(row, end)
                 plan.place(row, start, share)
-        note_admitted(self._log, self._kv, request, sum(shares), 0)
+        note_admitted(self.log, self.kv, request, sum(shares), 0)
         return True
 
     def _divide(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:

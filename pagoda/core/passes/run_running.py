@@ -1,5 +1,7 @@
 """RunRunning: continue what runs. Steady steps and batches by numpy; row by row if blocks are short or media wait."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pagoda.base.config import SchedulerConfig
@@ -14,42 +16,32 @@ from pagoda.core.running_batch import RunningBatch
 from pagoda.core.step_plan import StepPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RunRunning:
     """Gives every running row, in order of admission, the tokens it lacks, as far as budget and blocks go."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        table: RequestTable,
-        kv: KVCacheManager,
-        batch: RunningBatch,
-        limits: ChunkLimits,
-        preemption: Preemption,
-        lifecycle: Lifecycle,
-        outbox: Outbox,
-    ) -> None:
-        self._async = config.async_scheduling
-        self._table = table
-        self._kv = kv
-        self._batch = batch
-        self._limits = limits
-        self._preemption = preemption
-        self._lifecycle = lifecycle
-        self._outbox = outbox
+    config: SchedulerConfig
+    table: RequestTable
+    kv: KVCacheManager
+    batch: RunningBatch
+    limits: ChunkLimits
+    preemption: Preemption
+    lifecycle: Lifecycle
+    outbox: Outbox
 
     def run(self, plan: StepPlan) -> None:
         """Plan the rows of the running batch."""
-        if self._batch.plan_steady_step(plan):
+        if self.batch.plan_steady_step(plan):
             return
-        if self._limits.act_on_rows or not self._run_batch(plan):
+        if self.limits.act_on_rows or not self._run_batch(plan):
             self._run_row_by_row(plan)
 
     # Any mixture of chunks, decodes and drafts, while blocks last
 
     def _run_batch(self, plan: StepPlan) -> bool:
         """`_run_row_by_row` in one go: equal if no preemption is needed. Otherwise return False, with nothing done."""
-        rows = self._batch.running.rows
-        start = self._table.num_computed[rows]
+        rows = self.batch.running.rows
+        start = self.table.num_computed[rows]
         want = self._wanted(plan, rows, start)
         taken = np.cumsum(want)
         if taken[-1] > plan.budget:  # earlier rows get what they want; the last one served gets the rest
@@ -58,23 +50,23 @@ class RunRunning:
         if not runs.all():
             rows, start, want = rows[runs], start[runs], want[runs]
         ends = start + want
-        short = ends > self._kv.reserved_until[rows]
-        if short.any() and not self._kv.allocate_slots(rows[short], ends[short]):
+        short = ends > self.kv.reserved_until[rows]
+        if short.any() and not self.kv.allocate_slots(rows[short], ends[short]):
             return False
         plan.place_bulk(rows, start, want, int(want.sum()))
-        if self._table.drafts:
+        if self.table.drafts:
             for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
                 self._place_drafts(plan, row, end)
         return True
 
     def _wanted(self, plan: StepPlan, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
         """Tokens each row lacks, drafts included, under the row cap; int32 [num_rows]."""
-        table = self._table
+        table = self.table
         known = table.num_tokens[rows] + table.num_pending[rows]
         end = known
         if table.drafts:
             end = known + table.num_drafts[rows]
-        if table.drafts or self._async:
+        if table.drafts or self.config.async_scheduling:
             # The token at the model's last position is sampled, never computed.
             end = np.minimum(end, np.maximum(table.num_tokens[rows], table.max_model_len - 1))
             # The token in flight finishes this row; do not schedule it again.
@@ -85,10 +77,10 @@ class RunRunning:
 
     def _place_drafts(self, plan: StepPlan, row: int, end: int) -> None:
         """Plan those drafts of the row that fit before `end`; drop the others."""
-        if row not in self._table.drafts:
+        if row not in self.table.drafts:
             return
-        drafts = self._table.take_drafts(row)
-        count = end - int(self._table.num_tokens[row] + self._table.num_pending[row])
+        drafts = self.table.take_drafts(row)
+        count = end - int(self.table.num_tokens[row] + self.table.num_pending[row])
         if count > 0:
             plan.drafts[row] = drafts[:count]
 
@@ -99,7 +91,7 @@ class RunRunning:
 
         If no block is free, preempt the policy's victim until the row fits or is itself preempted.
         """
-        running = self._batch.requests
+        running = self.batch.requests
         for request in list(running.values()):
             if request.request_id not in running:
                 continue
@@ -111,30 +103,30 @@ class RunRunning:
         """Return False if the request does not run any more."""
         row = sequence.row
         one = np.array([row])
-        start = int(self._table.num_computed[row])
-        want = int(self._wanted(plan, one, self._table.num_computed[one])[0])
-        want = self._limits.fit(plan, request, row, start, want)
+        start = int(self.table.num_computed[row])
+        want = int(self._wanted(plan, one, self.table.num_computed[one])[0])
+        want = self.limits.fit(plan, request, row, start, want)
         if want <= 0:
             return True
         end = start + want
-        while not self._kv.allocate_slots_for(row, end):
+        while not self.kv.allocate_slots_for(row, end):
             if self._has_outgrown_pool(request, row, end):
-                message = f"the KV cache has {self._kv.num_blocks} blocks: too few for this request to go on"
-                finish = self._lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
-                self._outbox.post_deferred(request, [finish])
-                return request.request_id in self._batch.requests
-            victim = self._preemption.victim()
-            self._preemption.preempt(victim, plan, request)
+                message = f"the KV cache has {self.kv.num_blocks} blocks: too few for this request to go on"
+                finish = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
+                self.outbox.post_deferred(request, [finish])
+                return request.request_id in self.batch.requests
+            victim = self.preemption.victim()
+            self.preemption.preempt(victim, plan, request)
             if victim is request:
                 return False
         plan.place(row, start, want)
         self._place_drafts(plan, row, end)
-        self._limits.commit(plan, request, row)
+        self.limits.commit(plan, request, row)
         return True
 
     def _has_outgrown_pool(self, request: RequestState, row: int, end: int) -> bool:
         """No preemption can help: even alone, and without its drafts, the row could not go on."""
-        must_end = min(end, int(self._table.num_tokens[row] + self._table.num_pending[row]))
-        if self._kv.sizing.blocks_for_request(must_end, request.facts.encoder_len) > self._kv.num_blocks:
+        must_end = min(end, int(self.table.num_tokens[row] + self.table.num_pending[row]))
+        if self.kv.sizing.blocks_for_request(must_end, request.facts.encoder_len) > self.kv.num_blocks:
             return True
-        return len(self._batch.requests) == 1 and len(request.unfinished) > 1 and must_end == end
+        return len(self.batch.requests) == 1 and len(request.unfinished) > 1 and must_end == end

@@ -1,29 +1,32 @@
-"""RequestChecks: what is refused when it is added, and the state that a request starts with."""
+"""What a scheduler refuses: settings that it cannot work with, and requests that it could never serve."""
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig
-from pagoda.base.errors import RequestError
+from pagoda.base.config import SchedulerConfig, SchedulingMode
+from pagoda.base.errors import ConfigError, RequestError
 from pagoda.core.encoder import EncoderInputs
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.policy import Policy
 from pagoda.core.request import Request, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.stops import find_end
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestChecks:
     """Turns a Request into a RequestState, or raises RequestError that names the field."""
 
-    def __init__(self, config: SchedulerConfig, table: RequestTable, encoder: EncoderInputs, policy: Policy) -> None:
-        self._config = config
-        self._table = table
-        self._encoder = encoder
-        self._policy = policy
+    config: SchedulerConfig
+    table: RequestTable
+    encoder: EncoderInputs
+    policy: Policy
 
     def make_state(self, request: Request) -> RequestState:
         """Return the request with its sequences. Sequences that had ended before a restart are ended already."""
         self._check(request)
-        state = RequestState(request, self._policy.key(request))
+        state = RequestState(request, self.policy.key(request))
         prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
         for index in range(request.num_seqs):
             prior = request.prior_output[index] if request.prior_output else ()
@@ -35,7 +38,7 @@ class RequestChecks:
         return state
 
     def _check(self, request: Request) -> None:
-        num_tokens, longest = request.num_prompt_tokens, self._table.max_model_len
+        num_tokens, longest = request.num_prompt_tokens, self.table.max_model_len
         if num_tokens == 0:
             raise RequestError("the prompt is empty", "prompt")
         if (request.sampling is None) == (request.pooling is None):
@@ -51,8 +54,8 @@ class RequestChecks:
         self._check_media(request)
 
     def _check_media(self, request: Request) -> None:
-        config, limit = self._config, self._encoder.largest_item
-        whole = config.no_partial_media and not self._encoder.encoder_decoder
+        config, limit = self.config, self.encoder.largest_item
+        whole = config.no_partial_media and not self.encoder.encoder_decoder
         for item in request.media:
             if item.length > limit:
                 raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
@@ -63,10 +66,37 @@ class RequestChecks:
     def _end_prior(self, state: RequestState) -> None:
         """Sequences that ended before the engine died are not run again."""
         facts = state.facts
-        limit = self._table.limit_of(facts)
+        limit = self.table.limit_of(facts)
         for sequence, prior in zip(state.sequences, facts.prior_output, strict=True):
             status = find_end(facts, 0, list(prior), limit).status
             if status is not None:
                 sequence.status = status
         if not state.unfinished:
             raise RequestError("every sequence of prior_output has ended already", "prior_output")
+
+
+def check_config(
+    config: SchedulerConfig, kv_groups: tuple[KVGroupSpec, ...], num_blocks: int, max_model_len: int
+) -> None:
+    """Raises ConfigError that names the setting, its value and the remedy."""
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} is below max_num_seqs={config.max_num_seqs}: "
+            "a decode step could not hold every sequence"
+        )
+    mixed = config.scheduling_mode is SchedulingMode.MIXED
+    if mixed and not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill max_num_batched_tokens={config.max_num_batched_tokens} must be at least "
+            f"max_model_len={max_model_len}"
+        )
+    if config.prefill_beside_decodes and (not config.enable_chunked_prefill or config.no_partial_media):
+        raise ConfigError(
+            f"prefill_beside_decodes={config.prefill_beside_decodes} cuts prompts anywhere: leave "
+            "enable_chunked_prefill on and no_partial_media off, or prompts that must not be cut wait until nothing "
+            "decodes"
+        )
+    if num_blocks < 1:
+        raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")
+    if not any(group.kind is not KVGroupKind.CROSS for group in kv_groups):
+        raise ConfigError("a model needs at least one full or window KV group")

@@ -1,0 +1,90 @@
+"""FinishPlan: the counts advance, sequences fork and join, and everything that workers must be told joins the plan."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagoda.base.config import SchedulerConfig
+from pagoda.core.decision_log import Copied, DecisionLog
+from pagoda.core.encoder import EncoderInputs
+from pagoda.core.kv import KVCacheManager
+from pagoda.core.outbox import Outbox
+from pagoda.core.passes.fork import Fork
+from pagoda.core.request_table import RequestTable
+from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_output import RowInit
+from pagoda.core.step_plan import Entry, StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishPlan:
+    """Runs after the passes that place rows: nothing is preempted any more."""
+
+    config: SchedulerConfig
+    table: RequestTable
+    kv: KVCacheManager
+    batch: RunningBatch
+    outbox: Outbox
+    encoder: EncoderInputs
+    fork: Fork
+    log: DecisionLog
+
+    def run(self, plan: StepPlan) -> None:
+        """Fill in the second part of the plan."""
+        plan.rows, plan.start, plan.num_new = plan.arrays()
+        plan.ends = plan.start + plan.num_new
+        self.table.advance(plan.rows, plan.ends, plan.num_new)
+        if not plan.is_steady or plan.placed:
+            self._find_samples(plan)
+            if self.batch.leaders:
+                self.fork.run(plan)
+            self.batch.note_progress(plan)
+        if self.config.async_scheduling:
+            sampled = plan.sample_rows
+            if plan.drafts:  # where the row goes on depends on how many are accepted
+                sampled = sampled[~np.isin(sampled, np.fromiter(plan.drafts, np.int32, len(plan.drafts)))]
+            self.table.expect_tokens(sampled)
+        self._drain(plan)
+
+    def _find_samples(self, plan: StepPlan) -> None:
+        """A row samples when its chunk reaches the end of its known tokens."""
+        table, rows = self.table, plan.rows
+        reaches = (plan.ends >= table.num_tokens[rows] + table.num_pending[rows]) & ~table.is_pooled[rows]
+        plan.sample_index = np.flatnonzero(reaches).astype(np.int32)
+        plan.sample_rows = rows[plan.sample_index]
+
+    def _drain(self, plan: StepPlan) -> None:
+        """Move notifications and block moves into the plan."""
+        if self.log.enabled:
+            for row, source, target in self.kv.copies:
+                sequence = self.table.owner(row)
+                self.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
+        if plan.entries:
+            plan.admitted = tuple(self._row_init(entry) for entry in plan.entries.values())
+        plan.moves = self.kv.drain_moves()
+        plan.notices = self.outbox.drain()
+        plan.encoder_freed = self.encoder.take_evicted()
+        plan.num_common_prefix_blocks = self.kv.num_common_prefix_blocks(self.batch.running.rows)
+        plan.num_lookahead_slots = self.config.num_lookahead_slots
+        plan.num_running = len(self.batch.requests)
+
+    def _row_init(self, entry: Entry) -> RowInit:
+        sequence = self.table.owner(entry.row)
+        facts = sequence.request.facts
+        return RowInit(
+            row=entry.row,
+            request_id=facts.request_id,
+            branch=sequence.index,
+            kind=entry.kind,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=facts.num_prompt_tokens,
+            num_computed=entry.num_computed,
+            block_ids=self.kv.tables_of(entry.row),
+            seed=sequence.seed,
+            eos_token_ids=facts.eos_token_ids,
+            sampling=facts.sampling,
+            pooling=facts.pooling,
+            lora=facts.lora,
+            media=facts.media,
+            encoder_len=facts.encoder_len,
+        )
