@@ -26,7 +26,7 @@ from pagoda.core.request import RequestStatus
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder
-from pagoda.engine.incarnation import RECORDER_ROWS, MeetingPlace
+from pagoda.engine.process_handle import RECORDER_ROWS, RendezvousDir
 from pagoda.executors.recorded import RecordedExecutor
 
 logger = logging.getLogger("pagoda.engine")
@@ -109,7 +109,7 @@ def main() -> None:
     """Read the EngineConfig from standard input, build the engine, serve who waits in the folder that argv names."""
     for name in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(name, signal.SIG_IGN)
-    place = MeetingPlace(sys.argv[1])
+    place = RendezvousDir(sys.argv[1])
     stdin = sys.stdin.buffer
     size = int.from_bytes(stdin.read(8), "little")
     data = stdin.read(size)
@@ -135,7 +135,7 @@ def main() -> None:
     EngineServer(core, executor, socket).run()
 
 
-def _build(config: EngineConfig, place: MeetingPlace) -> tuple[EngineCore, RecordedExecutor]:
+def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, RecordedExecutor]:
     recorder = FlightRecorder(place.recorder, RECORDER_ROWS)
     recorded: list[RecordedExecutor] = []
 
@@ -148,7 +148,7 @@ def _build(config: EngineConfig, place: MeetingPlace) -> tuple[EngineCore, Recor
     return build_engine_core(config, wrap_executor=record), recorded[0]
 
 
-def _end_with_parent(stdin: BinaryIO, place: MeetingPlace) -> None:
+def _end_with_parent(stdin: BinaryIO, place: RendezvousDir) -> None:
     """Our standard input ends when the parent closes it or dies; what it had no time to remove is removed here."""
     stdin.read()
     place.remove()

@@ -21,10 +21,11 @@ class JournalEntry:
     """One live request.
 
     tokens: per branch, what it has emitted.   live: branches that have not ended.
-    num_deaths: engine deaths it was on board of.   strikes: those it has not lived down: PROBATION_TOKENS emitted in
-        one life clear it (the first comes of a prefill, the second of a decode step, so both paths have been gone).
-    life: which life of the engine it entered last, 0 before the first.   aliases: handles of its parts there.
-    num_prompt_rows: prompt log-probabilities told so far.   num_rows_to_skip: of those a new life tells again.
+    num_deaths: engine deaths during a step it was in.   strikes: those not cleared; PROBATION_TOKENS emitted by one
+        engine process clear them (the first token needs a prefill, the second a decode step, so both have worked).
+    entered_process: number of the engine process it entered last, 0 before the first.   aliases: handles of its parts
+        there.
+    num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
     """
 
     request: Request
@@ -32,7 +33,7 @@ class JournalEntry:
     live: set[int]
     strikes: int = 0
     num_deaths: int = 0
-    life: int = 0
+    entered_process: int = 0
     num_since_entry: int = 0
     num_prompt_rows: int = 0
     num_rows_to_skip: int = 0
@@ -125,7 +126,7 @@ class Journal:
         return outputs
 
     def _record_prompt_rows(self, told: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:
-        """Without the rows that an earlier life has told: a new one computes the prompt from its beginning."""
+        """Drop the rows that an earlier engine has sent: a new one computes the prompt from its beginning."""
         fresh: dict[int, LogprobColumns] = {}
         for handle, columns in told.items():
             entry = self._by_handle.get(handle)
@@ -203,7 +204,7 @@ class Journal:
             finishes=finishes,
             num_cached_tokens={own[k]: v for k, v in outputs.num_cached_tokens.items()},
             queue_s=queue_s,
-            # A part re-enters only with tokens, so its prompt was told in an earlier life.
+            # A part re-enters only with tokens, so an earlier engine has sent its prompt rows.
             prompt_logprobs={k: v for k, v in outputs.prompt_logprobs.items() if k >= 0},
         )
 

@@ -1,9 +1,10 @@
-"""ProcessClient: an engine core in a process of its own, that may die without a request being lost.
+"""ProcessClient: an engine core in a process of its own, which may die without a request being lost.
 
-It starts the process, feeds it, writes every token into the Journal before anyone sees it, watches for death and for
-hung steps, and then starts another process and replays what was live. Requests that were on board when an engine died
-are put back one by one (each when the one before has cleared itself), so that one which kills the engine again is
-known for sure; it alone is refused. When no engine can be started any more, it gives up: every caller hears WorkerDied.
+It starts the process, sends it requests, and records every token in the Journal before a client gets it. When the
+process ends or hangs, it starts another one and replays the running requests. Suspects (requests in the step during
+which the engine died) re-enter one at a time, each after the one before has cleared itself, so that a request which
+kills the engine again is known for sure; only that one is refused. If no engine can be started any more, every caller
+gets WorkerDied.
 """
 
 import asyncio
@@ -24,22 +25,22 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.flight_recorder import FlightRecord, request_key
-from pagoda.engine.incarnation import Incarnation
 from pagoda.engine.journal import Journal, JournalEntry, error_outputs
+from pagoda.engine.process_handle import EngineProcess
 
 logger = logging.getLogger("pagoda.engine")
 
 MAX_STRIKES = 2
-MAX_DEATHS = 5  # for what kills from outside, or later in each life than strikes can tell
+MAX_DEATHS = 5  # for kills from outside, and for requests that kill an engine later than strikes can tell
 MAX_FAILED_STARTS = 3
 WATCH_INTERVAL_S = 0.1
-START_PAUSE_S = 0.5  # after a start that failed: what kept it from starting may need a moment to go
-LAST_WORDS_S = 0.05  # a dead engine's messages may still be on their way
+START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
+FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """How an incarnation ended."""
+class _ProcessEnd:
+    """How an engine process ended."""
 
     was_ready: bool
     was_hung: bool
@@ -60,10 +61,10 @@ class ProcessClient:
         self._step_timeout_s = step_timeout_s
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
-        self._engine: Incarnation | None = None
-        self._number = 0
+        self._engine: EngineProcess | None = None
+        self._process_number = 0
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
-        self._held: deque[str] = deque()  # on board of a death: re-enter one at a time
+        self._suspects: deque[str] = deque()  # in the step of a death: they re-enter one at a time
         self._probe: str | None = None
         self._stats = wire.EngineStats()
         self._progress_at_s = 0.0
@@ -71,25 +72,25 @@ class ProcessClient:
         self._next_call = 0
         self._num_sent = 0
         self._num_handled_when_idle = 0
-        self._life: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._facts: asyncio.Future[wire.EngineFacts] | None = None
         self._start_error: str | None = None  # what the last engine process said when it could not start
         self.died: WorkerDied | None = None
         """Set when the engine is gone for good."""
         self.num_deaths = 0
         self.on_step: Callable[[int], object] = lambda _: None
-        """Told the number of tokens of each step."""
+        """Called with the number of tokens of each step."""
 
     # ---- what AsyncLLM calls
 
     async def start(self) -> wire.EngineFacts:
-        """Returns the engine's facts once it is ready. ConfigError: the settings cannot work.
+        """Start the engine; return its facts once it is ready.
 
-        WorkerDied: it would not start.
+        Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
         """
         self._context = zmq.asyncio.Context()
         self._facts = asyncio.get_running_loop().create_future()
-        self._life = asyncio.create_task(self._live())
+        self._supervisor = asyncio.create_task(self._run_supervisor())
         return await asyncio.shield(self._facts)
 
     def add_request(self, request: Request) -> None:
@@ -107,13 +108,13 @@ class ProcessClient:
             self._journal.close(request_id)
         if gone:
             self._send(wire.AbortRequests(tuple(gone)))
-        self._release_next()
+        self._probe_next()
 
     def finish_branch(self, request_id: str, branch: int, status: RequestStatus) -> None:
         engine_id, engine_branch = self._journal.engine_branch(request_id, branch)
         self._journal.end_branch(request_id, branch)
         self._send(wire.FinishBranch(engine_id, engine_branch, status))
-        self._release_next()
+        self._probe_next()
 
     async def next_outputs(self) -> EngineCoreOutputs:
         item = await self._outputs.get()
@@ -122,7 +123,7 @@ class ProcessClient:
         return item
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """False when blocks are in use. True also while the engine starts or dies: the cache went with it."""
+        """Return False if blocks are in use, True also while the engine starts or dies: its cache is gone then."""
         if self.died is not None:
             raise self.died
         if not self.is_up:
@@ -137,22 +138,22 @@ class ProcessClient:
         return self._stats
 
     async def wait_until_gone(self) -> None:
-        """Returns when the engine is gone for good (see `died`), or shut down."""
-        if self._life is not None:
-            await asyncio.wait({self._life})
+        """Wait until the engine is gone for good (see `died`) or shut down."""
+        if self._supervisor is not None:
+            await asyncio.wait({self._supervisor})
 
     async def shutdown(self) -> None:
-        """End the engine process; live requests are dropped. Idempotent."""
-        if self._life is not None:
-            self._life.cancel()
-            await asyncio.gather(self._life, return_exceptions=True)
-            self._life = None
+        """End the engine process; running requests are dropped. Idempotent."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
             if self._engine is not None:
                 await asyncio.to_thread(self._engine.close, 5.0)
                 self._engine = None
             self._context.term()
 
-    # ---- what operators ask
+    # ---- state for operators
 
     @property
     def is_up(self) -> bool:
@@ -167,25 +168,25 @@ class ProcessClient:
         """Seconds since the engine made progress, or 0 while it has no work."""
         return time.monotonic() - self._progress_at_s if self._engine is not None else 0.0
 
-    # ---- the engine's lives
+    # ---- supervision
 
-    async def _live(self) -> None:
-        """One incarnation after the other, until no more can be had; then everybody hears of it."""
+    async def _run_supervisor(self) -> None:
+        """Keep an engine process running; when that has become impossible, tell every caller."""
         try:
-            await self._live_on()
+            await self._supervise()
         except ConfigError as error:
             self._give_up(error)
         except Exception as error:
             logger.exception("the watch over the engine process failed")
             self._give_up(WorkerDied(f"a defect of the server: {type(error).__name__}: {error}"))
 
-    async def _live_on(self) -> None:
-        """Raises ConfigError when the settings are at fault. Returns when too many starts have failed."""
+    async def _supervise(self) -> None:
+        """Run one engine process after another. Return after too many failed starts; raise ConfigError for settings."""
         failed_starts = 0
         while True:
-            self._number += 1
+            self._process_number += 1
             self._start_error = None
-            engine = Incarnation(self._config, self._module, self._context)
+            engine = EngineProcess(self._config, self._module, self._context)
             try:
                 end = await self._run_until_death(engine)
             except asyncio.CancelledError:
@@ -208,12 +209,12 @@ class ProcessClient:
                 return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
             logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
             if end.was_ready:
-                self._judge(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
+                self._assign_blame(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
             else:
                 await asyncio.sleep(START_PAUSE_S * failed_starts)
 
-    async def _run_until_death(self, engine: Incarnation) -> _End:
-        """Feed on one incarnation until it is dead or hung. Raises ConfigError when the settings cannot work."""
+    async def _run_until_death(self, engine: EngineProcess) -> _ProcessEnd:
+        """Handle the messages of an engine process until it is dead or hung. Raises ConfigError for its settings."""
         watch = asyncio.create_task(self._watch(engine))
         was_ready = False
         try:
@@ -221,10 +222,10 @@ class ProcessClient:
                 receive = asyncio.ensure_future(engine.socket.recv())
                 await asyncio.wait({receive, watch}, return_when=asyncio.FIRST_COMPLETED)
                 if not receive.done():
-                    await asyncio.wait({receive}, timeout=LAST_WORDS_S)
+                    await asyncio.wait({receive}, timeout=FINAL_MESSAGES_S)
                 if not receive.done():
                     receive.cancel()
-                    return _End(was_ready, was_hung=watch.result())
+                    return _ProcessEnd(was_ready, was_hung=watch.result())
                 message = self._codec.decode(receive.result())
                 if isinstance(message, wire.Ready):
                     was_ready = True
@@ -234,8 +235,8 @@ class ProcessClient:
         finally:
             watch.cancel()
 
-    async def _watch(self, engine: Incarnation) -> bool:
-        """Returns when the process has ended (False) or makes no progress though it has work (True)."""
+    async def _watch(self, engine: EngineProcess) -> bool:
+        """Return when the process has ended (False), or has work and makes no progress (True)."""
         steps_seen, was_late = (0, 0), False
         while engine.process.poll() is None:
             flight = engine.recorder.read()
@@ -253,47 +254,47 @@ class ProcessClient:
             await asyncio.sleep(WATCH_INTERVAL_S)
         return False
 
-    def _begin(self, engine: Incarnation, facts: wire.EngineFacts) -> None:
-        """A new engine is ready: everything live goes in, suspects one by one."""
+    def _begin(self, engine: EngineProcess, facts: wire.EngineFacts) -> None:
+        """Replay all running requests to an engine that has become ready, suspects one at a time."""
         self._engine = engine
         self._num_sent = self._num_handled_when_idle = 0
-        engine.place.remove()  # both have it open: nothing is left behind now, whoever is killed
+        engine.place.remove()  # both processes have it open, so nothing stays on the disk if one is killed
         assert self._facts is not None
         if not self._facts.done():
             self._facts.set_result(facts)
         self._journal.forget_aliases()
         self._probe = None
-        self._held.clear()
+        self._suspects.clear()
         for entry in list(self._journal):
             if entry.is_on_probation:
-                self._held.append(entry.request.request_id)
+                self._suspects.append(entry.request.request_id)
             else:
                 self._enter(entry)
-        self._release_next()
+        self._probe_next()
 
-    def _judge(self, flight: FlightRecord, killed_from_outside: bool) -> None:
-        """After a death: strikes for those on board; who has too many is ended with an error.
+    def _assign_blame(self, flight: FlightRecord, killed_from_outside: bool) -> None:
+        """Give a strike to each request in the step of a death; end those with too many.
 
-        A kill from outside (or the kernel's, out of memory) says little of those on board: it puts them on probation,
-        so that a next death can be told, but only MAX_DEATHS of them end a request. Between two steps it says nothing.
+        A kill from outside (or by the kernel, out of memory) says little about the requests in the step: it makes them
+        suspects, but only MAX_DEATHS such deaths end a request. A kill between two steps blames none.
         """
         if killed_from_outside and flight.steps_begun == flight.steps_ended:
             return
-        on_board = set(flight.keys.tolist())
+        in_step = set(flight.keys.tolist())
         for entry in list(self._journal):
             request_id = entry.request.request_id
-            flown = any(request_key(i) in on_board for i in self._journal.engine_ids(request_id))
-            # Who died before its first step takes all that had entered under suspicion.
-            if entry.life != self._number or not (flown or flight.steps_begun == 0):
+            was_in_step = any(request_key(i) in in_step for i in self._journal.engine_ids(request_id))
+            # If the engine died before its first step, every request that had entered is a suspect.
+            if entry.entered_process != self._process_number or not (was_in_step or flight.steps_begun == 0):
                 continue
-            # While a suspect is tried, its company is not suspected with it.
+            # While one suspect is probed, do not blame others in the batch.
             if self._probe is not None and request_id != self._probe:
                 continue
             entry.num_deaths += 1
             entry.strikes = 1 if killed_from_outside else entry.strikes + 1
             if entry.strikes >= MAX_STRIKES or entry.num_deaths >= MAX_DEATHS:
                 self._journal.close(request_id)
-                logger.error("request %s was on board of %d engine deaths: refused", request_id, entry.num_deaths)
+                logger.error("request %s was in the step of %d engine deaths: refused", request_id, entry.num_deaths)
                 self._outputs.put_nowait(error_outputs(entry, "this request ended the engine process repeatedly"))
 
     def _give_up(self, error: ConfigError | WorkerDied) -> None:
@@ -307,7 +308,7 @@ class ProcessClient:
         self._outputs.put_nowait(self.died)
 
     def _settle_resets(self) -> None:
-        """The engine that was asked to forget its prefixes is dead: it did."""
+        """Answer resets that a dead engine was asked for: its prefix cache is gone."""
         for reply in self._resets.values():
             if not reply.done():
                 reply.set_result(True)
@@ -322,8 +323,8 @@ class ProcessClient:
 
     def _enter(self, entry: JournalEntry) -> None:
         """Send a request to the engine. If that fails, the request ends with an error, and no other is touched."""
-        is_new = entry.life == 0
-        entry.life = self._number
+        is_new = entry.entered_process == 0
+        entry.entered_process = self._process_number
         entry.num_since_entry = 0
         try:
             requests = [entry.request] if is_new else self._journal.replay(entry)
@@ -349,19 +350,19 @@ class ProcessClient:
     def _end_lost_entries(self) -> None:
         """End with an error what an idle engine should have: it would wait for ever, here and at its client."""
         for entry in list(self._journal):
-            if entry.life == self._number:
+            if entry.entered_process == self._process_number:
                 logger.error("request %s: the engine is idle and does not have it", entry.request.request_id)
                 self._end_entry(entry, "the engine has lost this request")
 
-    def _release_next(self) -> None:
-        """Let the next suspect in, if the last one has proved itself or is gone."""
+    def _probe_next(self) -> None:
+        """Send the next suspect to the engine, if the last one has cleared itself or ended."""
         if self._probe is not None:
             entry = self._journal.get(self._probe)
             if entry is not None and entry.is_on_probation:
                 return
             self._probe = None
-        while self._held and self.is_up:
-            entry = self._journal.get(self._held.popleft())
+        while self._suspects and self.is_up:
+            entry = self._journal.get(self._suspects.popleft())
             if entry is None:
                 continue
             self._probe = entry.request.request_id
@@ -379,26 +380,26 @@ class ProcessClient:
                     self._stats = stats
                 self._outputs.put_nowait(self._journal.record(outputs))
                 if self._probe is not None:
-                    self._release_next()
+                    self._probe_next()
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
                 self._num_handled_when_idle = num_handled
                 if self._engine_is_idle:
                     self._end_lost_entries()
-                    self._release_next()
+                    self._probe_next()
             case wire.RequestRefused(_, handle, text, status):
                 entry = self._journal.by_handle(handle)
                 if entry is not None:
                     self._end_entry(entry, text, status)
-                self._release_next()
+                self._probe_next()
             case wire.ResetReply(call_id, succeeded):
                 reply = self._resets.pop(call_id, None)
-                if reply is not None and not reply.done():  # whoever asked may have gone
+                if reply is not None and not reply.done():  # the caller may have gone
                     reply.set_result(succeeded)
             case wire.StartFailed(text, config):
                 if config:
                     raise ConfigError(text)
-                self._start_error = text  # its end is seen next
+                self._start_error = text
                 logger.error("the engine could not start: %s", text)
             case wire.Ready():
                 raise AssertionError("an engine is ready once")

@@ -1,4 +1,4 @@
-"""Incarnation: one life of the engine process, with its socket and its flight recorder."""
+"""EngineProcess: a running engine process, with its socket and its flight recorder."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ import zmq.asyncio
 from pagoda.base.config import EngineConfig
 from pagoda.engine.flight_recorder import FlightRecorder
 
-# More than any scheduler's rows: the recorder notes requests, and only a suspicion hangs on a missing one.
+# More than any scheduler has rows. If it were fewer, a suspect would be missed, and nothing else.
 RECORDER_ROWS = 65536
 
 
-class MeetingPlace:
-    """The folder in which both processes find what they share, until both have it open. Only their user may enter."""
+class RendezvousDir:
+    """The folder with what both processes share, until both have opened it. Only their user may enter."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -28,18 +28,18 @@ class MeetingPlace:
         self.recorder = Path(folder, "flight")
 
     def remove(self) -> None:
-        """Take it from the disk; what is open stays so. Idempotent, from either side."""
+        """Remove it from the disk; what is open stays usable. Idempotent, from either process."""
         with contextlib.suppress(OSError):
             for path in (self.recorder, Path(self.folder, "engine")):
                 path.unlink(missing_ok=True)
             os.rmdir(self.folder)
 
 
-class Incarnation:
-    """One life of the engine process: the process, its socket and its flight recorder."""
+class EngineProcess:
+    """One engine process, its socket and its flight recorder."""
 
     def __init__(self, config: EngineConfig, module: str, context: zmq.asyncio.Context) -> None:
-        self.place = MeetingPlace(tempfile.mkdtemp(prefix="pagoda-"))
+        self.place = RendezvousDir(tempfile.mkdtemp(prefix="pagoda-"))
         self.recorder = FlightRecorder(self.place.recorder, RECORDER_ROWS, create=True)
         self.socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -49,10 +49,10 @@ class Incarnation:
         assert self.process.stdin is not None
         data = msgspec.msgpack.encode(config, enc_hook=str)
         self.process.stdin.write(len(data).to_bytes(8, "little") + data)
-        self.process.stdin.flush()  # left open: its end tells the engine that we are gone
+        self.process.stdin.flush()  # left open: the engine exits when it is closed
 
     def close(self, grace_s: float = 0.0) -> int | None:
-        """End the process (politely within `grace_s`, else by kill) and free all it had. Returns its exit code."""
+        """End the process (by itself within `grace_s`, else by kill) and free what it had; return its exit code."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
