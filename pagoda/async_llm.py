@@ -2,87 +2,90 @@
 
 import asyncio
 import contextlib
-import dataclasses
-import logging
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import os
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from pagoda.assemble import build_engine_core, resolve_engine
-from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import RequestError, WorkerDied
-from pagoda.base.outputs import RequestOutput
-from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import Request, RequestStatus
+from pagoda.base.config_rules import check_settings
+from pagoda.base.errors import RequestError, UsageError
+from pagoda.base.outputs import PoolingRequestOutput, RequestOutput
+from pagoda.base.planned import planned
+from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.chat_template import Message
-from pagoda.engine.core_client import EngineCoreClient
-from pagoda.engine.input_processor import InputProcessor, Prompt, RenderedChat, build_input_processor, text_of
-from pagoda.engine.mailbox import Mailbox
-from pagoda.engine.output_processor import OutputKind, OutputProcessor
-from pagoda.engine.text_threads import TextThreads
+from pagoda.engine.input_processor import Prompt, build_input_processor, text_of
+from pagoda.engine.output_processor import OutputKind
+from pagoda.engine.prompt_kinds import check_conversation, check_prompt
 from pagoda.engine.thread_client import ThreadClient
-from pagoda.engine.tokenizer import LONG_TEXT_CHARS
+from pagoda.engine.tokenizer import Tokenizer
 from pagoda.engine.wire import EngineStats
-
-logger = logging.getLogger("pagoda")
-
-_LONG_TEXT_TOKENS = 2048
-"""Token ids of this number are turned into text on a thread."""
 
 
 class AsyncLLM:
-    """A served model, for one event loop.
+    """A model for the tasks of one event loop, on a thread of this process. Requests of all tasks run in one batch.
 
-    async with await AsyncLLM.create("smollm2-135m") as llm:
+    async with AsyncLLM("smollm2-135m") as llm:
         async for output in llm.generate("The sky is", SamplingParams(max_tokens=20)):
             print(output.outputs[0].text)
+
+    `generate` and `chat` yield whole outputs: everything so far, the last one finished (as vLLM's AsyncLLM does).
+    `stream` and `stream_chat` yield deltas. LLM has the same four. Leaving an iteration early aborts its request.
+    The model is loaded by `async with`, `await llm.start()` or the first request.
     """
 
-    def __init__(self, client: EngineCoreClient, input_processor: InputProcessor, clock: Clock | None = None) -> None:
-        """client: started already; shut down by `shutdown`.   clock: the engine's."""
-        self.input_processor = input_processor
-        self._client = client
-        self._clock = clock if clock is not None else SystemClock()
-        self._outputs = OutputProcessor(input_processor.tokenizer)
-        self._readers: dict[str, Mailbox] = {}
-        self._threads = TextThreads()
-        self._pump: asyncio.Task[None] | None = None
-        self._died: WorkerDied | None = None
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """Check the options, which are those of LLM; nothing is loaded yet. Raises ConfigError."""
+        if model is not None:
+            options["model"] = model
+        self._config = EngineConfig.for_engine(**options)
+        check_settings(self._config)
+        self._engine: AsyncEngine | None = None
+        self._loading: asyncio.Task[AsyncEngine] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def over(cls, engine: AsyncEngine) -> Self:
+        """An AsyncLLM over an engine that was put together elsewhere; it is closed with it."""
+        llm = cls()
+        llm._engine = engine
+        return llm
 
     @classmethod
     async def create(cls, model: str | None = None, **options: Any) -> Self:
-        """Load a model into this process; options as those of LLM. Raises ConfigError or CapacityError as LLM does."""
-        if model is not None:
-            options["model"] = model
-        setup = await asyncio.to_thread(resolve_engine, EngineConfig.from_options(**options))
-        inputs = await asyncio.to_thread(
-            build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
-        )
-        client = ThreadClient(lambda: build_engine_core(setup))
-        inputs.fit((await client.start()).max_model_len)
-        return cls(client, inputs)
+        """Return a loaded model: `AsyncLLM(...)` and `start` in one."""
+        return await cls(model, **options).start()
 
-    async def shutdown(self) -> None:
-        """End the engine; requests in flight end as aborted. Idempotent."""
-        self._deliver(self._outputs.abort(self._outputs.live_ids, self._clock.now()))
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.gather(self._pump, return_exceptions=True)
-            self._pump = None
-        self._threads.shutdown()
-        await self._client.shutdown()
+    async def start(self) -> Self:
+        """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""
+        await self._started()
+        return self
+
+    async def close(self) -> None:
+        """Free the model's memory after the step in progress; requests in flight raise UsageError. Idempotent."""
+        if os.getpid() != self._pid or self._closed:
+            self._closed = True
+            return
+        self._closed = True
+        if self._loading is not None:  # a load cannot be cut short
+            with contextlib.suppress(Exception):
+                self._engine = await asyncio.shield(self._loading)
+        if self._engine is not None:
+            await self._engine.shutdown()
 
     async def __aenter__(self) -> Self:
-        return self
+        return await self.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.shutdown()
+        await self.close()
 
-    # ---- requests
+    # ---- whole outputs
 
     async def generate(
         self,
@@ -90,208 +93,172 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        kind: OutputKind = OutputKind.CUMULATIVE,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request's output as it grows; the last has `finished`.
+        """Yield the request's output as it grows, everything so far each time; the last one has `finished` set.
 
-        Raises RequestError before anything runs, WorkerDied when the engine is gone for good. A request that the engine
-        itself ends with an error has `error` set in its last output. Leaving the iteration aborts the request.
+        prompt: a string, token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`; one per call.
+        Raises RequestError for a prompt that cannot be served, before anything runs; UsageError if the AsyncLLM is
+        closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.
         """
-        request = await self.prepare(
-            prompt, sampling_params or SamplingParams(), request_id, priority=priority, cache_salt=cache_salt
-        )
-        async with contextlib.aclosing(self.stream(request, kind, text_of(prompt))) as outputs:
+        outputs = self._run(OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt)
+        async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 
-    async def prepare(
+    async def chat(
         self,
-        prompt: Prompt,
-        params: SamplingParams,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        add_special_tokens: bool = True,
-    ) -> Request:
-        """Tokenise and check. Raises RequestError; nothing runs until `stream`.
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for the assistant's next turn in a conversation; template_options as those of LLM.chat."""
+        prompt = await self._render(messages, template_options)
+        outputs = self._run(OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
 
-        add_special_tokens: those that the tokenizer puts around a prompt that is text.
-        """
-        arrival_time_s = self._clock.now()
-        self.input_processor.check_before_tokenising(prompt, params)
-        text = text_of(prompt)
-        token_ids: Sequence[int] | Any
-        if text is not None and len(text) >= LONG_TEXT_CHARS:
-            token_ids = await self._threads.run(
-                len(text), self.input_processor.token_ids_of, prompt, add_special_tokens
-            )
-        else:
-            token_ids = self.input_processor.token_ids_of(prompt, add_special_tokens)
-        if num_chars := sum(map(len, params.bad_words)):
-            params = await self._threads.run(num_chars, self.input_processor.tokenize_bad_words, params)
-        request_id = request_id if request_id is not None else uuid.uuid4().hex
-        self._check_is_new(request_id)
-        return self.input_processor.make_request(
-            request_id,
-            token_ids,
-            params,
-            arrival_time_s=arrival_time_s,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+    # ---- deltas
 
     async def stream(
-        self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a prepared request. Close the iterator (or leave it under contextlib.aclosing) to abort it."""
-        if self._died is not None:
-            raise self._died
-        request_id = request.request_id
-        self._check_is_new(request_id)
-        try:
-            mailbox = self._readers[request_id] = Mailbox(kind)
-            self._outputs.open(request, kind, prompt)
-            if self._pump is None:
-                self._pump = asyncio.create_task(self._pump_outputs())
-            self._client.add_request(request)
-            while True:
-                output = await mailbox.get()
+        """Yield what is new in the request's output, as it comes; arguments and errors as in `generate`."""
+        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
                 yield output
-                if output.finished:
-                    return
-        finally:
-            self._readers.pop(request_id, None)
-            if request_id in self._outputs:
-                self._outputs.close(request_id)
-                self._client.abort([request_id])
 
-    async def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """End these; whoever reads them gets a last output with finish_reason "abort". Returns those that were live."""
-        live = [request_id for request_id in request_ids if request_id in self._outputs]
-        self._client.abort(live)
-        self._deliver(self._outputs.abort(live, self._clock.now()))
-        return live
-
-    def fail_running(self, error: Exception) -> None:
-        """End every running request: its reader gets `error` after the output it has not read yet."""
-        for mailbox in self._readers.values():
-            mailbox.fail(error)
-
-    def _check_is_new(self, request_id: str) -> None:
-        if request_id in self._outputs:
-            raise RequestError(f"request id {request_id!r} is in use", "request_id")
-
-    async def _pump_outputs(self) -> None:
-        """From the engine to the readers, for as long as the engine lives."""
-        try:
-            while True:
-                outputs = await self._client.next_outputs()
-                if outputs.prompt_logprobs:
-                    for _ in self._outputs.read_prompt_logprobs(outputs):
-                        await asyncio.sleep(0)
-                    outputs = dataclasses.replace(outputs, prompt_logprobs={})
-                done = self._outputs.process(outputs, self._clock.now())
-                if done.failed:
-                    self._client.abort(done.failed)
-                for request_id, branch in done.stopped:
-                    self._client.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
-                self._deliver(done.outputs)
-        except WorkerDied as error:
-            self._fail_all(error)
-        except Exception as error:  # readers would wait for ever if this task ended in silence
-            logger.exception("outputs of the engine could not be read")
-            self._fail_all(WorkerDied(f"a defect of the client: {type(error).__name__}: {error}"))
-
-    def _fail_all(self, error: WorkerDied) -> None:
-        self._died = error
-        for request_id in self._outputs.live_ids:
-            self._outputs.close(request_id)
-        for mailbox in self._readers.values():
-            mailbox.fail(error)
-
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            mailbox = self._readers.get(output.request_id)
-            if mailbox is not None:
-                mailbox.put(output)
-
-    # ---- text
-
-    async def render_chat(
+    async def stream_chat(
         self,
         messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
-        chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-    ) -> RenderedChat:
-        """A conversation as the model reads it (see InputProcessor.render_chat). Templates run on a thread."""
-        return await asyncio.to_thread(
-            self.input_processor.render_chat,
-            messages,
-            chat_template=chat_template,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-            add_special_tokens=add_special_tokens,
-        )
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; RequestError when it is not valid Unicode."""
-        if len(text) < LONG_TEXT_CHARS:
-            return self.input_processor.encode(text, add_special_tokens)
-        return await self._threads.run(len(text), self.input_processor.encode, text, add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids; ids that do not exist are skipped. For few of them: it runs where it is called."""
-        return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens)
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, of any length: long ones on a thread."""
-        if len(token_ids) < _LONG_TEXT_TOKENS:
-            return self.decode(token_ids)
-        return await self._threads.run(len(token_ids), self.decode, token_ids)
-
-    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token's own text; U+FFFD where it is no whole character."""
-
-        def texts() -> list[str]:
-            read = self.input_processor.tokenizer.token_bytes
-            return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
-
-        return await self._threads.run(len(token_ids), texts)
-
-    @property
-    def died(self) -> WorkerDied | None:
-        """Why no request can be served any more; None while it can."""
-        return self._died
-
-    def tokenizer_facts(self) -> dict[str, Any]:
-        """What callers may know of the tokenizer: bos_token, eos_token, ... as text, and what belongs to them."""
-        facts = self.input_processor.tokenizer.facts
-        return {
-            **{name: facts.special_names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
-            **facts.special_names,
-            "vocab_size": facts.vocab_size,
-            "bos_token_id": facts.bos_token_id,
-            "eos_token_ids": list(facts.eos_token_ids),
-            "special_token_ids": sorted(facts.special_token_ids),
-            "max_model_len": self.input_processor.limits.max_model_len,
-        }
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `stream`, for the assistant's next turn in a conversation."""
+        prompt = await self._render(messages, template_options)
+        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     # ---- the engine
 
-    def stats(self) -> EngineStats:
-        """The engine's last known gauges and totals."""
-        return self._client.stats()
+    async def abort(self, request_ids: str | Sequence[str]) -> list[str]:
+        """End requests by id; their iterators yield a last output with finish_reason "abort". Returns the live ones."""
+        engine = await self._started()
+        return await engine.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return (await self._started()).input_processor.tokenizer
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget all cached prefixes. False while blocks are in use and running requests may not be preempted."""
-        return await self._client.reset_prefix_cache(preempt_running)
+        return await (await self._started()).reset_prefix_cache(preempt_running)
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's last known gauges and totals."""
+        return (await self._started()).stats()
+
+    # ---- planned
+
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> RequestOutput:
+        """Planned: raises NotSupportedError."""
+        raise planned("beam_search")
+
+    async def embed(self, prompt: Prompt, *, pooling_params: PoolingParams | None = None) -> PoolingRequestOutput:
+        """Planned: raises NotSupportedError."""
+        raise planned("embed")
+
+    async def classify(self, prompt: Prompt, *, pooling_params: PoolingParams | None = None) -> PoolingRequestOutput:
+        """Planned: raises NotSupportedError."""
+        raise planned("classify")
+
+    async def score(
+        self, data_1: str, data_2: str, /, *, pooling_params: PoolingParams | None = None
+    ) -> PoolingRequestOutput:
+        """Planned: raises NotSupportedError."""
+        raise planned("score")
+
+    # ---- inside
+
+    async def _started(self) -> AsyncEngine:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this AsyncLLM belongs to process {self._pid}, and this is a fork of it; make a new one in the child"
+            )
+        if self._closed:
+            raise UsageError("this AsyncLLM is closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if self._loop is not loop:
+            raise UsageError("this AsyncLLM belongs to another event loop; make one for each loop, or share an LLM")
+        if self._engine is not None:
+            return self._engine
+        if self._loading is None:
+            self._loading = asyncio.create_task(_load(self._config))
+        try:
+            engine = await asyncio.shield(self._loading)  # a caller that is cancelled leaves it to the others
+        except Exception:
+            self._loading = None
+            raise
+        self._engine = engine
+        if self._closed:
+            raise UsageError("this AsyncLLM was closed while it was loading")
+        return engine
+
+    async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
+        check_conversation(messages, None)
+        rendered = await (await self._started()).render_chat(messages, **template_options)
+        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
+
+    async def _run(
+        self,
+        kind: OutputKind,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        check_prompt(prompt, None)
+        engine = await self._started()
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        request = await engine.prepare(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+        has_tokens = False
+        async with contextlib.aclosing(engine.stream(request, kind, text_of(prompt))) as outputs:
+            async for output in outputs:
+                has_tokens = has_tokens or any(part.token_ids for part in output.outputs)
+                if output.error is not None and not has_tokens:
+                    raise RequestError(output.error, "prompt")
+                if self._closed and any(part.finish_reason == "abort" for part in output.outputs):
+                    raise UsageError("this AsyncLLM was closed while it generated")
+                yield output
+
+
+async def _load(config: EngineConfig) -> AsyncEngine:
+    """Load a model into this process, on threads: the event loop stays free."""
+    setup = await asyncio.to_thread(resolve_engine, config)
+    inputs = await asyncio.to_thread(
+        build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
+    )
+    client = ThreadClient(lambda: build_engine_core(setup))
+    inputs.fit((await client.start()).max_model_len)
+    return AsyncEngine(client, inputs)

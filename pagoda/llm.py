@@ -217,7 +217,7 @@ class LLM:
         concurrency_limit: int | None = None,
     ) -> list[RequestOutput]:
         """Planned: raises NotSupportedError."""
-        raise planned("beam_search", "the scheduler does not rank and prune branches; use generate with n > 1")
+        raise planned("beam_search")
 
     def embed(
         self,
@@ -228,7 +228,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Planned: raises NotSupportedError."""
-        raise planned("embed", "encoder models and pooling are missing")
+        raise planned("embed")
 
     def classify(
         self,
@@ -238,7 +238,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Planned: raises NotSupportedError."""
-        raise planned("classify", "models with a classification head and pooling are missing")
+        raise planned("classify")
 
     def score(
         self,
@@ -251,7 +251,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Planned: raises NotSupportedError."""
-        raise planned("score", "cross-encoder and embedding models are missing")
+        raise planned("score")
 
 
 class OutputStream(Iterator[RequestOutput]):
@@ -260,9 +260,14 @@ class OutputStream(Iterator[RequestOutput]):
     def __init__(self, shared: SharedEngine, call: Call) -> None:
         self._shared = shared
         self._call = call
+        self._has_tokens = False
 
     def __next__(self) -> RequestOutput:
-        """Raises UsageError if the LLM was closed meanwhile, WorkerDied if its engine ended."""
+        """Return the next delta.
+
+        Raises RequestError if the engine ends the request before its first token, UsageError if the LLM was closed
+        meanwhile, WorkerDied if its engine ended.
+        """
         try:
             with self._shared.entered():
                 output = self._shared.next_output(self._call)
@@ -271,6 +276,9 @@ class OutputStream(Iterator[RequestOutput]):
             raise
         if output is None:
             raise StopIteration
+        self._has_tokens = self._has_tokens or any(part.token_ids for part in output.outputs)
+        if output.error is not None and not self._has_tokens:
+            raise RequestError(output.error, "prompt")
         return output
 
     def close(self) -> None:

@@ -1,295 +1,219 @@
-"""AsyncLLM over an engine on a thread: streams, cancellation, aborts, refusals, a dying engine, an idle one."""
+"""AsyncLLM: loading, whole outputs and deltas, closing, and what it has in common with LLM."""
 
 import asyncio
-import contextlib
-import dataclasses
-import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future
+import inspect
+import itertools
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from pagoda import AsyncLLM, RequestError, RequestOutput, SamplingParams, WorkerDied
-from pagoda.base.errors import ConfigError
-from pagoda.core.executor import Executor
-from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
-from pagoda.engine.engine_core import EngineCore
+from pagoda import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    ConfigError,
+    NotSupportedError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    UsageError,
+)
+from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.output_processor import OutputKind, OutputProcessor
 from pagoda.engine.thread_client import ThreadClient
-from pagoda.executors.fake import FakeExecutor
-from pagoda.llm import LLM
 from tests.cached_models import cached_model
-from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
+from tests.fake_engine import byte_inputs, fake_core
 
 SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 LONG = SamplingParams(max_tokens=240, seed=1, ignore_eos=True)
+HI = [{"role": "user", "content": "hi"}]
 
 
-def run(test: Callable[[AsyncLLM], Awaitable[None]], executor: Executor | None = None, step_s: float = 0.0) -> None:
-    """Run `test` on an AsyncLLM of its own; the engine's thread must be gone afterwards."""
-
+def run(test: Callable[[AsyncLLM], Awaitable[None]], step_s: float = 0.0) -> None:
     async def main() -> None:
-        client = ThreadClient(lambda: fake_core(executor, step_s=step_s))
+        client = ThreadClient(lambda: fake_core(step_s=step_s))
         await client.start()
-        async with AsyncLLM(client, byte_inputs()) as llm:
+        async with AsyncLLM.over(AsyncEngine(client, byte_inputs())) as llm:
             await test(llm)
 
     asyncio.run(asyncio.wait_for(main(), 30))
-    assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-engine"]
 
 
-async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams = SHORT, **more: Any) -> list[RequestOutput]:
-    return [output async for output in llm.generate(prompt, params, **more)]
+async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def expected_text(prompt: str, params: SamplingParams = SHORT) -> str:
+def whole(prompt: Any) -> RequestOutput:
     with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
-        return llm.generate(prompt, params)[0].outputs[0].text
+        return llm.generate(prompt, SHORT)[0]
 
 
-def test_many_at_once_each_as_if_alone() -> None:
-    prompts = [f"prompt {i}" for i in range(30)]
-    expected = [expected_text(prompt) for prompt in prompts]
+def test_generate_yields_everything_so_far_and_stream_what_is_new() -> None:
+    expected = whole("p").outputs[0]
 
     async def test(llm: AsyncLLM) -> None:
-        results = await asyncio.gather(*(collect(llm, prompt) for prompt in prompts))
-        assert [outputs[-1].outputs[0].text for outputs in results] == expected
-        assert all(outputs[-1].finished for outputs in results)
-        assert [outputs[-1].prompt for outputs in results] == prompts
+        outputs = [output.outputs[0].text async for output in llm.generate("p", SHORT)]
+        assert outputs[-1] == expected.text
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(outputs))
+        deltas = [output.outputs[0] async for output in llm.stream("p", SHORT)]
+        assert "".join(delta.text for delta in deltas) == expected.text
+        assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
+        assert len(deltas) > 1
+
+    run(test, step_s=0.002)
+
+
+def test_chats() -> None:
+    expected = whole("<user>hi\n<assistant>").outputs[0]
+
+    async def test(llm: AsyncLLM) -> None:
+        *_, last = [output async for output in llm.chat(HI, SHORT)]
+        assert (last.prompt, last.finished) == ("<user>hi\n<assistant>", True)
+        deltas = [output.outputs[0].text async for output in llm.stream_chat(HI, SHORT, template_kwargs={"x": 1})]
+        assert "".join(deltas) == last.outputs[0].text == expected.text
 
     run(test)
 
 
-@pytest.mark.parametrize("kind", list(OutputKind))
-def test_kinds(kind: OutputKind) -> None:
-    expected = expected_text("p")
+def test_both_classes_have_the_same_methods_with_the_same_arguments() -> None:
+    names = {"generate", "chat", "stream", "stream_chat", "beam_search", "embed", "classify", "score", "close"}
+    for name in (*names, "get_tokenizer"):
+        assert callable(getattr(LLM, name))
+        assert callable(getattr(AsyncLLM, name))
+    assert inspect.signature(LLM.__init__) == inspect.signature(AsyncLLM.__init__)
+    for name in ("generate", "chat", "stream", "stream_chat"):
+        ours, theirs = inspect.signature(getattr(AsyncLLM, name)), inspect.signature(getattr(LLM, name))
+        assert list(ours.parameters)[2] == list(theirs.parameters)[2] == "sampling_params"
 
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda llm: llm.generate("", SHORT), "empty"),
+        (lambda llm: llm.generate(["a", "b"], SHORT), "the prompt is a list of str"),
+        (lambda llm: llm.generate(HI, SHORT), "pass them to chat"),
+        (lambda llm: llm.stream({"role": "user"}, SHORT), "pass messages to chat"),
+        (lambda llm: llm.chat("hi", SHORT), "messages is str"),
+        (lambda llm: llm.chat(["a", "b"], SHORT), r"messages\[0\] is str"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "sampling_params is dict"),
+    ],
+    ids=["empty", "strings", "messages", "message", "chat of a string", "chat of strings", "params"],
+)
+def test_mistakes_raise_before_anything_runs(call: Callable[[AsyncLLM], Any], says: str) -> None:
     async def test(llm: AsyncLLM) -> None:
-        outputs = await collect(llm, "p", kind=kind)
-        if kind is OutputKind.DELTA:
-            assert "".join(output.outputs[0].text for output in outputs) == expected
-            assert sum(len(output.outputs[0].token_ids) for output in outputs) == 8
-        else:
-            assert outputs[-1].outputs[0].text == expected
-            assert kind is OutputKind.CUMULATIVE or len(outputs) == 1
+        with pytest.raises(RequestError, match=says):
+            await anext(call(llm))
 
     run(test)
 
 
-def test_a_stop_string_frees_the_engine() -> None:
+def test_closing_ends_what_is_in_flight_and_refuses_the_rest() -> None:
     async def test(llm: AsyncLLM) -> None:
-        tokens = (await collect(llm, "go", LONG))[-1].outputs[0].token_ids
-        at = next(i for i, token in enumerate(tokens) if 33 <= token < 127)
-        stop = chr(tokens[at])
-        params = SamplingParams(max_tokens=240, seed=1, stop=stop, ignore_eos=True)  # type: ignore[arg-type]
-        last = (await collect(llm, "go", params))[-1].outputs[0]
-        assert (last.finish_reason, last.stop_reason) == ("stop", stop)
-        assert last.token_ids == tokens[: at + 1]
-        await until(lambda: llm.stats().num_running == 0)
-
-    run(test)
-
-
-def test_leaving_the_iteration_aborts_the_request() -> None:
-    async def test(llm: AsyncLLM) -> None:
-        async with contextlib.aclosing(llm.generate("p", LONG)) as outputs:
-            async for _ in outputs:
-                break
-        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
-        assert (await collect(llm, "next"))[-1].finished
-
-    run(test, step_s=0.01)
-
-
-def test_cancelling_the_reader_aborts_the_request() -> None:
-    async def test(llm: AsyncLLM) -> None:
-        reader = asyncio.create_task(collect(llm, "p", LONG))
-        await until(lambda: llm.stats().num_running == 1)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
-
-    run(test, step_s=0.01)
-
-
-def test_abort_tells_the_reader() -> None:
-    async def test(llm: AsyncLLM) -> None:
-        reader = asyncio.create_task(collect(llm, "p", LONG, request_id="mine"))
-        await until(lambda: llm.stats().num_running == 1)
-        assert await llm.abort(["mine", "unknown"]) == ["mine"]
-        last = (await reader)[-1]
-        assert last.finished
-        assert last.outputs[0].finish_reason == "abort"
-        assert await llm.abort(["mine"]) == []
-
-    run(test, step_s=0.01)
-
-
-def test_bad_requests_are_refused_before_they_run() -> None:
-    async def test(llm: AsyncLLM) -> None:
-        with pytest.raises(RequestError, match="empty"):
-            await collect(llm, "")
-        with pytest.raises(RequestError, match="vocabulary"):
-            await collect(llm, "x", SamplingParams(stop_token_ids=[999]))  # type: ignore[arg-type]
-        request = await llm.prepare("x", LONG, "same")
-        stream = llm.stream(request)
+        stream = llm.stream("p", LONG)
         await anext(stream)
-        with pytest.raises(RequestError, match="'same' is in use"):
-            await llm.prepare("y", SHORT, "same")
-        await stream.aclose()
-        assert (await collect(llm, "y", request_id="same"))[-1].finished
+        await llm.close()
+        with pytest.raises(UsageError, match="closed while it generated"):
+            await collect(stream)
+        with pytest.raises(UsageError, match="this AsyncLLM is closed"):
+            await anext(llm.generate("p", SHORT))
+        with pytest.raises(UsageError, match="this AsyncLLM is closed"):
+            await llm.start()
+        await llm.close()
 
     run(test, step_s=0.005)
 
 
-class DyingExecutor(FakeExecutor):
-    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        if self.num_steps == 4:
-            self.shutdown()
-        return super().submit(output)
-
-
-def test_a_dead_engine_fails_every_reader_and_later_requests() -> None:
+def test_it_belongs_to_one_event_loop() -> None:
     async def test(llm: AsyncLLM) -> None:
-        results = await asyncio.gather(*(collect(llm, p, LONG) for p in ("a", "b")), return_exceptions=True)
-        assert [type(result) for result in results] == [WorkerDied, WorkerDied]
-        with pytest.raises(WorkerDied):
-            await collect(llm, "c")
+        await llm.start()
 
-    run(test, DyingExecutor(64, MAX_LEN, vocab_size=258))
+        async def elsewhere() -> None:
+            with pytest.raises(UsageError, match="another event loop"):
+                await anext(llm.generate("p", SHORT))
+
+        await asyncio.to_thread(asyncio.run, elsewhere())
+
+    run(test)
 
 
-def test_a_defect_of_the_engine_is_told_as_its_death() -> None:
-    class Defective(EngineCore):
-        def step(self) -> Any:
-            raise KeyError("a defect")
+def _use_in_child(llm: AsyncLLM) -> None:
+    async def use() -> None:
+        try:
+            await anext(llm.generate("p", SHORT))
+        except UsageError as error:
+            if "is a fork of it" in str(error):
+                await llm.close()
+                os._exit(7)
 
+    asyncio.run(use())
+
+
+def test_a_forked_child_gets_an_error() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        child = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(llm,))
+        await asyncio.to_thread(child.start)
+        await asyncio.to_thread(child.join, 20)
+        assert child.exitcode == 7
+
+    run(test)
+
+
+def test_planned_methods_say_what_they_wait_for() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        for call in (
+            llm.embed("a"),
+            llm.classify("a"),
+            llm.score("a", "b"),
+            llm.beam_search("a", BeamSearchParams(2, 8)),
+        ):
+            with pytest.raises(NotSupportedError, match="is planned and not available yet: "):
+                await call
+
+    run(test)
+    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+        for method, arguments in (
+            (llm.embed, ("a",)),
+            (llm.classify, ("a",)),
+            (llm.score, ("a", "b")),
+            (llm.beam_search, ("a", BeamSearchParams(2, 8))),
+        ):
+            with pytest.raises(NotImplementedError, match=f"{method.__name__} is planned and not available yet: "):
+                method(*arguments)
+
+
+def test_options_are_checked_when_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        AsyncLLM(max_num_sequences=3)
+    with pytest.raises(ConfigError, match="max_num_seqs=0"):
+        AsyncLLM(max_num_seqs=0)
+    with pytest.raises(ConfigError, match="port is an option of `pagoda serve`"):
+        AsyncLLM(port=8000)
+
+
+def test_a_load_that_fails_may_be_tried_again() -> None:
     async def main() -> None:
-        core = fake_core()
-        core.__class__ = Defective
-        client = ThreadClient(lambda: core)
-        await client.start()
-        async with AsyncLLM(client, byte_inputs()) as llm:
-            with pytest.raises(WorkerDied, match="a defect"):
-                await collect(llm, "a")
+        llm = AsyncLLM("smollm2-136m")
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="smollm2-135m"):
+                await llm.start()
+        await llm.close()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda args: None)  # the thread's own traceback is for the log
-        asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_what_goes_wrong_while_loading_is_raised_by_start() -> None:
-    def build() -> EngineCore:
-        raise ConfigError("no such model")
-
-    async def start() -> None:
-        await ThreadClient(build).start()
-
-    with pytest.raises(ConfigError, match="no such model"):
-        asyncio.run(start())
-
-
-def test_shutting_down_ends_what_is_in_flight() -> None:
-    async def test(llm: AsyncLLM) -> None:
-        reader = asyncio.create_task(collect(llm, "p", LONG))
-        await until(lambda: llm.stats().num_running == 1)
-        await llm.shutdown()
-        assert (await reader)[-1].outputs[0].finish_reason == "abort"
-        await llm.shutdown()
-
-    run(test, step_s=0.01)
-
-
-def test_an_idle_engine_uses_no_cpu() -> None:
-    async def test(llm: AsyncLLM) -> None:
-        await collect(llm, "p")
-        before = time.process_time()
-        await asyncio.sleep(0.3)
-        assert time.process_time() - before < 0.1
-
-    run(test)
-
-
-def test_text_services() -> None:
-    async def test(llm: AsyncLLM) -> None:
-        assert await llm.encode("é") == list("é".encode())
-        assert await llm.encode("x" * 5000) == [120] * 5000
-        assert llm.decode([104, 105, 257]) == "hi<eos>"
-        assert await llm.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "\ufffd"]
-        rendered = await llm.render_chat([{"role": "user", "content": "hi"}])
-        assert rendered.text == "<user>hi\n<assistant>"
-        assert llm.tokenizer_facts()["vocab_size"] == 258
-        assert await llm.reset_prefix_cache()
-
-    run(test)
+    asyncio.run(main())
 
 
 def test_smollm2_answers() -> None:
     cached_model("smollm2-135m")
 
+    async def last_text(llm: AsyncLLM) -> str:
+        greedy = SamplingParams(max_tokens=4, temperature=0.0)
+        return [output async for output in llm.generate("The capital of France is", greedy)][-1].outputs[0].text
+
     async def main() -> None:
-        options = {"max_num_seqs": 4, "max_model_len": 512, "kv_cache_memory": 64 << 20}
-        async with await AsyncLLM.create(**options) as llm:
-            greedy = SamplingParams(max_tokens=4, temperature=0.0)
-            texts = await asyncio.gather(*(_last_text(llm, "The capital of France is", greedy) for _ in range(3)))
+        async with AsyncLLM("smollm2-135m", max_num_seqs=4, max_model_len=512, kv_cache_memory="64MiB") as llm:
+            texts = await asyncio.gather(*(last_text(llm) for _ in range(3)))
             assert all(text.startswith(" Paris") for text in texts)
 
     asyncio.run(main())
-
-
-def _last_text(llm: AsyncLLM, prompt: str, params: SamplingParams) -> Coroutine[Any, Any, str]:
-    async def read() -> str:
-        return (await collect(llm, prompt, params))[-1].outputs[0].text
-
-    return read()
-
-
-def test_the_loop_turns_while_the_logprobs_of_a_long_prompt_are_read() -> None:
-    size = 2000
-    columns = LogprobColumns(np.ones((size, 21), np.int32), np.zeros((size, 21), np.float32), np.ones(size, np.int32))
-
-    async def test(llm: AsyncLLM) -> None:
-        client = llm._client
-        plain = client.next_outputs
-
-        async def with_logprobs() -> EngineCoreOutputs:
-            outputs = await plain()
-            return dataclasses.replace(outputs, prompt_logprobs=dict.fromkeys(outputs.handles.tolist(), columns))
-
-        client.next_outputs = with_logprobs  # type: ignore[method-assign]
-        reads: list[int] = []
-        read = OutputProcessor.read_prompt_logprobs
-        turns = 0
-
-        def counting(processor: OutputProcessor, outputs: EngineCoreOutputs) -> Iterator[None]:
-            for _ in read(processor, outputs):
-                reads.append(turns)
-                yield
-
-        async def turn() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        OutputProcessor.read_prompt_logprobs = counting  # type: ignore[method-assign]
-        turning = asyncio.create_task(turn())
-        try:
-            await collect(llm, "p", SamplingParams(max_tokens=1, prompt_logprobs=20))
-        finally:
-            OutputProcessor.read_prompt_logprobs = read  # type: ignore[method-assign]
-            turning.cancel()
-        assert len(reads) >= size / 64
-        assert len(set(reads)) == len(reads), "two pieces were read without a turn of the loop between them"
-
-    run(test)

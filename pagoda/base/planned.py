@@ -1,8 +1,15 @@
-"""Features of the public interface that are planned, and what each still needs."""
+"""Features of the public interface that are planned, and what each of them waits for."""
 
 from pagoda.base.errors import NotSupportedError
 
+_MISSING = {
+    "beam_search": "the scheduler does not rank and prune branches; use generate with n > 1",
+    "embed": "encoder models and pooling are missing",
+    "classify": "models with a classification head and pooling are missing",
+    "score": "cross-encoder and embedding models are missing",
+}
 
-def planned(name: str, missing: str) -> NotSupportedError:
-    """Return the error that a planned feature raises."""
-    return NotSupportedError(f"{name} is planned and not available yet: {missing}")
+
+def planned(name: str) -> NotSupportedError:
+    """Return the error that the planned method `name` raises."""
+    return NotSupportedError(f"{name} is planned and not available yet: {_MISSING[name]}")

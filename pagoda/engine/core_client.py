@@ -1,4 +1,4 @@
-"""EngineCoreClient: how AsyncLLM reaches an engine core, wherever it runs."""
+"""EngineCoreClient: how AsyncEngine reaches an engine core, wherever it runs."""
 
 from typing import Protocol
 

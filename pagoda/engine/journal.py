@@ -167,7 +167,7 @@ class Journal:
 
     @staticmethod
     def part_id(request_id: str, branch: int) -> str:
-        """An id that no caller's request has: AsyncLLM takes none with control characters."""
+        """An id that no caller's request has: AsyncEngine takes none with control characters."""
         return f"{request_id}\x1f{branch}"
 
     def engine_ids(self, request_id: str) -> list[str]:

@@ -81,7 +81,7 @@ class ProcessClient:
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
 
-    # ---- what AsyncLLM calls
+    # ---- what AsyncEngine calls
 
     async def start(self) -> wire.EngineFacts:
         """Start the engine; return its facts once it is ready.

@@ -1,4 +1,4 @@
-"""ThreadClient: an engine core on a thread of this process, for AsyncLLM without a second process."""
+"""ThreadClient: an engine core on a thread of this process, for AsyncEngine without a second process."""
 
 import asyncio
 import logging

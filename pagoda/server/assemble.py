@@ -3,8 +3,8 @@
 import asyncio
 
 from pagoda.assemble import resolve_engine
-from pagoda.async_llm import AsyncLLM
 from pagoda.base.config import EngineConfig, ServerConfig
+from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.input_processor import build_input_processor
 from pagoda.engine.process_client import ProcessClient
 from pagoda.engine.wire import EngineFacts
@@ -39,7 +39,7 @@ async def build_state(
     if server.tool_call_parser not in ("auto", "none"):
         TOOL_PARSERS[server.tool_call_parser]  # an unknown name is an error here, not at the first request
     return ServerState(
-        generator=Generator(AsyncLLM(client, inputs), Admission(_limits(server)), metrics),
+        generator=Generator(AsyncEngine(client, inputs), Admission(_limits(server)), metrics),
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
         chat_template=source,

@@ -15,11 +15,11 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from pagoda.async_llm import AsyncLLM
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
+from pagoda.engine.async_engine import AsyncEngine
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.errors import ApiError
@@ -188,9 +188,9 @@ class LiveIds:
 
 
 class Generator:
-    """Begins generations on one AsyncLLM."""
+    """Begins generations on one AsyncEngine."""
 
-    def __init__(self, llm: AsyncLLM, admission: Admission, metrics: ServerMetrics) -> None:
+    def __init__(self, llm: AsyncEngine, admission: Admission, metrics: ServerMetrics) -> None:
         self.llm = llm
         self.metrics = metrics
         self.admission = admission

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pagoda.assemble import resolve_engine
-from pagoda.async_llm import AsyncLLM
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.input_processor import build_input_processor
 from pagoda.engine.output_processor import OutputKind
 from pagoda.engine.process_client import ProcessClient
@@ -21,7 +21,7 @@ from pagoda.engine.process_client import ProcessClient
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
 
 
-async def collect(llm: AsyncLLM, name: str, n: int = 1, max_tokens: int = 60) -> list[RequestOutput]:
+async def collect(llm: AsyncEngine, name: str, n: int = 1, max_tokens: int = 60) -> list[RequestOutput]:
     params = SamplingParams(n=n, max_tokens=max_tokens, seed=7, ignore_eos=True)
     prompt = [10 + (len(name) * 7 + i) % 90 for i in range(20)]
     return [output async for output in llm.generate(prompt, params, name, kind=OutputKind.DELTA)]
@@ -36,7 +36,7 @@ def tokens(outputs: list[RequestOutput]) -> dict[int, list[int]]:
 
 
 def run(
-    work: Callable[[AsyncLLM, ProcessClient], Awaitable[None]],
+    work: Callable[[AsyncEngine, ProcessClient], Awaitable[None]],
     module: str = "tests.engine.poisoned_engine",
     step_timeout_s: float = 60.0,
 ) -> None:
@@ -45,7 +45,8 @@ def run(
         client = ProcessClient(config, step_timeout_s, module)
         facts = await client.start()
         setup = resolve_engine(config)
-        llm = AsyncLLM(client, build_input_processor(config, setup.files, setup.spec.vocab_size, facts.max_model_len))
+        inputs = build_input_processor(config, setup.files, setup.spec.vocab_size, facts.max_model_len)
+        llm = AsyncEngine(client, inputs)
         try:
             await asyncio.wait_for(work(llm, client), 100)
         finally:
@@ -58,7 +59,7 @@ NAMES = ["a", "bb", "ccc", "dddd"]
 
 
 def test_requests_go_on_after_kills_as_if_nothing_had_happened() -> None:
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name, n=1 + i % 2 * 2)) for i, name in enumerate(NAMES)]
 
         async def killer() -> None:
@@ -82,7 +83,7 @@ def test_requests_go_on_after_kills_as_if_nothing_had_happened() -> None:
 
 
 def test_a_request_that_kills_twice_is_refused_and_the_others_go_on() -> None:
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name)) for name in NAMES]
         poison = asyncio.create_task(collect(llm, "poison"))
         disturbed = await asyncio.gather(*(collect(llm, name) for name in NAMES))
@@ -98,7 +99,7 @@ def test_a_request_that_kills_twice_is_refused_and_the_others_go_on() -> None:
 
 
 def test_a_hung_step_counts_as_a_death() -> None:
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = tokens(await collect(llm, "a"))
         hang = asyncio.create_task(collect(llm, "hang"))
         assert tokens(await collect(llm, "a")) == undisturbed
@@ -109,7 +110,7 @@ def test_a_hung_step_counts_as_a_death() -> None:
 
 
 def test_aborts_reach_the_engine_in_every_life() -> None:
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         async def leave(name: str) -> None:
             params = SamplingParams(n=2, max_tokens=400, ignore_eos=True)
             stream = llm.generate([5] * 40, params, name, kind=OutputKind.DELTA)
@@ -146,7 +147,7 @@ def test_who_waits_hears_when_no_engine_can_be_started_any_more(
     monkeypatch.setenv("ENGINE_LIVES_FILE", str(tmp_path / "lives"))
     monkeypatch.setenv("ENGINE_LIVES", "1")
 
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         waiting = asyncio.create_task(collect(llm, "a", max_tokens=400))
         while not client.stats().num_running:
             await asyncio.sleep(0.005)
@@ -164,7 +165,7 @@ def test_who_waits_hears_when_no_engine_can_be_started_any_more(
 
 
 def test_a_reset_while_the_engine_starts_again_is_done_at_once() -> None:
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         await collect(llm, "a", max_tokens=3)
         assert client.engine_pid is not None
         os.kill(client.engine_pid, signal.SIGKILL)

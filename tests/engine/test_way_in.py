@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pagoda.async_llm import AsyncLLM
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
+from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.journal import Journal, JournalEntry
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.output_processor import OutputProcessor
@@ -27,7 +27,7 @@ from tests.fake_engine import byte_inputs, fake_core
 
 STEP_TIMEOUT_S = 0.6
 MODULE = "tests.engine.faulty_engine"
-Work = Callable[[AsyncLLM, ProcessClient], Awaitable[None]]
+Work = Callable[[AsyncEngine, ProcessClient], Awaitable[None]]
 
 
 def unencodable(request: Request) -> Request:
@@ -35,7 +35,7 @@ def unencodable(request: Request) -> Request:
     return dataclasses.replace(request, cache_salt="\ud800")
 
 
-async def ask(llm: AsyncLLM, name: str, spoil: Callable[[Request], Request] = lambda request: request) -> str:
+async def ask(llm: AsyncEngine, name: str, spoil: Callable[[Request], Request] = lambda request: request) -> str:
     """Run one request; the error it ended with."""
     request = await llm.prepare([5] * 20, SamplingParams(max_tokens=30, n=2, ignore_eos=True), name)
     try:
@@ -45,7 +45,7 @@ async def ask(llm: AsyncLLM, name: str, spoil: Callable[[Request], Request] = la
     return last.error or ""
 
 
-async def assert_clean(llm: AsyncLLM, client: ProcessClient) -> None:
+async def assert_clean(llm: AsyncEngine, client: ProcessClient) -> None:
     """Nothing of any request is left anywhere, and an idle engine is not taken for hung."""
     assert len(client._journal) == 0
     assert llm._outputs.live_ids == []
@@ -75,7 +75,7 @@ def test_whatever_fails_on_the_way_in_leaves_nothing_behind(monkeypatch: pytest.
     monkeypatch.setattr(OutputProcessor, "open", fail_for("in-outputs", OutputProcessor.open, 1))
     monkeypatch.setattr(ProcessClient, "_send_bytes", fail_for("in-send", ProcessClient._send_bytes, 1))
 
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = tokens(await collect(llm, "a"))
         other = asyncio.create_task(collect(llm, "b"))  # the same prompt as "a"
         errors = {name: await ask(llm, name) for name in ("in-journal", "in-outputs", "in-send")}
@@ -108,7 +108,7 @@ def test_an_entry_that_cannot_be_replayed_ends_alone(
     faults = tmp_path / "faults"
     monkeypatch.setenv("REPLAY_FAULTS", str(faults))
 
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = tokens(await collect(llm, "a", max_tokens=200))
         victim = asyncio.create_task(collect(llm, "replay", n=3, max_tokens=400))
         other = asyncio.create_task(collect(llm, "b", max_tokens=200))
@@ -141,7 +141,7 @@ def test_an_entry_that_cannot_be_replayed_ends_alone(
 
 
 def test_a_hung_engine_is_still_noticed_when_it_hangs_before_its_first_step() -> None:
-    async def work(llm: AsyncLLM, client: ProcessClient) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         await collect(llm, "a", max_tokens=3)
         assert client.engine_pid is not None
         os.kill(client.engine_pid, signal.SIGSTOP)
@@ -172,7 +172,7 @@ def test_an_engine_on_a_thread_refuses_what_fails_to_enter_and_goes_on(monkeypat
     async def main() -> None:
         client = ThreadClient(fake_core)
         await client.start()
-        async with AsyncLLM(client, byte_inputs()) as llm:
+        async with AsyncEngine(client, byte_inputs()) as llm:
             for name in ("early", "late"):
                 assert "RuntimeError: injected" in await ask(llm, name)
             assert await ask(llm, "fine") == ""
@@ -223,7 +223,7 @@ def test_output_that_cannot_be_read_ends_its_request_only() -> None:
         faulty = Faulty()
         inputs.tokenizer = faulty  # type: ignore[assignment]
         params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
-        async with AsyncLLM(client, inputs) as llm:
+        async with AsyncEngine(client, inputs) as llm:
 
             async def generate(prompt: list[int]) -> RequestOutput:
                 return [output async for output in llm.generate(prompt, params)][-1]

@@ -1,0 +1,276 @@
+"""AsyncEngine: requests as async iterators over an engine core, wherever that runs; leaving an iterator ends it."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from pagoda.base.clock import Clock, SystemClock
+from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.outputs import RequestOutput
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import Request, RequestStatus
+from pagoda.engine.chat_template import Message
+from pagoda.engine.core_client import EngineCoreClient
+from pagoda.engine.input_processor import InputProcessor, Prompt, RenderedChat, text_of
+from pagoda.engine.mailbox import Mailbox
+from pagoda.engine.output_processor import OutputKind, OutputProcessor
+from pagoda.engine.text_threads import TextThreads
+from pagoda.engine.tokenizer import LONG_TEXT_CHARS
+from pagoda.engine.wire import EngineStats
+
+logger = logging.getLogger("pagoda")
+
+_LONG_TEXT_TOKENS = 2048
+"""Token ids of this number are turned into text on a thread."""
+
+
+class AsyncEngine:
+    """Prompts in, texts out, for one event loop. The server and AsyncEngine are built on it."""
+
+    def __init__(self, client: EngineCoreClient, input_processor: InputProcessor, clock: Clock | None = None) -> None:
+        """client: started already; shut down by `shutdown`.   clock: the engine's."""
+        self.input_processor = input_processor
+        self._client = client
+        self._clock = clock if clock is not None else SystemClock()
+        self._outputs = OutputProcessor(input_processor.tokenizer)
+        self._readers: dict[str, Mailbox] = {}
+        self._threads = TextThreads()
+        self._pump: asyncio.Task[None] | None = None
+        self._died: WorkerDied | None = None
+
+    async def shutdown(self) -> None:
+        """End the engine; requests in flight end as aborted. Idempotent."""
+        self._deliver(self._outputs.abort(self._outputs.live_ids, self._clock.now()))
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+            self._pump = None
+        self._threads.shutdown()
+        await self._client.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    # ---- requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        kind: OutputKind = OutputKind.CUMULATIVE,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The request's output as it grows; the last has `finished`.
+
+        Raises RequestError before anything runs, WorkerDied when the engine is gone for good. A request that the engine
+        itself ends with an error has `error` set in its last output. Leaving the iteration aborts the request.
+        """
+        request = await self.prepare(
+            prompt, sampling_params or SamplingParams(), request_id, priority=priority, cache_salt=cache_salt
+        )
+        async with contextlib.aclosing(self.stream(request, kind, text_of(prompt))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """Tokenise and check. Raises RequestError; nothing runs until `stream`.
+
+        add_special_tokens: those that the tokenizer puts around a prompt that is text.
+        """
+        arrival_time_s = self._clock.now()
+        self.input_processor.check_before_tokenising(prompt, params)
+        text = text_of(prompt)
+        token_ids: Sequence[int] | Any
+        if text is not None and len(text) >= LONG_TEXT_CHARS:
+            token_ids = await self._threads.run(
+                len(text), self.input_processor.token_ids_of, prompt, add_special_tokens
+            )
+        else:
+            token_ids = self.input_processor.token_ids_of(prompt, add_special_tokens)
+        if num_chars := sum(map(len, params.bad_words)):
+            params = await self._threads.run(num_chars, self.input_processor.tokenize_bad_words, params)
+        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        self._check_is_new(request_id)
+        return self.input_processor.make_request(
+            request_id,
+            token_ids,
+            params,
+            arrival_time_s=arrival_time_s,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    async def stream(
+        self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a prepared request. Close the iterator (or leave it under contextlib.aclosing) to abort it."""
+        if self._died is not None:
+            raise self._died
+        request_id = request.request_id
+        self._check_is_new(request_id)
+        try:
+            mailbox = self._readers[request_id] = Mailbox(kind)
+            self._outputs.open(request, kind, prompt)
+            if self._pump is None:
+                self._pump = asyncio.create_task(self._pump_outputs())
+            self._client.add_request(request)
+            while True:
+                output = await mailbox.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._readers.pop(request_id, None)
+            if request_id in self._outputs:
+                self._outputs.close(request_id)
+                self._client.abort([request_id])
+
+    async def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """End these; whoever reads them gets a last output with finish_reason "abort". Returns those that were live."""
+        live = [request_id for request_id in request_ids if request_id in self._outputs]
+        self._client.abort(live)
+        self._deliver(self._outputs.abort(live, self._clock.now()))
+        return live
+
+    def fail_running(self, error: Exception) -> None:
+        """End every running request: its reader gets `error` after the output it has not read yet."""
+        for mailbox in self._readers.values():
+            mailbox.fail(error)
+
+    def _check_is_new(self, request_id: str) -> None:
+        if request_id in self._outputs:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+
+    async def _pump_outputs(self) -> None:
+        """From the engine to the readers, for as long as the engine lives."""
+        try:
+            while True:
+                outputs = await self._client.next_outputs()
+                if outputs.prompt_logprobs:
+                    for _ in self._outputs.read_prompt_logprobs(outputs):
+                        await asyncio.sleep(0)
+                    outputs = dataclasses.replace(outputs, prompt_logprobs={})
+                done = self._outputs.process(outputs, self._clock.now())
+                if done.failed:
+                    self._client.abort(done.failed)
+                for request_id, branch in done.stopped:
+                    self._client.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
+                self._deliver(done.outputs)
+        except WorkerDied as error:
+            self._fail_all(error)
+        except Exception as error:  # readers would wait for ever if this task ended in silence
+            logger.exception("outputs of the engine could not be read")
+            self._fail_all(WorkerDied(f"a defect of the client: {type(error).__name__}: {error}"))
+
+    def _fail_all(self, error: WorkerDied) -> None:
+        self._died = error
+        for request_id in self._outputs.live_ids:
+            self._outputs.close(request_id)
+        for mailbox in self._readers.values():
+            mailbox.fail(error)
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            mailbox = self._readers.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output)
+
+    # ---- text
+
+    async def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> RenderedChat:
+        """A conversation as the model reads it (see InputProcessor.render_chat). Templates run on a thread."""
+        return await asyncio.to_thread(
+            self.input_processor.render_chat,
+            messages,
+            chat_template=chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            add_special_tokens=add_special_tokens,
+        )
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; RequestError when it is not valid Unicode."""
+        if len(text) < LONG_TEXT_CHARS:
+            return self.input_processor.encode(text, add_special_tokens)
+        return await self._threads.run(len(text), self.input_processor.encode, text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids; ids that do not exist are skipped. For few of them: it runs where it is called."""
+        return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, of any length: long ones on a thread."""
+        if len(token_ids) < _LONG_TEXT_TOKENS:
+            return self.decode(token_ids)
+        return await self._threads.run(len(token_ids), self.decode, token_ids)
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's own text; U+FFFD where it is no whole character."""
+
+        def texts() -> list[str]:
+            read = self.input_processor.tokenizer.token_bytes
+            return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
+
+        return await self._threads.run(len(token_ids), texts)
+
+    @property
+    def died(self) -> WorkerDied | None:
+        """Why no request can be served any more; None while it can."""
+        return self._died
+
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """What callers may know of the tokenizer: bos_token, eos_token, ... as text, and what belongs to them."""
+        facts = self.input_processor.tokenizer.facts
+        return {
+            **{name: facts.special_names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+            **facts.special_names,
+            "vocab_size": facts.vocab_size,
+            "bos_token_id": facts.bos_token_id,
+            "eos_token_ids": list(facts.eos_token_ids),
+            "special_token_ids": sorted(facts.special_token_ids),
+            "max_model_len": self.input_processor.limits.max_model_len,
+        }
+
+    # ---- the engine
+
+    def stats(self) -> EngineStats:
+        """The engine's last known gauges and totals."""
+        return self._client.stats()
+
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget all cached prefixes. False while blocks are in use and running requests may not be preempted."""
+        return await self._client.reset_prefix_cache(preempt_running)

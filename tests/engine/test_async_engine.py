@@ -1,0 +1,275 @@
+"""AsyncEngine over an engine on a thread: streams, cancellation, aborts, refusals, a dying engine, an idle one."""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagoda import RequestError, RequestOutput, SamplingParams, WorkerDied
+from pagoda.base.errors import ConfigError
+from pagoda.core.executor import Executor
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.output_processor import OutputKind, OutputProcessor
+from pagoda.engine.thread_client import ThreadClient
+from pagoda.executors.fake import FakeExecutor
+from pagoda.llm import LLM
+from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
+
+SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+LONG = SamplingParams(max_tokens=240, seed=1, ignore_eos=True)
+
+
+def run(test: Callable[[AsyncEngine], Awaitable[None]], executor: Executor | None = None, step_s: float = 0.0) -> None:
+    """Run `test` on an AsyncEngine of its own; the engine's thread must be gone afterwards."""
+
+    async def main() -> None:
+        client = ThreadClient(lambda: fake_core(executor, step_s=step_s))
+        await client.start()
+        async with AsyncEngine(client, byte_inputs()) as llm:
+            await test(llm)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-engine"]
+
+
+async def collect(llm: AsyncEngine, prompt: str, params: SamplingParams = SHORT, **more: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, params, **more)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def expected_text(prompt: str, params: SamplingParams = SHORT) -> str:
+    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+        return llm.generate(prompt, params)[0].outputs[0].text
+
+
+def test_many_at_once_each_as_if_alone() -> None:
+    prompts = [f"prompt {i}" for i in range(30)]
+    expected = [expected_text(prompt) for prompt in prompts]
+
+    async def test(llm: AsyncEngine) -> None:
+        results = await asyncio.gather(*(collect(llm, prompt) for prompt in prompts))
+        assert [outputs[-1].outputs[0].text for outputs in results] == expected
+        assert all(outputs[-1].finished for outputs in results)
+        assert [outputs[-1].prompt for outputs in results] == prompts
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_kinds(kind: OutputKind) -> None:
+    expected = expected_text("p")
+
+    async def test(llm: AsyncEngine) -> None:
+        outputs = await collect(llm, "p", kind=kind)
+        if kind is OutputKind.DELTA:
+            assert "".join(output.outputs[0].text for output in outputs) == expected
+            assert sum(len(output.outputs[0].token_ids) for output in outputs) == 8
+        else:
+            assert outputs[-1].outputs[0].text == expected
+            assert kind is OutputKind.CUMULATIVE or len(outputs) == 1
+
+    run(test)
+
+
+def test_a_stop_string_frees_the_engine() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        tokens = (await collect(llm, "go", LONG))[-1].outputs[0].token_ids
+        at = next(i for i, token in enumerate(tokens) if 33 <= token < 127)
+        stop = chr(tokens[at])
+        params = SamplingParams(max_tokens=240, seed=1, stop=stop, ignore_eos=True)  # type: ignore[arg-type]
+        last = (await collect(llm, "go", params))[-1].outputs[0]
+        assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+        assert last.token_ids == tokens[: at + 1]
+        await until(lambda: llm.stats().num_running == 0)
+
+    run(test)
+
+
+def test_leaving_the_iteration_aborts_the_request() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        async with contextlib.aclosing(llm.generate("p", LONG)) as outputs:
+            async for _ in outputs:
+                break
+        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
+        assert (await collect(llm, "next"))[-1].finished
+
+    run(test, step_s=0.01)
+
+
+def test_cancelling_the_reader_aborts_the_request() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        reader = asyncio.create_task(collect(llm, "p", LONG))
+        await until(lambda: llm.stats().num_running == 1)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
+
+    run(test, step_s=0.01)
+
+
+def test_abort_tells_the_reader() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        reader = asyncio.create_task(collect(llm, "p", LONG, request_id="mine"))
+        await until(lambda: llm.stats().num_running == 1)
+        assert await llm.abort(["mine", "unknown"]) == ["mine"]
+        last = (await reader)[-1]
+        assert last.finished
+        assert last.outputs[0].finish_reason == "abort"
+        assert await llm.abort(["mine"]) == []
+
+    run(test, step_s=0.01)
+
+
+def test_bad_requests_are_refused_before_they_run() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        with pytest.raises(RequestError, match="empty"):
+            await collect(llm, "")
+        with pytest.raises(RequestError, match="vocabulary"):
+            await collect(llm, "x", SamplingParams(stop_token_ids=[999]))  # type: ignore[arg-type]
+        request = await llm.prepare("x", LONG, "same")
+        stream = llm.stream(request)
+        await anext(stream)
+        with pytest.raises(RequestError, match="'same' is in use"):
+            await llm.prepare("y", SHORT, "same")
+        await stream.aclose()
+        assert (await collect(llm, "y", request_id="same"))[-1].finished
+
+    run(test, step_s=0.005)
+
+
+class DyingExecutor(FakeExecutor):
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        if self.num_steps == 4:
+            self.shutdown()
+        return super().submit(output)
+
+
+def test_a_dead_engine_fails_every_reader_and_later_requests() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        results = await asyncio.gather(*(collect(llm, p, LONG) for p in ("a", "b")), return_exceptions=True)
+        assert [type(result) for result in results] == [WorkerDied, WorkerDied]
+        with pytest.raises(WorkerDied):
+            await collect(llm, "c")
+
+    run(test, DyingExecutor(64, MAX_LEN, vocab_size=258))
+
+
+def test_a_defect_of_the_engine_is_told_as_its_death() -> None:
+    class Defective(EngineCore):
+        def step(self) -> Any:
+            raise KeyError("a defect")
+
+    async def main() -> None:
+        core = fake_core()
+        core.__class__ = Defective
+        client = ThreadClient(lambda: core)
+        await client.start()
+        async with AsyncEngine(client, byte_inputs()) as llm:
+            with pytest.raises(WorkerDied, match="a defect"):
+                await collect(llm, "a")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda args: None)  # the thread's own traceback is for the log
+        asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_what_goes_wrong_while_loading_is_raised_by_start() -> None:
+    def build() -> EngineCore:
+        raise ConfigError("no such model")
+
+    async def start() -> None:
+        await ThreadClient(build).start()
+
+    with pytest.raises(ConfigError, match="no such model"):
+        asyncio.run(start())
+
+
+def test_shutting_down_ends_what_is_in_flight() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        reader = asyncio.create_task(collect(llm, "p", LONG))
+        await until(lambda: llm.stats().num_running == 1)
+        await llm.shutdown()
+        assert (await reader)[-1].outputs[0].finish_reason == "abort"
+        await llm.shutdown()
+
+    run(test, step_s=0.01)
+
+
+def test_an_idle_engine_uses_no_cpu() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        await collect(llm, "p")
+        before = time.process_time()
+        await asyncio.sleep(0.3)
+        assert time.process_time() - before < 0.1
+
+    run(test)
+
+
+def test_text_services() -> None:
+    async def test(llm: AsyncEngine) -> None:
+        assert await llm.encode("é") == list("é".encode())
+        assert await llm.encode("x" * 5000) == [120] * 5000
+        assert llm.decode([104, 105, 257]) == "hi<eos>"
+        assert await llm.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "\ufffd"]
+        rendered = await llm.render_chat([{"role": "user", "content": "hi"}])
+        assert rendered.text == "<user>hi\n<assistant>"
+        assert llm.tokenizer_facts()["vocab_size"] == 258
+        assert await llm.reset_prefix_cache()
+
+    run(test)
+
+
+def test_the_loop_turns_while_the_logprobs_of_a_long_prompt_are_read() -> None:
+    size = 2000
+    columns = LogprobColumns(np.ones((size, 21), np.int32), np.zeros((size, 21), np.float32), np.ones(size, np.int32))
+
+    async def test(llm: AsyncEngine) -> None:
+        client = llm._client
+        plain = client.next_outputs
+
+        async def with_logprobs() -> EngineCoreOutputs:
+            outputs = await plain()
+            return dataclasses.replace(outputs, prompt_logprobs=dict.fromkeys(outputs.handles.tolist(), columns))
+
+        client.next_outputs = with_logprobs  # type: ignore[method-assign]
+        reads: list[int] = []
+        read = OutputProcessor.read_prompt_logprobs
+        turns = 0
+
+        def counting(processor: OutputProcessor, outputs: EngineCoreOutputs) -> Iterator[None]:
+            for _ in read(processor, outputs):
+                reads.append(turns)
+                yield
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        OutputProcessor.read_prompt_logprobs = counting  # type: ignore[method-assign]
+        turning = asyncio.create_task(turn())
+        try:
+            await collect(llm, "p", SamplingParams(max_tokens=1, prompt_logprobs=20))
+        finally:
+            OutputProcessor.read_prompt_logprobs = read  # type: ignore[method-assign]
+            turning.cancel()
+        assert len(reads) >= size / 64
+        assert len(set(reads)) == len(reads), "two pieces were read without a turn of the loop between them"
+
+    run(test)
