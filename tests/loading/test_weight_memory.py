@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.packed import PackedWeight
+from pagoda.kernels.linear.packed import PackedExperts, PackedWeight
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
@@ -48,7 +48,7 @@ def held_by(value: object) -> int:
             return value.panels.nbytes + (0 if value.bias is None else value.bias.nbytes)
         case LibraryLinear():
             return value.weight.nbytes + (0 if value.bias is None else value.bias.nbytes)
-        case ExpertList():
+        case ExpertList() | PackedExperts():
             return sum(map(held_by, value.weights))
         case _:
             raise TypeError(type(value).__name__)
