@@ -32,6 +32,10 @@ def check_invariants(
     table.check()
     kv.check(rows)
     _check_counts(table, rows, in_flight)
+    active = set(rows.tolist())
+    for name, kept in (("prefilling", batch.prefilling), ("leaders", batch.leaders), ("drafts", table.drafts)):
+        if not kept.keys() <= active:
+            raise InvariantBroken(f"{name} has rows {sorted(kept.keys() - active)}, which have no sequence")
     num_seqs = sum(_check_place(request, waiting, swapped, batch) for request in requests.values())
     if len(waiting) + len(swapped) + len(batch.requests) != len(requests):
         raise InvariantBroken("a queue holds a request that has ended")

@@ -1,5 +1,6 @@
 """Rig: a scheduler on the bench, driven step by step with small numbers, answering in plain ones."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ class Rig:
         max_model_len: int = 256,
         groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),),
         encoder_decoder: bool = False,
+        is_grammar_ready: Callable[[Request], bool] | None = None,
         block_size: int = 4,
         enable_prefix_caching: bool = False,
         watermark: float = 0.0,
@@ -60,6 +62,7 @@ class Rig:
             self.clock,
             num_host_blocks=num_host_blocks,
             encoder_decoder=encoder_decoder,
+            is_grammar_ready=is_grammar_ready,
         )
         self.requests: list[Request] = []
         self.owners: dict[int, str] = {}

@@ -231,6 +231,33 @@ def test_invariants(machine: type[SchedulerMachine]) -> None:
     run_state_machine_as_test(machine, settings=QUICK)
 
 
+def test_siblings_that_return_together_need_no_encoder() -> None:
+    """Three outputs of a short prompt lose their first tokens to a reset: the two that share the leader's filled
+    cross-attention blocks start at 0, and the encoder's budget for one of them does not hold back the other."""
+    setting = Setting(
+        SchedulerConfig(
+            max_num_seqs=3,
+            max_num_batched_tokens=24,
+            scheduling_mode=SchedulingMode.PHASED,
+            admit_whole_prompt=False,
+            encoder_budget=6,
+            encoder_cache_tokens=64,
+        ),
+        CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+        (FULL, CROSS),
+        num_blocks=4,
+        max_model_len=24,
+        encoder_decoder=True,
+    )
+    traffic = Traffic(setting)
+    sampling = SamplingParams(n=3, max_tokens=1, temperature=1.0)
+    traffic.add(make_request(1, [0, 1, 2], sampling, encoder_len=4, media=(MediaItem("audio", 0, 4),)))
+    traffic.plan()
+    traffic.reset(preempt_running=True)
+    traffic.deliver()
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:

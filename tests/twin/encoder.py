@@ -74,8 +74,8 @@ class EncoderDesk:
             if want <= 0:
                 break
             if self.encoder_decoder:
-                if computed > 0:
-                    break  # the cross-attention table was filled in the first step
+                if any(branch.computed for branch in live.branches):
+                    break  # the request's first branch to compute anything filled the cross-attention table
             elif item.offset + item.length <= computed or item.offset >= computed + want:
                 continue
             if self.whole_only and computed < item.offset and computed + want < item.offset + item.length:

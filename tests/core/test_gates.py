@@ -1,0 +1,111 @@
+"""Gates: uniform answers, balanced enter and leave, and what it takes to add one."""
+
+import random
+
+import pytest
+
+from pagoda.core import gates
+from pagoda.core.decision_log import Held, Reason
+from pagoda.core.gates import GATES, Gate, GateContext, Hold, Skip
+from pagoda.core.queues import RequestQueue
+from pagoda.core.request import LoraRef, RequestState
+from pagoda.core.step_plan import StepPlan
+from tests.core.rig import Rig
+
+
+def test_a_request_waits_for_its_grammar_and_others_pass() -> None:
+    ready: set[str] = set()
+    rig = Rig(decision_log_steps=8, is_grammar_ready=lambda request: request.request_id in ready)
+    ready.add("b")
+    rig.add("a", 4)
+    rig.add("b", 4)
+    assert rig.step().scheduled == {"b": 4}
+    assert rig.waiting == ["a"]
+    assert rig.scheduler.explain.of_request("a") == [(1, Held("a", Reason.GRAMMAR, stops_queue=False))]
+    ready.add("a")
+    assert rig.step().scheduled == {"b": 1, "a": 4}
+
+
+class EvenHandles(Gate):
+    """An example: only requests with even handles, and of the others it skips what `skip` says."""
+
+    skip = Skip.REQUEST
+
+    def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
+        return Hold(Reason.GRAMMAR, self.skip) if request.facts.handle % 2 else None
+
+
+@pytest.mark.parametrize(("skip", "entered"), [(Skip.REQUEST, ["b", "d"]), (Skip.KEY, ["b"]), (Skip.QUEUE, [])])
+def test_adding_a_gate_is_a_class_and_a_line(skip: Skip, entered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """a and d have an adapter: closing a's key holds d back too; stopping the queue holds back everything after a."""
+    monkeypatch.setattr(gates, "GATES", (*GATES, EvenHandles))
+    monkeypatch.setattr(EvenHandles, "skip", skip)
+    rig = Rig()
+    adapter = LoraRef("x")
+    for name, lora in (("a", adapter), ("b", None), ("c", None), ("d", adapter)):
+        rig.add(name, 3, lora=lora)
+    rig.step()
+    assert rig.running == entered
+    assert rig.waiting == [name for name in "abcd" if name not in entered]
+
+
+class Guests(Gate):
+    """Knows who is inside from `enter` and `leave` alone."""
+
+    inside: list[str] = []  # noqa: RUF012
+
+    def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
+        assert request.request_id not in self.inside
+        return None
+
+    def enter(self, request: RequestState) -> None:
+        self.inside.append(request.request_id)
+
+    def leave(self, request: RequestState) -> None:
+        self.inside.remove(request.request_id)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_enter_and_leave_follow_the_running_batch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through preemption by recompute and swap, aborts, resets, ends and refusals."""
+    monkeypatch.setattr(gates, "GATES", (*GATES, Guests))
+    monkeypatch.setattr(Guests, "inside", [])
+    rng = random.Random(seed)
+    rig = Rig(num_blocks=9, num_host_blocks=rng.choice([0, 20]), max_num_seqs=4)
+    for number in range(120):
+        if number < 80 and rng.random() < 0.4:
+            rig.add(f"r{number}", rng.randint(1, 12), max_tokens=rng.randint(1, 16), n=rng.choice([1, 1, 2]))
+        if rng.random() < 0.1 and rig.running:
+            rig.abort(rng.choice(rig.running))
+        if rng.random() < 0.05:
+            rig.scheduler.reset_prefix_cache(preempt_running=True)
+        rig.step()
+        assert sorted(Guests.inside) == sorted(rig.running)
+    assert rig.scheduler.make_stats().preemptions > 0
+
+
+def test_gates_that_the_settings_never_close_are_not_asked() -> None:
+    rig = Rig()
+    scheduler = rig.scheduler
+    context = GateContext(
+        scheduler.config, scheduler._table, scheduler._batch, scheduler._in_flight, scheduler._waiting
+    )
+    needed = [gate.__name__ for gate in GATES if gate.is_needed(context)]
+    assert needed == ["LateOutputGate", "SequenceLimit"]
+
+
+def test_columns_can_be_read_by_all_and_written_by_their_owner_only() -> None:
+    rig = Rig()
+    rig.add("a", 6)
+    rig.step()
+    table, kv = rig.scheduler._table, rig.scheduler._kv
+    columns = {
+        name: column for name, column in vars(table).items() if not name.startswith("_") and hasattr(column, "flags")
+    }
+    assert len(columns) == 12
+    for name, column in (*columns.items(), ("reserved_until", kv.reserved_until)):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 0
+        assert not column.flags.writeable, name
+    assert table.num_tokens[0] == 7
+    assert kv.reserved_until[0] == 8
