@@ -27,6 +27,9 @@ from pagoda.server.protocol import SamplingBody
 
 Prompt = str | list[int]
 
+_PROMPTS_PER_TURN = 16
+"""Prompts of one HTTP request that are prepared or started in one turn of the event loop, which others wait for."""
+
 
 class Generation:
     """One HTTP request's work: some prompts under the same parameters. Made by Generator.begin, iterated once.
@@ -108,8 +111,12 @@ class Generation:
             except Exception as error:
                 await queue.put(error)
 
-        tasks = [asyncio.create_task(pump(i)) for i in range(len(self.requests))]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for index in range(len(self.requests)):
+                tasks.append(asyncio.create_task(pump(index)))
+                if len(tasks) % _PROMPTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
             open_count = len(tasks)
             while open_count:
                 item = await queue.get()
@@ -237,17 +244,20 @@ class Generator:
         salt = self._salt(key, body.cache_salt)
         with contextlib.ExitStack() as place:
             engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
-            requests = [
-                await self.llm.prepare(
-                    prompt,
-                    params,
-                    request_id=engine_id,
-                    priority=body.priority,
-                    cache_salt=salt,
-                    add_special_tokens=add_special_tokens,
+            requests: list[Request] = []
+            for prompt, engine_id in zip(prompts, engine_ids, strict=True):
+                requests.append(
+                    await self.llm.prepare(
+                        prompt,
+                        params,
+                        request_id=engine_id,
+                        priority=body.priority,
+                        cache_salt=salt,
+                        add_special_tokens=add_special_tokens,
+                    )
                 )
-                for prompt, engine_id in zip(prompts, engine_ids, strict=True)
-            ]
+                if len(requests) % _PROMPTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
             asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)
             try:
                 place.enter_context(self.admission.admit(len(prompts) * params.n, asked, key))

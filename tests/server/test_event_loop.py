@@ -1,5 +1,6 @@
 """No request within the limits keeps the event loop from others for long, valid or not, and memory comes back."""
 
+import json
 import re
 import socket
 import time
@@ -65,6 +66,16 @@ CASES: dict[str, tuple[str, bytes, int]] = {
     "an unknown field of megabytes": ("/v1/completions", b'{"' + b"a" * 15 * MB + b'":1}', 400),
     "a megabyte tokenised": ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a b " * (MB // 4) + b'"}', 200),
     "token ids decoded": ("/detokenize", filled(b'{"tokens":[', b"100", b"]}", 3_900_000), 200),
+    "as many prompts as are taken": (
+        "/v1/completions",
+        json.dumps({"prompt": ["x"] * 1024, "max_tokens": 1}).encode(),
+        200,
+    ),
+    "stop strings, as long as are taken": (
+        "/v1/completions",
+        json.dumps({"prompt": "x", "n": 128, "max_tokens": 100, "ignore_eos": True, "stop": "a" * 8192}).encode(),
+        200,
+    ),
     "choices": (
         "/v1/completions",
         b'{"max_tokens":500,"n":50,"ignore_eos":true,"logprobs":20,"return_token_ids":true,"prompt":"hi"}',

@@ -98,7 +98,7 @@ def test_a_storm_of_leavers_leaves_nothing_behind(tmp_path: Path) -> None:
 
     async def storm(server: LiveServer) -> Counter[str]:
         port = int(server.url.rsplit(":", 1)[1])
-        leavers = [asyncio.create_task(leave(port, i, rng.uniform(0, 1))) for i in range(200)]
+        leavers = [asyncio.create_task(leave(port, i, rng.uniform(0, 3))) for i in range(200)]
         seen: Counter[str] = Counter()
         while not all(leaver.done() for leaver in leavers):
             load = await asyncio.to_thread(server.load)
