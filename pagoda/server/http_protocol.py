@@ -1,4 +1,4 @@
-"""The HTTP/1.1 protocol with an end to heads and to connections: its parser knows no size, uvicorn no time."""
+"""The HTTP/1.1 protocol with bounds: uvicorn's parser limits no sizes, and uvicorn no times."""
 
 import asyncio
 import json
@@ -6,12 +6,24 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pagoda.base.config import ServerConfig
-from pagoda.server.errors import error_body
+from pagoda.server.errors import error_body, error_response
 
 REFUSAL_WAIT_S = 1.0
+LINGER_S = 1.0
+
+
+class _LingeringTransport:
+    """What a request's cycle writes to: its `close` gives the client time to read."""
+
+    def __init__(self, protocol: "BoundedHttpProtocol") -> None:
+        self._transport = protocol.transport
+        self.write = self._transport.write
+        self.is_closing = self._transport.is_closing
+        self.close = protocol.linger
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -23,6 +35,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     after its answer. While an answer is being written no such clock runs: that connection is somebody's.
     limits.max_connections: one that would be more hears 503 as soon as it speaks, so that its client reads it, and has
     REFUSAL_WAIT_S to do so. on_refusal is told of it.
+
+    Bytes that are no HTTP, and the end of input within a request, get 400, where an answer to it has not begun. If they
+    follow a complete request, that one is still answered; then the connection is closed, and they are not.
+    The end of input after a complete request counts as the client leaving: nothing tells the two apart.
     """
 
     def __init__(self, limits: ServerConfig, on_refusal: Callable[[], None], *args: Any, **options: Any) -> None:
@@ -30,6 +46,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._on_refusal = on_refusal
         self._is_refused = False
+        self._is_deaf = False  # input is ignored; the connection closes after the last answer
+        self._is_lingering = False
+        self._is_resuming = False  # what the parser reports is known already
         self._in_head = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -50,33 +69,116 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        super().on_message_begin()
+        if not self._is_resuming:
+            self._in_head, self._head_bytes = True, 0
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_resuming:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_resuming:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
         self._in_head = False
         self._stop_clock()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = _LingeringTransport(self)  # type: ignore[assignment]
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else its body is still to come
+            super().on_message_complete()
+
+    def linger(self) -> None:
+        """Close once the client has closed, or after LINGER_S.
+
+        Closing while input is unread would reset the connection, and the client would lose the answer.
+        """
+        transport = self.transport
+        if transport.is_closing() or self._is_lingering:
+            return
+        if not transport.can_write_eof():  # TLS has no half-closed connections
+            transport.close()
+            return
+        self._is_deaf = self._is_lingering = True
+        transport.write_eof()
+        self.flow.resume_reading()
+        self._stop_clock()
+        self._deadline = self.loop.call_later(LINGER_S, transport.close)
 
     def on_response_complete(self) -> None:
+        if self._is_lingering:
+            self.server_state.total_requests += 1
+            return
         super().on_response_complete()
         if not self._is_answering():
             self._expect_head(self.timeout_keep_alive)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return None
         if self._is_refused:
             many = f"the server has {self._limits.max_connections} connections already"
             return self._refuse(503, many, "retry-after: 1\r\n")
         had_begun = self._in_head
-        super().data_received(data)
+        self._feed(data)
         if had_begun and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.max_header_bytes:
                 self._refuse(431, f"the headers are larger than {self._limits.max_header_bytes} bytes")
         return None
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            while data and not self._is_deaf:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    data = data[int(offer.args[0]) :]
+                    self._decline_upgrade()
+        except httptools.HttpParserError:
+            self._refuse_bytes("the request is not valid HTTP/1.1")
+
+    def _decline_upgrade(self) -> None:
+        """Go on with HTTP/1.1. The parser has stopped before the request's body: another one reads on from there."""
+        self.parser = httptools.HttpRequestParser(self)
+        framing = [(k, v) for k, v in self.headers if k in (b"content-length", b"transfer-encoding")]
+        head = b"".join(b"%b: %b\r\n" % header for header in framing)
+        self._is_resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + head + b"\r\n")
+        self._is_resuming = False
+
+    def eof_received(self) -> None:
+        """Answer a request that ends early. The transport closes after this returns."""
+        in_body = self.cycle is not None and self.cycle.more_body
+        if (self._in_head or in_body) and not self._is_deaf:
+            self._refuse_bytes("the connection ended within the request")
+
+    def _refuse_bytes(self, message: str) -> None:
+        """Answer 400 to what was read last, after the requests before it."""
+        self._is_deaf = True
+        cycle = self.cycle
+        if cycle is None or (cycle.response_complete and not cycle.more_body):
+            self._refuse(400, message)
+        elif not cycle.more_body:  # it is complete, what is wrong comes after it
+            cycle.keep_alive = False
+        elif self.pipeline and self.pipeline[0][0] is cycle:  # its turn has not come
+            cycle.keep_alive = False
+            self.pipeline[0] = (cycle, error_response(400, message))  # type: ignore[assignment, arg-type]
+        elif cycle.response_started:
+            self.transport.close()
+        else:
+            self._write(400, message)
+            self.linger()
+            cycle.disconnected = True  # whoever reads the body learns that it will not come
+            cycle.message_event.set()
 
     def _expect_head(self, idle_s: float) -> None:
         self._stop_clock()
@@ -92,18 +194,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._in_head:
             self._refuse(408, f"the headers were not complete after {self._limits.header_timeout_s:g} s")
         else:
-            self.transport.close()
+            self.linger()
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, message: str, more: str = "") -> None:
         """Answer and close; in the middle of another answer, only close."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_lingering:
             return
         self._in_head = False
-        if not self._is_answering():
-            body = json.dumps(error_body(status, message)).encode()
-            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n{more}"
-            self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-        self.transport.close()
+        if self._is_answering():
+            self.transport.close()
+        else:
+            self._write(status, message, more)
+            self.linger()
+
+    def _write(self, status: int, message: str, more: str = "") -> None:
+        body = json.dumps(error_body(status, message)).encode()
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n{more}"
+        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -220,3 +221,155 @@ def test_what_is_no_http_is_refused_in_the_same_shape() -> None:
             return answer
 
     assert error_of(asyncio.run(main()))["code"] == 400
+
+
+WHOLE = HEAD + b"Content-Length: 2\r\n\r\nab"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def said_to(here: Listening, *pieces: bytes, half_close: bool = False) -> bytes:
+    """All that the server answers to these pieces, sent one after the other, until it closes."""
+    reader, writer = await here.open()
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+    if half_close:
+        writer.write_eof()
+    try:
+        async with asyncio.timeout(5):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (CHUNKED + b"zz\r\nab\r\n",),
+        (CHUNKED, b"2\r\nab\r\n", b"-1\r\n"),
+        (CHUNKED + b"2\r\nabc\r\n0\r\n\r\n",),
+        (CHUNKED + b"ffffffffffffffffff\r\n",),
+        (HEAD + b"Content-Length: x\r\n\r\n",),
+        (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\nab",),
+        (HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\nab",),
+        (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",),
+        (b"\x00" * 100,),
+    ],
+)
+def test_bytes_that_are_no_http_are_answered(pieces: tuple[bytes, ...]) -> None:
+    async def main() -> tuple[bytes, int]:
+        async with listening(header_timeout_s=5, body_timeout_s=5) as here:
+            answer = await said_to(here, *pieces)
+            await asyncio.sleep(0.1)
+            return answer, len(here.state.connections)
+
+    answer, num_connections = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert answer.count(b"\r\n\r\n") == 1
+    assert error_of(answer)["code"] == 400
+    assert num_connections == 0
+
+
+@pytest.mark.parametrize("surplus", [b"xyz\r\n\r\n", b"\x00\x01", b"GET\r\n\r\n", b"A" * 2000])
+def test_surplus_bytes_do_not_cost_the_request_before_them_its_answer(surplus: bytes) -> None:
+    async def main() -> list[bytes]:
+        async with listening(header_timeout_s=5, body_timeout_s=5) as here:
+            pending = [
+                said_to(here, WHOLE + surplus),
+                said_to(here, STREAM + surplus),
+                said_to(here, STREAM, surplus, surplus),
+                said_to(here, STREAM + WHOLE + surplus),
+            ]
+            return await asyncio.gather(*pending)
+
+    one, *streams, both = asyncio.run(main())
+    assert one.startswith(b"HTTP/1.1 200 ")
+    assert b'{"size":2}' in one
+    for answer in (*streams, both):
+        assert b"event 9\n" in answer
+    assert b'{"size":2}' in both
+
+
+def test_a_broken_request_waits_for_the_answers_before_it() -> None:
+    async def main() -> bytes:
+        async with listening(header_timeout_s=5, body_timeout_s=5) as here:
+            return await said_to(here, STREAM + WHOLE, CHUNKED + b"zz\r\n")
+
+    answer = asyncio.run(main())
+    stream, size, broken = answer.split(b"HTTP/1.1 ")[1:]
+    assert b"event 9\n" in stream
+    assert b'{"size":2}' in size
+    assert broken.startswith(b"400 ")
+    assert b'"error"' in broken
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"GET /si", HEAD, HEAD + b"Content-Length: 5\r\n\r\nab", CHUNKED + b"5\r\nab"],
+    ids=["line", "head", "body", "chunk"],
+)
+def test_a_request_that_ends_early_is_answered(begun: bytes) -> None:
+    async def main() -> bytes:
+        async with listening(header_timeout_s=5, body_timeout_s=5) as here:
+            return await said_to(here, begun, half_close=True)
+
+    answer = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert "ended" in error_of(answer)["message"]
+
+
+def test_a_client_that_ends_after_its_request_has_left() -> None:
+    async def main() -> tuple[bytes, bytes, bytes]:
+        async with listening(header_timeout_s=5, body_timeout_s=5) as here:
+            silent = await said_to(here, half_close=True)
+            early = await said_to(
+                here, b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", half_close=True
+            )
+            stream = await said_to(here, STREAM, half_close=True)
+            return silent, early, stream
+
+    silent, early, stream = asyncio.run(main())
+    assert silent == b""
+    assert early.count(b"HTTP/1.1") == 1, "no second answer to one request"
+    assert b"event 9\n" not in stream
+
+
+def test_an_offer_to_change_the_protocol_is_declined_by_answering() -> None:
+    """As curl and Java's client make it, which go on with the same connection."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+    request = HEAD + offer + b"Content-Length: 2\r\n\r\nab"
+    chunked = HEAD + offer + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    last = HEAD + b"Connection: close\r\n\r\n"
+
+    async def main() -> list[bytes]:
+        async with listening(header_timeout_s=5, body_timeout_s=5) as here:
+            return [
+                await said_to(here, request + WHOLE + request + last),
+                await said_to(here, chunked[:-12], chunked[-12:] + HEAD + offer + b"\r\n" + last),
+            ]
+
+    sizes = [re.findall(rb'{"size":(\d)}', answer) for answer in asyncio.run(main())]
+    assert sizes == [[b"2", b"2", b"2", b"0"], [b"3", b"0", b"0"]]
+
+
+def test_half_sent_bodies_are_closed_by_their_deadline() -> None:
+    """Also where the answer did not wait for them, and where they come after other requests."""
+
+    async def main() -> None:
+        async with listening() as here:
+            half = b"Content-Length: 500\r\n\r\nab"
+            for begin, status in (
+                (HEAD + half, b"408"),
+                (b"POST /early HTTP/1.1\r\nHost: x\r\n" + half, b"200"),
+                (WHOLE + HEAD + half, b"200"),
+            ):
+                answer, took_s = await answer_to_drip(here, begin, b"")
+                assert answer.startswith(b"HTTP/1.1 " + status), begin
+                assert took_s < 2
+            await asyncio.sleep(0.1)
+            assert not here.state.connections
+
+    asyncio.run(main())
