@@ -6,6 +6,7 @@ from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.llama import LLAMA
 from pagoda.models.mistral import MISTRAL
 from pagoda.models.mixtral import MIXTRAL
+from pagoda.models.olmoe import OLMOE
 from pagoda.models.qwen2 import QWEN2
 from pagoda.models.qwen3 import QWEN3
 from pagoda.models.qwen3_moe import QWEN3_MOE
@@ -18,6 +19,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GEMMA3,
     MIXTRAL,
     QWEN3_MOE,
+    OLMOE,
 )
 
 BY_HF_NAME: Registry[Architecture] = Registry(

@@ -9,6 +9,7 @@ in the batch (the native kernels; the torch versions as far as torch's own libra
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Protocol
 
 from pagoda.ops.batch import AttentionMetadata, KVLayer
@@ -80,7 +81,9 @@ def _check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
 
 
 def _check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    if shapes["weight"] != shapes["x"][-1:]:
+    """The weight must be as long as a head, or as all heads of a row."""
+    x = shapes["x"]
+    if shapes["weight"] not in (x[-1:], (prod(x[1:]),)):
         raise ValueError(f"a norm of {shapes['weight']} does not fit x {shapes['x']}")
 
 
@@ -119,7 +122,10 @@ class ForwardOps(Protocol):
 
     @op("norm", _check_norm, x=Rows(), weight=Table("x"), eps=Scalar.F32, unit_offset=Scalar.FLAG, out=like("x"))
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-        """x [..., D] / rms(x) * weight [D], over the last dimension; unit_offset: * (1 + weight)."""
+        """x [..., D] / rms(x) * weight [D], over the last dimension; unit_offset: * (1 + weight).
+
+        A weight [H D] of x [T, H, D] norms all heads of a token as one vector.
+        """
         ...
 
     @op(

@@ -80,6 +80,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("mixed"), 3, window=40, mixed=True)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of six experts per token, so that batches group their tokens by expert in many ways."""
+    folder = tmp_path_factory.mktemp("experts")
+    make(SHAPES["tiny-moe"], folder, seed=2)
+    return folder
+
+
 def check(
     model: Path | ModelFiles,
     watched: list[Watched],
@@ -149,6 +157,21 @@ def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
 def test_windows_and_several_groups(mixed: Path) -> None:
     expected = reference(mixed, tiny_watched(), {"dtype": "bfloat16", "num_blocks": 300})
     check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 106), VOCAB, num_groups=3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts(experts: Path, mode: str) -> None:
+    expected = reference(experts, tiny_watched(), MODES[mode])
+    check(experts, tiny_watched(), expected, MODES[mode], range(300, 304), VOCAB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_schedules_of_experts(experts: Path, mode: str) -> None:
+    """25 per mode."""
+    first = 9000 + 100 * list(MODES).index(mode)
+    expected = reference(experts, tiny_watched(), MODES[mode])
+    check(experts, tiny_watched(), expected, MODES[mode], range(first, first + 25), VOCAB)
 
 
 @pytest.mark.slow

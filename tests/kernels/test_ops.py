@@ -48,6 +48,11 @@ def test_norm_of_heads_inside_a_fused_projection(fast: Ops, reference: Reference
     weight = draw(80, dtype=dtype)
     for heads in (q, k):
         close(fast.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+        all_heads = torch.randn(heads.shape[1] * heads.shape[2], dtype=dtype)
+        got, want = (ops.rms_norm(heads, all_heads, 1e-6) for ops in (fast, reference))
+        assert got.shape == heads.shape
+        close(got, want)
+        close(want, reference.rms_norm(heads.flatten(1), all_heads, 1e-6).view(heads.shape))
 
 
 @DTYPES

@@ -96,6 +96,49 @@ def test_bad_settings(folder: Path, changes: dict[str, Any], message: str):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 6}, "tensor 'model.layers.0.block_sparse_moe.gate.weight' has the shape (5, 96)"),
+        ({"num_local_experts": 4}, "tensor 'model.layers.0.block_sparse_moe.gate.weight' has the shape (5, 96)"),
+        ({"num_local_experts": None}, "'num_experts' is missing"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_local_experts = 5"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0, expected a positive integer"),
+        ({"intermediate_size": 161}, "experts.0.w1.weight' has the shape (160, 96), the model's settings ask for (161"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not supported; supported: silu"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "'moe_intermediate_size' is missing"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+def test_bad_settings_of_experts(tmp_path: Path, changes: dict[str, Any], message: str):
+    folder = save(make_model("mixtral"), tmp_path / "model")
+    edit(folder, **changes)
+    with pytest.raises(ConfigError) as caught:
+        load(folder)
+    assert message in str(caught.value)
+
+
+def test_an_expert_that_is_missing(tmp_path: Path):
+    folder = save(make_model("mixtral"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.2.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.2\.block_sparse_moe\.experts\.3\.w2\.weight' is missing"):
+        load(folder)
+
+
+def test_stacked_experts_of_another_number(tmp_path: Path):
+    """A GGUF whose metadata counts other experts than its tensors hold."""
+    write_gguf(make_model("mixtral"), tmp_path / "model.gguf", Kind.F32)
+    data = (tmp_path / "model.gguf").read_bytes()
+    count = b"llama.expert_count" + struct.pack("<II", 4, 5)
+    assert count in data
+    (tmp_path / "model.gguf").write_bytes(data.replace(count, b"llama.expert_count" + struct.pack("<II", 4, 4)))
+    with pytest.raises(ConfigError, match=r"the shape \(5, 96\), the model's settings ask for \(4, 96\)"):
+        load(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\xff\xfe"])
 def test_corrupt_config_json(folder: Path, text: str):
     (folder / "config.json").write_bytes(text.encode("latin-1"))

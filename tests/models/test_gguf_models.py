@@ -32,6 +32,7 @@ CASES = [
     ("mixtral", Kind.F32),
     ("qwen3-moe-renormalized", Kind.Q4_1),
     ("qwen3-moe-renormalized", Kind.F16),
+    ("olmoe", Kind.Q4_0),
     ("gemma3-scale-of-head-dim", Kind.Q8_0),
     ("gemma3-scale-of-head-dim", Kind.F32),
 ]
@@ -116,7 +117,7 @@ def test_weights_are_weighed_without_being_read(tmp_path: Path):
     assert summary.bytes_by_type["Q8_0"] == matrices // 32 * 34
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe", "olmoe"])
 def test_a_model_is_called_what_its_architecture_is(name: str, tmp_path: Path):
     architecture, config = read_architecture(identify(save(make_model(name), tmp_path)))
     assert config.spec.architecture == architecture.name == name.replace("-", "_")

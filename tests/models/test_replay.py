@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
 from pagoda.kernels.native.build import NativeUnavailable
@@ -20,6 +21,7 @@ from pagoda.models.base import Model
 from pagoda.ops.declare import Domain, DType
 from pagoda.ops.forward import ForwardOps
 from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
+from tests.models.gguf_writer import write_gguf
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
@@ -93,6 +95,12 @@ def test_same_bits_in_half_precision_on_two_threads(library, folders, name: str,
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_same_bits_in_int8(library, folders, name: str) -> None:
     assert_same(folders(name), NativeOps(library, threads=2), torch.bfloat16, "int8")
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_same_bits_of_a_gguf_s_experts(library, tmp_path: Path, kind: Kind) -> None:
+    write_gguf(make_model("mixtral"), tmp_path / "model.gguf", kind)
+    assert_same(tmp_path / "model.gguf", NativeOps(library, threads=2), torch.bfloat16, "gguf")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -89,6 +90,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-moe": _qwen3_moe,
     "qwen3-moe-renormalized": lambda: _qwen3_moe(norm_topk_prob=True),
     "qwen3-moe-some-layers": lambda: _qwen3_moe(decoder_sparse_step=2, mlp_only_layers=[3], num_hidden_layers=4),
+    "olmoe": lambda: OlmoeConfig(**_SHAPE, num_experts=6, num_experts_per_tok=2),
+    "olmoe-gqa": lambda: OlmoeConfig(
+        **{**_SHAPE, "num_attention_heads": 6, "num_key_value_heads": 2}, num_experts=4, num_experts_per_tok=4
+    ),
     "gemma3": _gemma3_text,
     "gemma3-scale-of-head-dim": lambda: _gemma3_text(head_dim=32, query_pre_attn_scalar=32),
     "gemma3-softcap-scaled": lambda: _gemma3_text(

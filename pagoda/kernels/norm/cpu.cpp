@@ -31,18 +31,19 @@ void norm_vector(const T* x, const T* residual, const T* weight, T* out, T* sum_
     });
 }
 
-// Every vector of x: the heads of each row, or the row itself. residual, total: null for the plain norm.
+// Every vector of x as long as the weight: the heads of each row, or the row itself. residual, total: null for the plain
+// norm.
 template <class T>
 void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, float eps, bool unit_offset, const Tensor& out,
           const Tensor* total, int threads) {
-    int64_t vectors = x.rows * x.heads;
-    parallel(threads_for(vectors * x.dim, threads), [&](int thread, int num_threads) {
+    int64_t dim = weight.dim, per_row = x.heads * x.dim / dim, vectors = x.rows * per_row;
+    parallel(threads_for(vectors * dim, threads), [&](int thread, int num_threads) {
         Range mine = share_of(vectors, thread, num_threads);
         for (int64_t i = mine.begin; i < mine.end; i++) {
-            int64_t at = i / x.heads * x.stride + i % x.heads * x.dim;
+            int64_t at = i / per_row * x.stride + i % per_row * dim;
             norm_vector(elements_of<const T>(x) + at, residual ? elements_of<const T>(*residual) + at : nullptr,
-                        elements_of<const T>(weight), elements_of<T>(out) + i * x.dim,
-                        residual ? elements_of<T>(*total) + i * x.dim : nullptr, x.dim, eps, unit_offset ? 1.0f : 0.0f);
+                        elements_of<const T>(weight), elements_of<T>(out) + i * dim,
+                        residual ? elements_of<T>(*total) + i * dim : nullptr, dim, eps, unit_offset ? 1.0f : 0.0f);
         }
     });
 }
