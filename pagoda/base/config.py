@@ -157,7 +157,8 @@ class ServerConfig:
     max_queued_requests, max_queued_tokens, max_queued_bytes: running requests, their prompt + requested output tokens,
     and the bytes of their bodies, beyond which further requests get 429.
     max_requests_per_key, requests_per_minute_per_key: the same for each API key.
-    trust_request_chat_template: callers may send chat templates of their own (sandboxed, but free to loop).
+    trust_request_chat_template: callers may send chat templates of their own.   template_timeout_s,
+    template_memory_bytes: what rendering one conversation may take; then it is ended and the request refused.
     max_connections: open at once; one more hears 503.   header_timeout_s, body_timeout_s: until a request's head, and
     then its body, are complete.   send_timeout_s: for how long a client may take nothing of what it is sent.
     drain_timeout_s: how long running requests may go on after SIGTERM.   step_timeout_s: a step that takes longer
@@ -185,6 +186,8 @@ class ServerConfig:
     body_timeout_s: float = 120.0
     send_timeout_s: float = 120.0
     drain_timeout_s: float = 30.0
+    template_timeout_s: float = 10.0
+    template_memory_bytes: int = 512 * 2**20
     step_timeout_s: float = 120.0
     access_log: bool = True
 

@@ -59,6 +59,8 @@ AT_LEAST: Mapping[type, Mapping[str, float]] = {
         "body_timeout_s": 0,
         "send_timeout_s": 0,
         "drain_timeout_s": 0,
+        "template_timeout_s": 0.001,
+        "template_memory_bytes": 2**20,
         "step_timeout_s": 0,
     },
 }

@@ -66,7 +66,7 @@ HELP: dict[str, str] = {
     "ssl_certfile": "TLS certificate, PEM.",
     "ssl_keyfile": "TLS key, PEM.",
     "cors_origins": "Origin that browsers may call from; may be repeated.",
-    "trust_request_chat_template": "Render chat templates that callers send (sandboxed, but free to loop).",
+    "trust_request_chat_template": "Render chat templates that callers send.",
     "tool_call_parser": "How tool calls are read: auto (from the chat template), hermes, llama_json, none.",
     "max_queued_requests": "Live requests beyond which callers hear 429 (0: no limit).",
     "max_queued_tokens": "Live prompt and asked output tokens beyond which callers hear 429 (0: no limit).",
@@ -80,6 +80,8 @@ HELP: dict[str, str] = {
     "body_timeout_s": "Seconds until a request's body must be complete (0: no limit).",
     "send_timeout_s": "Seconds for which a client may read nothing of its answer (0: no limit).",
     "drain_timeout_s": "Seconds that running requests may take to finish after SIGTERM.",
+    "template_timeout_s": "Seconds that rendering a chat template may take; then the request is refused.",
+    "template_memory_bytes": "Memory that rendering a chat template may take.",
     "step_timeout_s": "A step that takes longer counts as the engine's death.",
     "access_log": "One JSON line per request on standard output.",
     # sampling

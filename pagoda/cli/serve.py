@@ -33,6 +33,7 @@ async def _serve(config: EngineConfig) -> None:
 
         await serve_http(await build_state(config, client, starting), config.server, listener)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a signal while this waits for something ends it at once
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await client.shutdown()

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pagoda.base.clock import Clock, SystemClock
-from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
@@ -19,6 +19,9 @@ from pagoda.engine.core_client import EngineCoreClient
 from pagoda.engine.input_processor import InputProcessor, Prompt, RenderedChat, text_of
 from pagoda.engine.mailbox import Mailbox
 from pagoda.engine.output_processor import OutputKind, OutputProcessor
+from pagoda.engine.template_job import InProcessRenderer
+from pagoda.engine.template_pool import TemplatePool
+from pagoda.engine.template_process import ForeignValues, TemplateLimits
 from pagoda.engine.text_threads import TextThreads
 from pagoda.engine.tokenizer import LONG_TEXT_CHARS
 from pagoda.engine.wire import EngineStats
@@ -32,14 +35,24 @@ _LONG_TEXT_TOKENS = 2048
 class AsyncEngine:
     """Prompts in, texts out, for one event loop. The server and AsyncEngine are built on it."""
 
-    def __init__(self, client: EngineCoreClient, input_processor: InputProcessor, clock: Clock | None = None) -> None:
-        """client: started already; shut down by `shutdown`.   clock: the engine's."""
+    def __init__(
+        self,
+        client: EngineCoreClient,
+        input_processor: InputProcessor,
+        clock: Clock | None = None,
+        template_limits: TemplateLimits | None = None,
+    ) -> None:
+        """client: started already; shut down by `shutdown`.   clock: the engine's.
+
+        template_limits: what rendering a chat template may take.
+        """
         self.input_processor = input_processor
         self._client = client
         self._clock = clock if clock is not None else SystemClock()
         self._outputs = OutputProcessor(input_processor.tokenizer)
         self._readers: dict[str, Mailbox] = {}
         self._threads = TextThreads()
+        self._templates = TemplatePool(template_limits or TemplateLimits())
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
 
@@ -50,8 +63,18 @@ class AsyncEngine:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
             self._pump = None
-        self._threads.shutdown()
+        self.close_text()
         await self._client.shutdown()
+
+    def close_text(self) -> None:
+        """End what tokenises and renders, whatever it does. Idempotent."""
+        self._threads.shutdown()
+        self._templates.close()
+        self.input_processor.close()
+
+    async def start_text(self) -> None:
+        """Start the process that renders chat templates, so that the first conversation does not wait for it."""
+        await self._templates.start()
 
     async def __aenter__(self) -> Self:
         return self
@@ -209,17 +232,27 @@ class AsyncEngine:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        must_fit: bool = False,
     ) -> RenderedChat:
-        """A conversation as the model reads it (see InputProcessor.render_chat). Templates run on a thread."""
-        return await asyncio.to_thread(
-            self.input_processor.render_chat,
-            messages,
-            chat_template=chat_template,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-            add_special_tokens=add_special_tokens,
+        """A conversation as the model reads it (see InputProcessor.render_chat).
+
+        Templates run in another process, up to a deadline, and are ended when this coroutine is cancelled; only those
+        given objects of a program's own classes run in this one.
+        must_fit: refuse a text that cannot fit into the model's context before it is tokenised.
+        """
+        job = self.input_processor.chat_job(
+            messages, chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs
+        )
+        try:
+            text = await self._templates.render(job)
+        except ForeignValues:
+            text = await asyncio.to_thread(InProcessRenderer().render, job)
+        except ConfigError as error:
+            raise RequestError(str(error), "chat_template") from None
+        if len(text) < LONG_TEXT_CHARS:
+            return self.input_processor.tokenize_chat(text, add_special_tokens, must_fit)
+        return await self._threads.run(
+            len(text), self.input_processor.tokenize_chat, text, add_special_tokens, must_fit
         )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -2,9 +2,10 @@
 
 import contextlib
 import datetime
+import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import jinja2
@@ -14,7 +15,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from pagoda.base.abbreviate import abbreviate
+from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.special_marks import Shield, SpecialMarks
 
@@ -43,14 +44,24 @@ class ChatTemplate:
         self.sources: Mapping[str, str] = named
         self.special_tokens = dict(special_tokens or {})
         self.marks = marks if marks is not None else SpecialMarks()
-        try:
-            self._plain = {name: _compile(text, str) for name, text in named.items()}
-            self._marked = {name: _compile(text, self.marks.put) for name, text in named.items()}
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is not valid: {error.message} (line {error.lineno})") from None
+        with _syntax_errors():
+            for text in named.values():
+                _ENVIRONMENT.parse(text)
         self._marked_special_tokens = {name: self.marks.put(text) for name, text in self.special_tokens.items()}
         self._composed: frozenset[str] | None = None
         self._tool_history: dict[str, tuple[bool, bool]] = {}
+
+    # Compiled where they are rendered: the compiler computes constant expressions, however large they become.
+
+    @functools.cached_property
+    def _plain(self) -> dict[str, jinja2.Template]:
+        with _syntax_errors():
+            return {name: _compile(text, str) for name, text in self.sources.items()}
+
+    @functools.cached_property
+    def _marked(self) -> dict[str, jinja2.Template]:
+        with _syntax_errors():
+            return {name: _compile(text, self.marks.put) for name, text in self.sources.items()}
 
     def render(
         self,
@@ -118,10 +129,12 @@ class ChatTemplate:
         try:
             return templates[self._name_for(values)].render({**special_tokens, **values})
         except jinja2.TemplateError as error:
-            said = self.marks.remove(error.message or "")
+            said = shorten(self.marks.remove(error.message or ""), _MAX_SAID_CHARS)
             raise RequestError(f"the chat template refuses these messages: {said}", "messages") from None
+        except MemoryError:
+            raise
         except Exception as error:  # a template may fail in any way that Python can
-            said = self.marks.remove(repr(error))
+            said = shorten(self.marks.remove(repr(error)), _MAX_SAID_CHARS)
             raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
 
     def _name_for(self, values: Mapping[str, Any]) -> str:
@@ -188,8 +201,18 @@ class ChatTemplate:
         return frozenset(composed)
 
 
+_MAX_SAID_CHARS = 500
 _UNMARKABLE = ""
 _PLAIN_ROLE = re.compile(r"[\w .-]+")
+
+
+@contextlib.contextmanager
+def _syntax_errors() -> Generator[None]:
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        said = shorten(error.message or "", _MAX_SAID_CHARS)
+        raise ConfigError(f"the chat template is not valid: {said} (line {error.lineno})") from None
 
 
 def _compile(source: str, change: Callable[[str], str]) -> jinja2.Template:

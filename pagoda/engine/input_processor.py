@@ -1,7 +1,6 @@
 """InputProcessor: what a user gave becomes a core Request, or a RequestError that says what is wrong with it."""
 
 import dataclasses
-import functools
 import operator
 import secrets
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,15 @@ from typing import Any, NotRequired, SupportsIndex, TypedDict
 import numpy as np
 
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import RequestError
+from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
 from pagoda.core.request import Request
-from pagoda.engine.chat_template import ChatTemplate, Message
+from pagoda.engine.chat_template import Message
 from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.template_job import InProcessRenderer, Renderer, TemplateJob, TemplateSource
+from pagoda.engine.template_process import ProtectedRenderer, TemplateLimits
 from pagoda.engine.tokenizer import Tokenizer
 from pagoda.loading.model_files import ModelFiles
 
@@ -46,7 +47,6 @@ def text_of(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-_KEPT_TEMPLATES = 8
 """Compiled templates of callers that are kept."""
 _SEED_BITS = 62  # leaves room in an int64 for `seed + branch`
 
@@ -83,10 +83,12 @@ class InputProcessor:
         limits: InputLimits,
         engine_seed: int | None = None,
         parses_special_tokens_in_chat: bool = False,
+        renderer: Renderer | None = None,
     ) -> None:
         """engine_seed: makes the seeds of requests that bring none repeatable, by their order.
 
         parses_special_tokens_in_chat: those that messages spell become special, instead of ordinary text.
+        renderer: of chat templates; if None they are rendered in this process, without a deadline.
         """
         self.tokenizer = tokenizer
         self._parses_special_tokens = parses_special_tokens_in_chat
@@ -94,10 +96,9 @@ class InputProcessor:
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
         # A tokenizer may name ids that the model has no logits for; the sampler indexes logits by these.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
-        facts = tokenizer.facts
-        self._template_of = functools.lru_cache(_KEPT_TEMPLATES)(
-            lambda source: ChatTemplate(source, facts.special_names, facts.marks)
-        )
+        own = tokenizer.facts.chat_template
+        self._own_source = TemplateSource(own.sources, own.special_tokens, own.marks) if own is not None else None
+        self._renderer = renderer if renderer is not None else InProcessRenderer()
         self._next_handle = 0
 
     def fit(self, max_model_len: int) -> None:
@@ -194,26 +195,61 @@ class InputProcessor:
         add_special_tokens: also those that the tokenizer puts around a text; templates usually write them themselves.
         Raises RequestError when there is no template, or it refuses.
         """
+        job = self.chat_job(
+            messages, chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs
+        )
+        try:
+            text = self._renderer.render(job)
+        except ConfigError as error:
+            raise RequestError(str(error), "chat_template") from None
+        return self.tokenize_chat(text, add_special_tokens)
+
+    def chat_job(
+        self,
+        messages: Sequence[Message],
+        chat_template: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> TemplateJob:
+        """The first part of `render_chat`: what a Renderer needs. Raises RequestError when there is no template."""
         self.limits.of_request.check_chat(messages, tools, chat_template, template_kwargs)
-        facts = self.tokenizer.facts
-        own = facts.chat_template
+        source = self._own_source
         if chat_template is not None:
-            try:
-                template = self._template_of(chat_template)
-            except ValueError as error:
-                raise RequestError(str(error), "chat_template") from None
-        elif own is None:
+            facts = self.tokenizer.facts
+            source = TemplateSource({"default": chat_template}, facts.special_names, facts.marks)
+        if source is None:
             raise RequestError(
                 "this model has no chat template: give one (chat_template), or use plain prompts", "messages"
             )
-        else:
-            template = own
+        return TemplateJob(
+            source,
+            is_own=chat_template is None,
+            is_marked=not self._parses_special_tokens,
+            messages=messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    def tokenize_chat(self, text: str, add_special_tokens: bool = False, must_fit: bool = False) -> RenderedChat:
+        """The last part of `render_chat`: a Renderer's text becomes tokens. Raises RequestError.
+
+        must_fit: refuse a text that cannot fit into the model's context before it is tokenised.
+        """
+        plain = text if self._parses_special_tokens else self.tokenizer.facts.marks.remove(text)
+        if must_fit:
+            self._check_length(plain)
         if self._parses_special_tokens:
-            text = template.render(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
             return RenderedChat(text, self.encode(text, add_special_tokens))
-        marked = template.render_marked(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
-        check_encodable("messages", marked)
-        return RenderedChat(facts.marks.remove(marked), self.tokenizer.encode_marked(marked, add_special_tokens))
+        check_encodable("messages", text)
+        return RenderedChat(plain, self.tokenizer.encode_marked(text, add_special_tokens))
+
+    def close(self) -> None:
+        """Free what renders templates. Idempotent."""
+        self._renderer.close()
 
     def _check_prompt(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
         """int32 [num_prompt_tokens]."""
@@ -341,9 +377,13 @@ def _check_type(params: object) -> None:
 
 
 def build_input_processor(
-    config: EngineConfig, files: ModelFiles, vocab_size: int, max_model_len: int
+    config: EngineConfig,
+    files: ModelFiles,
+    vocab_size: int,
+    max_model_len: int,
+    template_limits: TemplateLimits | None = None,
 ) -> InputProcessor:
-    """The input processor of a model: reads its tokenizer, not its weights.
+    """The input processor of a model: reads its tokenizer, not its weights. Chat templates get a process of their own.
 
     Raises ConfigError when the tokenizer or its chat template cannot be used.
     """
@@ -352,4 +392,5 @@ def build_input_processor(
     limits = InputLimits(
         vocab_size, max_model_len, config.scheduler.max_num_seqs, model.max_logprobs, model.request_limits
     )
-    return InputProcessor(tokenizer, limits, config.model.seed, config.model.parse_special_tokens_in_chat)
+    renderer = ProtectedRenderer(template_limits)
+    return InputProcessor(tokenizer, limits, model.seed, model.parse_special_tokens_in_chat, renderer)

@@ -69,4 +69,5 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Release the model and its memory. Idempotent."""
+        self.input_processor.close()
         self.core.shutdown()

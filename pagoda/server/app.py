@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import signal
 import socket
 import sys
 from importlib.metadata import version
@@ -84,7 +85,7 @@ LAST_ANSWERS_S = 1.0
 class _Server(uvicorn.Server):
     """Drains at SIGTERM and Ctrl-C before uvicorn, which closes its listener first, shuts down.
 
-    A second signal ends the drain.
+    A second signal ends the process at once; the engine and template processes see that and end, too.
     """
 
     def __init__(self, config: uvicorn.Config, state: ServerState, url: str, drain_timeout_s: float) -> None:
@@ -105,6 +106,9 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not the parent's: it would raise the signal again after the drain, and the engine would not be shut down.
+        # The next signal ends the process at once, whatever hangs: no code of ours has to run for that.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         if self._state.drain.is_draining:
             self.force_exit = self.should_exit = True
         self._state.drain.begin()
@@ -172,6 +176,7 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
+        state.generator.llm.close_text()
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
 

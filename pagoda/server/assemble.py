@@ -7,6 +7,7 @@ from pagoda.base.config import EngineConfig, ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.input_processor import build_input_processor
 from pagoda.engine.process_client import ProcessClient
+from pagoda.engine.template_process import TemplateLimits
 from pagoda.engine.wire import EngineFacts
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits
@@ -38,8 +39,11 @@ async def build_state(
     source = sources.get("default") or next(iter(sources.values()), None)
     if server.tool_call_parser not in ("auto", "none"):
         TOOL_PARSERS[server.tool_call_parser]  # an unknown name is an error here, not at the first request
+    llm = AsyncEngine(client, inputs, template_limits=_template_limits(server))
+    if template is not None:
+        await llm.start_text()
     return ServerState(
-        generator=Generator(AsyncEngine(client, inputs), Admission(_limits(server)), metrics),
+        generator=Generator(llm, Admission(_limits(server)), metrics),
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
         chat_template=source,
@@ -50,6 +54,10 @@ async def build_state(
         has_admin_key=server.admin_api_key is not None,
         engine=client,
     )
+
+
+def _template_limits(server: ServerConfig) -> TemplateLimits:
+    return TemplateLimits(server.template_timeout_s, server.template_memory_bytes)
 
 
 def _limits(server: ServerConfig) -> AdmissionLimits:

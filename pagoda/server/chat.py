@@ -47,7 +47,7 @@ async def create_chat_completion(http: Request) -> Response:
     template = body.chat_template or (state.tool_template if tools else state.chat_template)
     if body.documents and "documents" not in (template or ""):
         raise ApiError(400, "documents: the chat template of this model has no place for them", "documents")
-    prompt = await state.generator.llm.render_chat(
+    rendering = state.generator.llm.render_chat(
         body.rendered_messages(),
         chat_template=body.chat_template,
         tools=tools or None,
@@ -55,7 +55,9 @@ async def create_chat_completion(http: Request) -> Response:
         continue_final_message=body.continue_final_message,
         template_kwargs=body.template_kwargs,
         add_special_tokens=body.add_special_tokens,
+        must_fit=body.truncate_prompt_tokens is None,
     )
+    prompt = await unless_gone(http, rendering)
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
     generation = await state.generator.begin(http, body, [prompt.token_ids], params, request_id)

@@ -10,6 +10,7 @@ from pagoda.server.body import described_body, read_body
 from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.server.state import state_of
+from pagoda.server.streams import unless_gone
 
 router = APIRouter()
 
@@ -23,7 +24,7 @@ async def tokenize(http: Request) -> Response:
     state.check_template(body.chat_template)
     llm = state.generator.llm
     if body.messages is not None:
-        prompt = await llm.render_chat(
+        rendering = llm.render_chat(
             body.rendered_messages(),
             chat_template=body.chat_template,
             tools=[tool.as_dict() for tool in body.tools] if body.tools else None,
@@ -32,6 +33,7 @@ async def tokenize(http: Request) -> Response:
             template_kwargs=body.chat_template_kwargs,
             add_special_tokens=body.add_special_tokens is True,
         )
+        prompt = await unless_gone(http, rendering)
         token_ids = prompt.token_ids
     else:
         token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

@@ -1,0 +1,93 @@
+"""TemplateJob: everything that rendering one conversation needs, as plain values that another process can be given."""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pagoda.engine.chat_template import ChatTemplate, Message
+from pagoda.engine.special_marks import SpecialMarks
+
+
+class TemplateSource:
+    """A chat template that nothing has compiled yet.
+
+    texts: by name ("default", "tool_use", ...).   special_tokens, marks: see ChatTemplate.
+    key: the same for equal sources of one tokenizer.
+    """
+
+    def __init__(self, texts: Mapping[str, str], special_tokens: Mapping[str, str], marks: SpecialMarks) -> None:
+        self.texts = dict(texts)
+        self.special_tokens = dict(special_tokens)
+        self.marks = marks
+        self.key = hashlib.sha256(repr(self.texts).encode(errors="surrogatepass")).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TemplateSource) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def compile(self) -> ChatTemplate:
+        """Raises ConfigError for a template that is not Jinja."""
+        return ChatTemplate(self.texts, self.special_tokens, self.marks)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateJob:
+    """is_own: the template is the model's or the operator's, not a caller's.
+
+    is_marked: special tokens of the template are rendered as marks.   The others: see ChatTemplate.render.
+    """
+
+    source: TemplateSource
+    is_own: bool
+    is_marked: bool
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] | None = None
+
+    def values(self) -> tuple[Any, ...]:
+        """The arguments of `render_with`, after the template."""
+        return (
+            self.is_marked,
+            self.messages,
+            self.tools,
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.template_kwargs,
+        )
+
+
+class Renderer(Protocol):
+    """Makes prompts of conversations."""
+
+    def render(self, job: TemplateJob) -> str:
+        """Raises RequestError, or ConfigError for a template that is not Jinja."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+        ...
+
+
+def render_with(template: ChatTemplate, is_marked: bool, *arguments: Any) -> str:
+    """The prompt of a job's values. Raises RequestError."""
+    return (template.render_marked if is_marked else template.render)(*arguments)
+
+
+class InProcessRenderer:
+    """Renders where it is called, without a deadline. Keeps the templates that it compiled last."""
+
+    def __init__(self, num_kept: int = 8) -> None:
+        self._compiled = functools.lru_cache(num_kept)(TemplateSource.compile)
+
+    def render(self, job: TemplateJob) -> str:
+        """Raises RequestError, or ConfigError for a template that is not Jinja."""
+        return render_with(self._compiled(job.source), *job.values())
+
+    def close(self) -> None:
+        """Nothing is held."""
