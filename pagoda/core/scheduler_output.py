@@ -1,7 +1,7 @@
-"""The two records that cross between scheduler and worker, and the one that goes to clients. All frozen.
+"""The records between scheduler and workers, and what clients get. All frozen.
 
-SchedulerOutput carries arrays for what every step has (rows that run) and tuples of small records for what is rare
-(events). A worker that applied every earlier SchedulerOutput needs nothing else: rows it knows are named by number.
+SchedulerOutput carries arrays for what every step has (rows that run) and tuples of small records for events. A worker
+that applied every earlier SchedulerOutput needs nothing else: rows that it knows are named by number.
 """
 
 from dataclasses import dataclass, field
@@ -19,21 +19,21 @@ NO_PAIRS = np.empty((0, 2), np.int32)
 class AdmitKind(IntEnum):
     NEW = 0
     RESUMED = 1  # was preempted by recompute
-    SWAPPED_IN = 2  # its KV comes back through `swap_in` of the same step
+    SWAPPED_IN = 2  # its KV comes back by `swap_in` of the same step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowInit:
-    """Everything a worker must know to run a row it does not know (or no longer knows).
+    """Everything a worker needs to run a row that it does not know (or no longer knows).
 
     token_ids: int32 [num_tokens], prompt then output.   num_computed: tokens whose KV is in the cache already.
-    block_ids: per KV group, int32 [num_blocks]; 0 is the null block (given back behind a window).
-    seed: of this branch (request seed + branch).
+    block_ids: per KV group, int32 [num_blocks]; 0 is the null block (freed behind a window).
+    sequence: its index in the request.   seed: of this sequence (request seed + index).
     """
 
     row: int
     request_id: str
-    branch: int
+    sequence: int
     kind: AdmitKind
     token_ids: np.ndarray
     num_prompt_tokens: int
@@ -50,11 +50,11 @@ class RowInit:
 
 @dataclass(frozen=True, slots=True)
 class RowFork:
-    """Row `dst` becomes a copy of row `src` (tokens, block tables, parameters) but for branch number and seed."""
+    """Row `dst` becomes a copy of row `src` (tokens, block tables, parameters) except for sequence index and seed."""
 
     src: int
     dst: int
-    branch: int
+    sequence: int
     seed: int
 
 
@@ -82,15 +82,15 @@ class EncoderRun:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """One branch of a request ended. The last branch's Finish has `request_done`.
+    """One sequence of a request ended. The last one's Finish has `request_done`.
 
-    stop_reason: the stop token id where one ended it (eos: None).   message: for IGNORED and ERROR, readable by users.
+    stop_reason: the stop token id that ended it, None for eos.   message: for IGNORED and ERROR, for users.
     num_preemptions: of its request, so far.
     """
 
     request_id: str
     handle: int
-    branch: int
+    sequence: int
     status: RequestStatus
     stop_reason: int | None = None
     request_done: bool = True
@@ -100,11 +100,11 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchedulerOutput:
-    """What one step shall do.
+    """What one step does.
 
     A worker applies it in this order: `released`; `swap_out`, `swap_in`, `copies` (block moves, in that order);
     `admitted`; `block_delta`; `forks`; encoder runs; then, layer by layer, writes all KV of the batch before it reads
-    any (a row may read blocks that another row of the same step fills); then samples.
+    any (a row may read blocks that another row fills in the same step); then samples.
 
     step: number of this step, counts from 1.
     rows, start, num_new: int32 [num_rows]; row `rows[i]` computes positions start[i] .. start[i] + num_new[i] - 1.
@@ -113,11 +113,11 @@ class SchedulerOutput:
     sample_rows, sample_index: int32 [num_samples]; sample_rows[j] takes a token from the logits of the last position of
         rows[sample_index[j]] (its own, or, for a fresh fork, its source's). A row with k drafts is verified at its last
         k+1 positions. Pooled rows take no token and are never among them.
-    drafts: row -> draft tokens int32 [k], already counted in num_new, standing at the last k positions.
+    drafts: row -> draft tokens int32 [k], already counted in num_new, at the last k positions.
     swap_out, swap_in: int32 [k, 2] (source block, destination block), device -> host and host -> device.
     copies: int32 [k, 2], device block -> device block (copy-on-write).
     released: rows the worker may forget; a row number may reappear in `admitted` or `forks` of this very step.
-    num_common_prefix_blocks: per KV group, leading blocks shared by all running rows.
+    num_common_prefix_blocks: per KV group, leading full blocks that all running rows share; 0 for a row alone.
     """
 
     step: int
@@ -141,7 +141,7 @@ class SchedulerOutput:
     num_lookahead_slots: int = 0
     running_queue_size: int = 0
     preempted_ids: tuple[str, ...] = ()
-    finished_ids: tuple[str, ...] = ()  # ended since the last SchedulerOutput, aborts included; told once
+    finished_ids: tuple[str, ...] = ()  # ended since the last SchedulerOutput, aborts included; sent once
     ignored: tuple[Finish, ...] = ()
 
     @property
@@ -152,11 +152,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobColumns:
-    """Log-probabilities of n sampled positions, most likely first behind the chosen token.
+    """Log-probabilities of n sampled positions, the chosen token, then the most likely ones.
 
     token_ids: int32 [n, 1 + k], column 0 is the chosen token.   logprobs: float32 [n, 1 + k].
     ranks: int32 [n], 1 is best.
-    Rows that asked for fewer than k are cut by the reader.
+    Readers cut rows that asked for fewer than k.
     """
 
     token_ids: np.ndarray
@@ -166,11 +166,11 @@ class LogprobColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelRunnerOutput:
-    """What one step gave, in the order of SchedulerOutput.sample_rows.
+    """The results of one step, in the order of SchedulerOutput.sample_rows.
 
     sampled: int32 [num_samples, 1 + max drafts], padded with -1.
     num_sampled: int32 [num_samples], accepted drafts + 1.
-    logprobs: for every sampled token in the order of `sampled` flattened without padding, or None when nobody asked.
+    logprobs: for every sampled token in the order of `sampled` flattened without padding, or None if no request asked.
     prompt_logprobs: row -> columns for the prompt positions computed in this step that have a next prompt token.
     pooled: row -> float32 vector.   failed: row -> message, for a row whose numbers are no longer finite.
     duration_s: execution time of the step, for the delay factor and the cost model.
@@ -190,17 +190,19 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineCoreOutputs:
-    """What one client gets to hear of one step: columns, one entry a branch that emitted.
+    """What one client gets of one step: columns, one entry per sequence that emitted.
 
-    handles: int64 [n] (Request.handle).   branches: int32 [n].   counts: int32 [n] tokens emitted.
+    handles: int64 [n] (Request.handle).   sequences: int32 [n], indices in their requests.
+    counts: int32 [n], tokens emitted.
     token_ids: int32 [sum(counts)], flat.   logprobs: rows in the order of token_ids, or None.
-    prompt_logprobs, pooled: by handle.   finishes: branches that ended with this step, last tokens included above.
+    prompt_logprobs, pooled: by handle.
+    finishes: sequences that ended in this step; their last tokens are included above.
     num_cached_tokens, queue_s: handle -> prompt tokens found in the prefix cache, and seconds from arrival to the first
-        step; told once, with the first emission.
+        step; sent once, with the first emission.
     """
 
     handles: np.ndarray
-    branches: np.ndarray
+    sequences: np.ndarray
     counts: np.ndarray
     token_ids: np.ndarray
     finishes: tuple[Finish, ...] = ()

@@ -110,7 +110,7 @@ class Journal:
         at = 0
         flat = outputs.token_ids.tolist()
         for handle, branch, count in zip(
-            outputs.handles.tolist(), outputs.branches.tolist(), outputs.counts.tolist(), strict=True
+            outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
             entry = self._by_handle.get(handle)
             if entry is not None:
@@ -191,7 +191,7 @@ class Journal:
             entry.aliases.clear()
 
     def _undo_aliases(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        handles, branches = outputs.handles.copy(), outputs.branches.copy()
+        handles, branches = outputs.handles.copy(), outputs.sequences.copy()
         for i in np.flatnonzero(handles < 0).tolist():
             handles[i], branches[i] = self._alias.get(int(handles[i]), (int(handles[i]), int(branches[i])))
         finishes = tuple(map(self._undo_finish_alias, outputs.finishes))
@@ -200,7 +200,7 @@ class Journal:
         return dataclasses.replace(
             outputs,
             handles=handles,
-            branches=branches,
+            sequences=branches,
             finishes=finishes,
             num_cached_tokens={own[k]: v for k, v in outputs.num_cached_tokens.items()},
             queue_s=queue_s,
@@ -214,11 +214,11 @@ class Journal:
             return finish
         handle, branch = known
         request_id = self._by_handle[handle].request.request_id
-        return dataclasses.replace(finish, request_id=request_id, handle=handle, branch=branch)
+        return dataclasses.replace(finish, request_id=request_id, handle=handle, sequence=branch)
 
     def _record_finish(self, finish: Finish) -> Finish:
         """Ends the branch; whether it was the request's last is known here, not in an engine that saw it alone."""
-        self.end_branch(finish.request_id, finish.branch)
+        self.end_branch(finish.request_id, finish.sequence)
         return dataclasses.replace(finish, request_done=finish.request_id not in self._entries)
 
 
@@ -230,7 +230,7 @@ def error_outputs(
     request = entry.request
     return EngineCoreOutputs(
         handles=np.empty(0, np.int64),
-        branches=np.empty(0, np.int32),
+        sequences=np.empty(0, np.int32),
         counts=np.empty(0, np.int32),
         token_ids=np.empty(0, np.int32),
         finishes=tuple(

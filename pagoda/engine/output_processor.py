@@ -61,7 +61,7 @@ class OutputProcessor:
         """Take what a step gave. Tokens of requests and branches that have ended meanwhile are ignored."""
         done = ProcessedOutputs()
         touched: dict[int, _LiveRequest] = {}
-        ends = {(finish.handle, finish.branch): finish for finish in outputs.finishes}
+        ends = {(finish.handle, finish.sequence): finish for finish in outputs.finishes}
         for handle, num_cached in outputs.num_cached_tokens.items():
             if (live := self._by_handle.get(handle)) is not None:
                 live.first_scheduled(num_cached, outputs.queue_s.get(handle))
@@ -70,7 +70,7 @@ class OutputProcessor:
         token_ids = outputs.token_ids.tolist()
         at = 0
         for handle, index, count in zip(
-            outputs.handles.tolist(), outputs.branches.tolist(), outputs.counts.tolist(), strict=True
+            outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
             new, first, at = token_ids[at : at + count], at, at + count
             live = self._by_handle.get(handle)
@@ -88,7 +88,7 @@ class OutputProcessor:
             live = self._by_handle.get(finish.handle)
             if live is not None:
                 live.metrics.num_preemptions = finish.num_preemptions
-            if live is not None and not live.branches[finish.branch].is_done:
+            if live is not None and not live.branches[finish.sequence].is_done:
                 touched[finish.handle] = live
                 live.end_branch(finish)
         for live in touched.values():
@@ -191,7 +191,7 @@ class _LiveRequest:
         """An end that came without tokens, or with an error."""
         if finish.message is not None:
             self.error = finish.message
-        self.branches[finish.branch].end(finish.status)
+        self.branches[finish.sequence].end(finish.status)
 
     def fail(self, message: str) -> None:
         """End with an error where the text itself may be what fails."""

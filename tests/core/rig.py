@@ -89,9 +89,9 @@ class Rig:
         for row in output.released.tolist():
             del self.owners[row]
         for init in output.admitted:
-            self.owners[init.row] = self._name(init.request_id, init.branch)
+            self.owners[init.row] = self._name(init.request_id, init.sequence)
         for fork in output.forks:
-            self.owners[fork.dst] = self._name(self.owners[fork.src].split("/")[0], fork.branch)
+            self.owners[fork.dst] = self._name(self.owners[fork.src].split("/")[0], fork.sequence)
         rows = zip(output.rows.tolist(), output.num_new.tolist(), strict=True)
         return StepTold(
             output,
@@ -116,12 +116,12 @@ class Rig:
         for heard in self.scheduler.update_from_output(told.output, result).values():
             flat = heard.token_ids.tolist()
             for handle, branch, count in zip(
-                heard.handles.tolist(), heard.branches.tolist(), heard.counts.tolist(), strict=True
+                heard.handles.tolist(), heard.sequences.tolist(), heard.counts.tolist(), strict=True
             ):
                 name = self._name(self.requests[handle - 1].request_id, branch)
                 told.emitted[name], flat = flat[:count], flat[count:]
             for finish in heard.finishes:
-                told.finished[self._name(finish.request_id, finish.branch)] = finish.status.finish_reason
+                told.finished[self._name(finish.request_id, finish.sequence)] = finish.status.finish_reason
                 told.finishes.append(finish)
         self.scheduler.check()
         return told

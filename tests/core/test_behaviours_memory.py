@@ -27,7 +27,7 @@ def test_rule_066_one_prefill_then_a_fork_that_takes_no_block() -> None:
     rig.add("a", 7, n=4)
     told = rig.step()
     assert told.scheduled == {"a/0": 7}
-    assert [fork.branch for fork in told.output.forks] == [1, 2, 3]
+    assert [fork.sequence for fork in told.output.forks] == [1, 2, 3]
     assert told.emitted == {f"a/{branch}": [7] for branch in range(4)}
     assert rig.free == 14
 

@@ -68,7 +68,7 @@ def drive(one: Scheduler, seed: int) -> list[object]:
             told = one.update_from_output(home, ModelRunnerOutput(home.step, sampled, num_sampled))
             one.check()
             for client, outputs in sorted(told.items()):
-                columns = (outputs.handles, outputs.branches, outputs.counts, outputs.token_ids)
+                columns = (outputs.handles, outputs.sequences, outputs.counts, outputs.token_ids)
                 heard.append((client, [column.tolist() for column in columns], outputs.finishes))
             if rng.random() < 0.4:
                 one.update_draft_token_ids({name: [5] * rng.randint(1, 3) for name in one.running_ids()})

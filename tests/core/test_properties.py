@@ -258,6 +258,28 @@ def test_siblings_that_return_together_need_no_encoder() -> None:
     traffic.drain()
 
 
+def test_siblings_that_lost_their_first_token_find_the_window_they_need() -> None:
+    """They compute the last prompt block again: what that attends to must not have been freed behind the window."""
+    setting = Setting(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, long_prefill_token_threshold=5),
+        CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+        (FULL, window(8)),
+        num_blocks=30,
+        max_model_len=24,
+    )
+    traffic = Traffic(setting)
+    traffic.add(make_request(1, list(range(6)), SamplingParams(max_tokens=17)))  # not alone: prompts are capped
+    traffic.step()
+    traffic.add(make_request(2, [0] * 16, SamplingParams(n=2, max_tokens=1, temperature=1.0)))
+    while not traffic.outputs[-1].forks:
+        if traffic.in_flight:
+            traffic.deliver()
+        traffic.plan()
+    traffic.reset(preempt_running=True)
+    traffic.deliver()
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:

@@ -248,9 +248,9 @@ class Traffic:
 
     def _hear(self, outputs: EngineCoreOutputs) -> None:
         tokens = outputs.token_ids.tolist()
-        ends = {(self.id_of[finish.handle], finish.branch): finish for finish in outputs.finishes}
+        ends = {(self.id_of[finish.handle], finish.sequence): finish for finish in outputs.finishes}
         for handle, branch, count in zip(
-            outputs.handles.tolist(), outputs.branches.tolist(), outputs.counts.tolist(), strict=True
+            outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
             key = (self.id_of[handle], branch)
             told = self.told[key]
@@ -282,7 +282,7 @@ class Traffic:
         assert len(self.worker.rows) <= config.max_num_seqs
         loras = {row.lora for row in self.worker.rows.values() if row.lora is not None}
         assert not config.max_loras or len(loras) <= config.max_loras
-        fresh = [init.request_id for init in output.admitted if init.branch == 0]
+        fresh = [init.request_id for init in output.admitted if init.sequence == 0]
         if not config.evict_for_priority and set(output.preempted_ids) - self.reset_ids:
             assert not fresh, "a step that preempts admits nobody"
         self.reset_ids = set()

@@ -31,13 +31,13 @@ class Answers:
 
     def take(self, outputs: EngineCoreOutputs, ids: Sequence[str]) -> None:
         at = 0
-        for handle, branch, count in zip(outputs.handles, outputs.branches, outputs.counts, strict=True):
+        for handle, branch, count in zip(outputs.handles, outputs.sequences, outputs.counts, strict=True):
             key = (ids[handle], int(branch))
             assert key not in self.finishes, f"{key} emits after its end"
             self.tokens.setdefault(key, []).extend(outputs.token_ids[at : at + count].tolist())
             at += count
         for finish in outputs.finishes:
-            key = (ids[finish.handle], finish.branch)
+            key = (ids[finish.handle], finish.sequence)
             assert key not in self.finishes, f"{key} ends twice"
             self.finishes[key] = finish
 

@@ -147,7 +147,7 @@ def play(core: EngineCore, trace: Trace, script: Script) -> None:
 def _take(core: EngineCore, trace: Trace, script: Script) -> None:
     for outputs in core.step().values():
         at = 0
-        for handle, branch, count in zip(outputs.handles, outputs.branches, outputs.counts, strict=True):
+        for handle, branch, count in zip(outputs.handles, outputs.sequences, outputs.counts, strict=True):
             seed = script.requests[handle].seed + int(branch)
             trace.tokens.setdefault(seed, []).extend(outputs.token_ids[at : at + count].tolist())
             at += count

@@ -17,7 +17,7 @@ def request(name: str, handle: int, n: int = 1, seed: int = 40) -> Request:
 def outputs(*rows: tuple[int, int, list[int]], finishes: tuple[Finish, ...] = ()) -> EngineCoreOutputs:
     return EngineCoreOutputs(
         handles=np.array([h for h, _, _ in rows], np.int64),
-        branches=np.array([b for _, b, _ in rows], np.int32),
+        sequences=np.array([b for _, b, _ in rows], np.int32),
         counts=np.array([len(t) for _, _, t in rows], np.int32),
         token_ids=np.array([x for _, _, t in rows for x in t], np.int32),
         finishes=finishes,
@@ -70,8 +70,8 @@ def test_branches_come_back_as_requests_of_their_own_and_look_like_branches() ->
         )
     )
     assert told.handles.tolist() == [1, 1]
-    assert told.branches.tolist() == [2, 0]
-    assert [(f.request_id, f.handle, f.branch, f.request_done) for f in told.finishes] == [
+    assert told.sequences.tolist() == [2, 0]
+    assert [(f.request_id, f.handle, f.sequence, f.request_done) for f in told.finishes] == [
         ("a", 1, 2, False),
         ("a", 1, 0, True),
     ]
@@ -99,7 +99,7 @@ def test_an_error_ends_every_live_branch_once() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
     finishes = error_outputs(entry, "no").finishes
-    assert [(f.branch, f.request_done, f.message) for f in finishes] == [(0, False, "no"), (1, True, "no")]
+    assert [(f.sequence, f.request_done, f.message) for f in finishes] == [(0, False, "no"), (1, True, "no")]
 
 
 def columns(*tokens: int) -> LogprobColumns:

@@ -23,7 +23,7 @@ def core_outputs(
 ) -> EngineCoreOutputs:
     return EngineCoreOutputs(
         handles=np.array([handle for handle, _, _ in emitted], np.int64),
-        branches=np.array([branch for _, branch, _ in emitted], np.int32),
+        sequences=np.array([branch for _, branch, _ in emitted], np.int32),
         counts=np.array([len(ids) for _, _, ids in emitted], np.int32),
         token_ids=np.array([token for _, _, ids in emitted for token in ids], np.int32),
         finishes=finishes,
@@ -198,7 +198,7 @@ def test_logprobs_that_a_stream_has_read_are_not_kept() -> None:
     for step in range(20):
         outputs = EngineCoreOutputs(
             handles=np.array([1]),
-            branches=np.array([0]),
+            sequences=np.array([0]),
             counts=np.array([1]),
             token_ids=np.array([65], np.int32),
             logprobs=columns,

@@ -484,15 +484,14 @@ class TwinScheduler:
     def _join(self, live: Live) -> None:
         """Branches that return after a recompute share the full prompt blocks of the first one, once it has them."""
         first = live.alive[0]
-        shared = live.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
+        known = min((len(branch.tokens) for branch in live.alive if not branch.started), default=0)
+        shared = min(live.request.num_prompt_tokens, known - 1) // self.memory.block_size * self.memory.block_size
         if not live.forked or not first.started or first.computed < shared:
             return
         for branch in live.alive:
             if not branch.started:
                 branch.started = branch.mid_prefill = True
-                branch.computed = min(
-                    shared, (len(branch.tokens) - 1) // self.memory.block_size * self.memory.block_size
-                )
+                branch.computed = shared
                 self.memory.share_prefix(first, branch, branch.computed)
                 self.admitted.append({"id": self._name(live, branch), "kind": "resumed", "cached": branch.computed})
 

@@ -35,7 +35,7 @@ def row_init(
     return RowInit(
         row=row,
         request_id=f"request-{row}",
-        branch=0,
+        sequence=0,
         kind=AdmitKind.NEW,
         token_ids=np.array(tokens, np.int32),
         num_prompt_tokens=len(tokens) if num_prompt is None else num_prompt,

@@ -257,7 +257,7 @@ def _of_client(outputs: EngineCoreOutputs, mine: np.ndarray) -> EngineCoreOutput
     logprobs = _select(outputs.logprobs, tokens) if outputs.logprobs is not None else None
     return EngineCoreOutputs(
         outputs.handles[mine],
-        outputs.branches[mine],
+        outputs.sequences[mine],
         outputs.counts[mine],
         outputs.token_ids[tokens],
         logprobs=logprobs,

@@ -74,7 +74,7 @@ class FinishPlan:
         return RowInit(
             row=entry.row,
             request_id=facts.request_id,
-            branch=sequence.index,
+            sequence=sequence.index,
             kind=entry.kind,
             token_ids=sequence.token_ids,
             num_prompt_tokens=facts.num_prompt_tokens,

@@ -31,9 +31,10 @@ class Fork:
             if request.awaiting_fork and self.table.num_computed[row] >= self.table.num_tokens[row]:
                 self._fork(plan, row, request)
         for row, request in leaders:
-            prompt_end = request.facts.num_prompt_tokens // self.kv.block_size * self.kv.block_size
-            if row in self.batch.leaders and not request.awaiting_fork and self.table.num_computed[row] >= prompt_end:
-                self._join(plan, row, request, prompt_end)
+            if row in self.batch.leaders and not request.awaiting_fork:
+                shared = self._num_shared_tokens(request)
+                if self.table.num_computed[row] >= shared:
+                    self._join(plan, row, request, shared)
 
     def _fork(self, plan: StepPlan, source: int, request: RequestState) -> None:
         """The prompt is complete: the other sequences share its blocks, and sample from the same logits."""
@@ -53,15 +54,21 @@ class Fork:
         plan.sample_rows = np.concatenate((plan.sample_rows, np.array([fork.dst for fork in forks], np.int32)))
         plan.sample_index = np.concatenate((plan.sample_index, np.full(len(forks), where, np.int32)))
 
-    def _join(self, plan: StepPlan, leader: int, request: RequestState, prompt_end: int) -> None:
+    def _num_shared_tokens(self, request: RequestState) -> int:
+        """Tokens in the full prompt blocks that the sequences of a resumed request share.
+
+        One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset. They
+        join when the leader gets there, not later: a window of the leader's would move on without them.
+        """
+        known = min(len(sequence.token_ids) for sequence in request.unfinished if sequence.row < 0)
+        return min(request.facts.num_prompt_tokens, known - 1) // self.kv.block_size * self.kv.block_size
+
+    def _join(self, plan: StepPlan, leader: int, request: RequestState, shared: int) -> None:
         """The resumed first sequence has the full prompt blocks again: the others share them, and compute the rest."""
         self.batch.follow(leader)
         for sequence in request.unfinished:
             if sequence.row == leader:
                 continue
-            # One token at least is left to compute: a sequence may have lost its first one in flight, to a cache reset.
-            last = (len(sequence.token_ids) - 1) // self.kv.block_size * self.kv.block_size
-            shared = min(prompt_end, last)
             row = self.lifecycle.give_row(sequence, shared)
             self.kv.fork(leader, row, shared)
             plan.entries[row] = Entry(row, AdmitKind.RESUMED, shared)
