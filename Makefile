@@ -25,7 +25,7 @@ help:
 	@echo "make clean      remove $(VENV), $(LOAD_VENV), $(CLIENTS_VENV) and build output"
 
 demo: $(VENV)/.installed
-	@$(BIN)/pagoda generate --chat --max-tokens 64 "$(PROMPT)"
+	@$(BIN)/pagoda generate --chat --temperature 0 --max-tokens 64 "$(PROMPT)"
 
 test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
+from pagoda.base.abbreviate import shorten
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.options import engine_options, sampling_options
 
@@ -35,22 +36,25 @@ class Answering(Protocol):
     def stream(self, token_ids: list[int], params: SamplingParams) -> "Iterator[Piece]": ...
 
 
-@sampling_options(max_tokens=1024, temperature=0.7, top_p=0.95)
+@sampling_options(max_tokens=1024)
 @engine_options()
 def chat(
     options: dict[str, object],
     sampling: dict[str, object],
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves. Temperature is 0.7 unless set, as in generate."""
     from pagoda.cli.console import stdout_console
-    from pagoda.cli.session import Session, load
+    from pagoda.cli.session import Session, load, model_name
 
     params = SamplingParams(**{**sampling, "seed": options.get("seed")})  # type: ignore[arg-type]
     console = stdout_console()
     with console.status("loading") if console.is_terminal else nullcontext():
-        session = Session(load(options))
-    console.print("[dim]/help shows the commands, Ctrl-D leaves[/dim]")
+        session = Session(load(options), model_name(options))
+    temperature = f"temperature {params.temperature:g}"
+    console.print(
+        f"{session.model_name}, {temperature}; /help shows the commands, Ctrl-D leaves", style="dim", markup=False
+    )
     Conversation(session, params, console, system).run(_line_reader())
 
 
@@ -102,7 +106,7 @@ class Conversation:
         elif name == "/help":
             self._say(HELP_TEXT)
         else:
-            self._say(f"{name} is no command; /help shows them")
+            self._say(f"unknown command {shorten(name)}; /help shows the commands")
         return True
 
     def _answer(self, text: str) -> None:
@@ -129,18 +133,19 @@ class Conversation:
             self._say("(the conversation is longer than the model reads: its oldest exchange is forgotten)")
 
     def _stream(self, token_ids: list[int]) -> str:
-        from pagoda.cli.console import for_stream
+        from pagoda.cli.console import WrappedStream, for_stream
 
         parts: list[str] = []
         reason: str | None = None
+        wrapped = WrappedStream(self._console.file, self._console.width if self._console.is_terminal else 0)
         try:
             for piece in self._session.stream(token_ids, self._params):
                 parts.append(piece.text)
                 reason = piece.finish_reason or reason
-                self._console.file.write(for_stream(piece.text, sys.stdout))
-                self._console.file.flush()
+                wrapped.write(for_stream(piece.text, sys.stdout))
         except KeyboardInterrupt:
             reason = "interrupted"
+        wrapped.finish()
         self._console.print()
         if reason == "interrupted":
             self._say("(stopped)")

@@ -1,5 +1,6 @@
 """`pagoda doctor`: what the machine has, which kernels will run and why, and what the cache holds."""
 
+import json
 import os
 import platform
 import sys
@@ -24,17 +25,13 @@ _ISA_REASONS = {
 
 def doctor(
     cache_dir: Annotated[str | None, typer.Option("--cache-dir", help="Where fetched models are kept.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
 ) -> None:
-    """Say what this machine has and which kernels will run. Exit code 1 when the engine cannot run here."""
-    from rich.table import Table
-    from rich.text import Text
+    """Report hardware and selected kernels.
 
-    from pagoda.cli.console import stdout_console
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    healthy = True
+    Exit code 1 when the engine cannot run here.
+    """
+    found: list[tuple[str, str, bool]] = []  # name, text, broken
     sections: list[tuple[str, Callable[[], str]]] = [
         ("pagoda", lambda: f"{version('pagoda-llm')} on Python {platform.python_version()}, {sys.platform}"),
         ("cpu", cpu_line),
@@ -49,13 +46,30 @@ def doctor(
     ]
     for name, describe in sections:
         try:
-            table.add_row(name, Text(describe()))
+            found.append((name, describe(), False))
         except Exception as error:  # whatever is broken here is what the user wants to read
-            healthy = False
-            table.add_row(name, Text(f"broken: {type(error).__name__}: {error}", style="red"))
-    stdout_console().print(table)
-    if not healthy:
+            found.append((name, f"broken: {type(error).__name__}: {error}", True))
+    broken = [name for name, _, is_broken in found if is_broken]
+    if as_json:
+        print(json.dumps({"healthy": not broken, "broken": broken, **{name: text for name, text, _ in found}}))
+    else:
+        _print(found)
+    if broken:
         raise typer.Exit(1)
+
+
+def _print(found: list[tuple[str, str, bool]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from pagoda.cli.console import stdout_console
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text, is_broken in found:
+        table.add_row(name, Text(text, style="red" if is_broken else ""))
+    stdout_console().print(table)
 
 
 def cpu_line(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -35,7 +35,7 @@ class Figures:
         )
 
 
-@sampling_options(max_tokens=256, temperature=0.0)
+@sampling_options(max_tokens=256)
 @engine_options()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; '-' or nothing reads standard input.")] = None,
@@ -46,7 +46,10 @@ def generate(
     system: Annotated[str | None, typer.Option("--system", help="System message (with --chat).")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line of figures.")] = False,
 ) -> None:
-    """Answer one prompt, streamed to standard output; figures go to standard error."""
+    """Answer one prompt on standard output.
+
+    The answer is streamed; figures go to standard error. Temperature is 0.7 unless set, as in chat.
+    """
     text = read_prompt(prompt)
     if system is not None and not chat:
         raise RequestError("--system needs --chat: without a chat template there is no place for it", "system")

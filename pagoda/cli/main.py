@@ -7,23 +7,29 @@ from typing import Annotated
 
 import typer
 
-from pagoda.base.errors import ConfigError, PagodaError, RequestError
-from pagoda.cli import bench, chat, doctor, generate, models, plan, serve
+from pagoda.base.abbreviate import shorten
+from pagoda.base.errors import ConfigError, NotSupportedError, PagodaError, RequestError
+from pagoda.cli import bench, chat, doctor, generate, models, plan, planned, serve
+from pagoda.cli.help_format import command
+
+_LONGEST_MESSAGE = 2000  # characters: an error is a message, never a dump of its input
 
 app = typer.Typer(
     name="pagoda",
     help="Run, serve and measure large language models.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.command("plan")(plan.plan)
-app.command("doctor")(doctor.doctor)
+command(app, "generate")(generate.generate)
+command(app, "chat")(chat.chat)
+command(app, "serve")(serve.serve)
+command(app, "plan")(plan.plan)
+command(app, "doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
+planned.register(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -57,7 +63,10 @@ def _run(arguments: list[str]) -> int:
             bench.mount_scheduler()
         return int(app(arguments, prog_name="pagoda", standalone_mode=False) or 0)
     except typer.TyperException as error:  # a flag or command that does not exist, a value of the wrong type
-        message = error.format_message()  # empty where the help was the answer
+        message = error.format_message()
+        if message.startswith("Usage:"):  # no command was given: the help is the answer
+            print(message)
+            return error.exit_code
         return _fail(message, error.exit_code) if message else error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return 130
@@ -67,7 +76,7 @@ def _run(arguments: list[str]) -> int:
     except PagodaError as error:
         if "--debug" in arguments:
             raise
-        return _fail(str(error), 2 if isinstance(error, (ConfigError, RequestError)) else 1)
+        return _fail(str(error), 2 if isinstance(error, (ConfigError, RequestError, NotSupportedError)) else 1)
     except Exception as error:
         if "--debug" in arguments:
             raise
@@ -75,5 +84,5 @@ def _run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"pagoda: {' '.join(message.split())}", file=sys.stderr)
+    print(f"pagoda: {shorten(' '.join(message.split()), _LONGEST_MESSAGE)}", file=sys.stderr)
     return code

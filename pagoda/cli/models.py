@@ -1,44 +1,82 @@
 """`pagoda models`: what can be called by name, and what is fetched already."""
 
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="List and fetch models.", no_args_is_help=True)
+app = typer.Typer(help="List and fetch models.", no_args_is_help=True, rich_markup_mode=None)
 
 CacheDir = Annotated[str | None, typer.Option("--cache-dir", help="Where fetched models are kept.")]
 
 
 @app.command("list")
-def list_models(cache_dir: CacheDir = None) -> None:
+def list_models(
+    cache_dir: CacheDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+) -> None:
     """Print the models that go by a short name, and all that the cache holds."""
-    from rich.table import Table
-
     from pagoda.base.config import ModelConfig
-    from pagoda.cli.console import human_bytes, stdout_console
-    from pagoda.loading.catalog import CATALOG
-    from pagoda.loading.fetch_wheel import WheelRequirement, find_cached
     from pagoda.loading.resolve import cache_dir_of
 
     root = cache_dir_of(ModelConfig(cache_dir=cache_dir))
+    found = find_models(root)
+    if as_json:
+        print(json.dumps({"cache": str(root), "models": [asdict(model) for model in found]}))
+        return
+    from rich.table import Table
+
+    from pagoda.cli.console import human_bytes, stdout_console
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("name", "size", "license", "what", "fetched"):
-        table.add_column(heading, justify="right" if heading == "size" else "left")
+        # Names and what is fetched stay whole in a narrow terminal; the description gives way.
+        table.add_column(
+            heading,
+            justify="right" if heading == "size" else "left",
+            overflow="fold",
+            no_wrap=heading in ("size", "fetched"),
+        )
+    for model in found:
+        fetched = "yes" if model.path is not None else "no"
+        table.add_row(model.name, human_bytes(model.num_bytes), model.license, model.summary, fetched)
+    console = stdout_console()
+    console.print(table)
+    console.print(f"\ncache: {root}", highlight=False, style="dim", soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model of the catalog or the cache.   num_bytes: of its weights.   path: where it is; None: not fetched."""
+
+    name: str
+    num_bytes: int
+    license: str
+    summary: str
+    path: str | None
+
+
+def find_models(root: Path) -> list[ListedModel]:
+    """Return the catalog's models, then what else the cache at `root` holds."""
+    from pagoda.loading.catalog import CATALOG
+    from pagoda.loading.fetch_wheel import WheelRequirement, find_cached
+
+    found: list[ListedModel] = []
     listed: set[Path] = set()
     for name in CATALOG:
         model = CATALOG[name]
         folder = find_cached(WheelRequirement.parse(model.requirement), root)
         if folder is not None:
             listed.add(folder)
-        table.add_row(name, human_bytes(model.num_bytes), model.license, model.summary, "yes" if folder else "no")
+        path = str(folder) if folder is not None else None
+        found.append(ListedModel(name, model.num_bytes, model.license, model.summary, path))
     for folder, num_bytes in cached_folders(root):
         if folder not in listed:
             package, _, package_version = folder.name.rpartition("-")
-            table.add_row(f"pypi:{package}=={package_version}", human_bytes(num_bytes), "", "", "yes")
-    console = stdout_console()
-    console.print(table)
-    console.print(f"\ncache: {root}", highlight=False, style="dim", soft_wrap=True)
+            found.append(ListedModel(f"pypi:{package}=={package_version}", num_bytes, "", "", str(folder)))
+    return found
 
 
 @app.command("pull")

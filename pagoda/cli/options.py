@@ -36,6 +36,25 @@ PANELS: dict[type, str] = {
     ServerConfig: "Server",
     SamplingParams: "Sampling",
 }
+MOST_USED = "Most used settings"
+MOST_USED_FIELDS = (
+    "model",
+    "host",
+    "port",
+    "api_keys",
+    "served_model_name",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory",
+    "dtype",
+    "quantization",
+    "threads",
+    "seed",
+)
+"""Ten settings of an engine and a server that people set most, with the two names a server needs."""
+PANEL_ORDER = ("Sampling", MOST_USED, "Model", "KV cache", "Scheduler", "Devices and threads", "Server")
+CLI_SAMPLING: dict[str, object] = {"temperature": 0.7, "top_p": 0.95}
+"""How `generate` and `chat` sample unless flags say otherwise."""
 # Where the field's plural would make a strange flag.
 FLAG_NAMES = {"api_keys": "--api-key"}
 SHORT_FLAGS = {"model": "-m"}
@@ -73,7 +92,8 @@ def _parameter(part: type, item: "dataclasses.Field[Any]", default: object) -> i
     kind = _without_none(typing.get_type_hints(part)[item.name])
     flags = [_flag_of(item.name)]
     if kind is bool:
-        flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
+        name = flags[0][2:]
+        flags = [f"--{name}/--{name.removeprefix('no-')}" if name.startswith("no-") else f"--{name}/--no-{name}"]
     elif item.name in SHORT_FLAGS:
         flags.append(SHORT_FLAGS[item.name])
     if typing.get_origin(kind) is tuple or kind is RequestLimits:
@@ -81,7 +101,7 @@ def _parameter(part: type, item: "dataclasses.Field[Any]", default: object) -> i
     option = typer.Option(
         *flags,
         help=HELP.get(item.name, "") + _shown(default),
-        rich_help_panel=PANELS[part],
+        rich_help_panel=MOST_USED if item.name in MOST_USED_FIELDS else PANELS[part],
         show_default=False,
         parser=parse_bytes if item.name == "kv_cache_memory" else None,
         metavar="BYTES" if item.name == "kv_cache_memory" else None,
@@ -108,7 +128,10 @@ def _shown(default: object) -> str:
 
 
 def _engine_parameters(parts: tuple[type, ...]) -> list[inspect.Parameter]:
-    return [_parameter(part, item, item.default) for part in parts for item in dataclasses.fields(part)]
+    fields = [(part, item) for part in parts for item in dataclasses.fields(part)]
+    order = {name: index for index, name in enumerate(MOST_USED_FIELDS)}
+    fields.sort(key=lambda pair: order.get(pair[1].name, len(order)))  # stable: the rest stays as declared
+    return [_parameter(part, item, item.default) for part, item in fields]
 
 
 def _sampling_parameters(defaults: dict[str, object]) -> list[inspect.Parameter]:
@@ -127,7 +150,11 @@ def engine_options(*extra_parts: type) -> Callable[[Callable[..., None]], Callab
 
 
 def sampling_options(**defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the sampling flags; it receives `sampling: dict[str, object]`, the given ones over `defaults`."""
+    """Give a command the sampling flags; it receives `sampling: dict[str, object]`.
+
+    The flags that were given override `defaults`, and those CLI_SAMPLING.
+    """
+    defaults = {**CLI_SAMPLING, **defaults}
     return _collected("sampling", _sampling_parameters(defaults), defaults)
 
 

@@ -46,12 +46,21 @@ class Plan:
 def plan(
     options: dict[str, object],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    pull: Annotated[bool, typer.Option("--pull", help="Fetch the model first if it is not there.")] = False,
 ) -> None:
-    """Print what a model and settings need: weights, KV per token, how many tokens and requests fit."""
-    from pagoda.cli.console import fetching
+    """Print what a model and settings need.
 
+    Weights, KV per token, how many tokens and requests fit. Nothing is fetched without --pull: of a model that is not
+    there it says what would be fetched.
+    """
+    from pagoda.cli.console import fetching
+    from pagoda.loading.resolve import require_cached
+
+    config = engine_config(options)
+    if not pull:
+        require_cached(config.model, "add --pull")
     with fetching():
-        made = make_plan(engine_config(options))
+        made = make_plan(config)
     if as_json:
         print(json.dumps(asdict(made)))
     else:

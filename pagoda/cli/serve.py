@@ -9,7 +9,10 @@ from pagoda.cli.options import engine_config, engine_options
 
 @engine_options(ServerConfig)
 def serve(options: dict[str, object]) -> None:
-    """Serve the model over an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C."""
+    """Serve an OpenAI-compatible HTTP API.
+
+    Until SIGTERM or Ctrl-C. Clients that send no temperature get 1.0, as from the OpenAI API.
+    """
     try:
         from uvloop import run
     except ImportError:  # not on Windows, and not needed

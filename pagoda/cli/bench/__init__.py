@@ -3,11 +3,14 @@
 import typer
 
 from pagoda.cli.bench import latency, serve, startup, throughput
+from pagoda.cli.help_format import command
 
-app = typer.Typer(help="Measure throughput, latency, start, server and scheduler.", no_args_is_help=True)
-app.command("throughput")(throughput.throughput)
-app.command("latency")(latency.latency)
-app.command("startup")(startup.startup)
+app = typer.Typer(
+    help="Measure throughput, latency, start, server and scheduler.", no_args_is_help=True, rich_markup_mode=None
+)
+command(app, "throughput")(throughput.throughput)
+command(app, "latency")(latency.latency)
+command(app, "startup")(startup.startup)
 serve.register(app)
 
 

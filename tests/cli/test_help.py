@@ -1,0 +1,113 @@
+"""Help pages: every flag whole at 80 columns and in a pipe, what people need first, planned commands marked."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from pagoda.cli import main as cli_main
+from pagoda.cli.options import MOST_USED, MOST_USED_FIELDS, SAMPLING_FIELDS
+from pagoda.cli.planned import PLANNED
+
+COMMANDS = ("generate", "chat", "serve", "plan", "bench throughput", "bench latency", "bench startup", "bench serve")
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit):
+        cli_main.main([*command, "--help"])
+    return capsys.readouterr().out
+
+
+def flags_of(*command: str) -> set[str]:
+    found = typer.main.get_command(cli_main.app)
+    for name in command:
+        found = found.commands[name]  # type: ignore[attr-defined]
+    return {flag for parameter in found.params for flag in (*parameter.opts, *parameter.secondary_opts) if "--" in flag}
+
+
+@pytest.fixture(params=["40", "80", "200"])
+def _columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", request.param)
+
+
+@pytest.mark.usefixtures("_columns")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_is_written_out(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    printed = help_of(capsys, *command.split())
+    flags = flags_of(*command.split())
+    assert len(flags) > 3
+    words = set(re.findall(r"--[\w-]+", printed))
+    assert flags <= words
+    assert "\u2026" not in printed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_flag_is_negated_twice(command: str) -> None:
+    assert [flag for flag in flags_of(*command.split()) if "--no-no-" in flag] == []
+
+
+def test_what_people_need_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = help_of(capsys, "generate")
+    headings = re.findall(r"^(\S.*):$", printed, re.MULTILINE)
+    assert headings == [
+        "Arguments",
+        "Options",
+        "Sampling",
+        MOST_USED,
+        "Model",
+        "KV cache",
+        "Scheduler",
+        "Devices and threads",
+    ]
+    sampling = printed[printed.index("Sampling:") : printed.index(f"{MOST_USED}:")]
+    assert all(f"--{name.replace('_', '-')} " in sampling for name in SAMPLING_FIELDS)
+    most_used = help_of(capsys, "serve").split(f"{MOST_USED}:")[1].split("\n\n")[0]
+    assert re.findall(r"^  .*?--([\w-]+)", most_used, re.MULTILINE) == [
+        {"api_keys": "api-key"}.get(name, name.replace("_", "-")) for name in MOST_USED_FIELDS
+    ]
+
+
+def test_a_flag_that_begins_with_no_is_undone_without_it() -> None:
+    assert {"--no-partial-media", "--partial-media"} <= flags_of("serve")
+
+
+def test_one_default_temperature_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "chat"):
+        printed = " ".join(help_of(capsys, command).split())
+        assert "Temperature is 0.7 unless set" in printed
+        assert re.search(r"--temperature <float> .{0,90}\(default: 0.7\)", printed)
+
+
+def test_in_a_terminal_of_80_columns() -> None:
+    """The page of the command with the most flags, through a pty."""
+    script = "from pagoda.cli.main import main; main(['serve', '--help'])"
+    leader, follower = pty.openpty()
+    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color"}
+    done = subprocess.Popen([sys.executable, "-c", script], stdout=follower, stderr=follower, env=env)
+    os.close(follower)
+    printed = b""
+    try:
+        while chunk := os.read(leader, 65536):
+            printed += chunk
+    except OSError:  # the other end is closed
+        pass
+    assert done.wait() == 0
+    text = printed.decode()
+    assert flags_of("serve") <= set(re.findall(r"--[\w-]+", text))
+    assert max(len(line.rstrip("\r")) for line in text.split("\n")) <= 80
+
+
+@pytest.mark.parametrize("command", PLANNED)
+def test_planned_commands_say_so(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    for arguments in ([], ["some.file", "--flag", "x"]):
+        with pytest.raises(SystemExit) as ended:
+            cli_main.main([command, *arguments])
+        assert ended.value.code == 2
+        assert f"`pagoda {command}` is planned and not available yet: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli_main.main(["--help"])
+    assert re.search(rf"^  {command} +Planned, not available yet", capsys.readouterr().out, re.MULTILINE)
