@@ -21,13 +21,12 @@ class SpecialMarks:
         nonce = secrets.token_hex(8)
         self._mark_of = {text: f"{_OPEN}{nonce}{index:x}{_CLOSE}" for index, text in enumerate(texts) if text}
         self._text_of = {mark: text for text, mark in self._mark_of.items()}
-        self._any_text = _any_of(self._mark_of)
         self._any_mark = re.compile(f"{_OPEN}{nonce}[0-9a-f]+{_CLOSE}")
         self._nonce = nonce
 
     def put(self, text: str) -> str:
         """`text` with a mark in place of each special token. For short texts: it looks for every special token."""
-        return text if self._any_text is None else self._any_text.sub(lambda match: self._mark_of[match[0]], text)
+        return self.put_only(text, self._occurring_in(text))
 
     def remove(self, text: str) -> str:
         """`text` with each mark as the special token that it stands for."""
@@ -39,7 +38,12 @@ class SpecialMarks:
 
     def unmarked_in(self, text: str) -> set[str]:
         """The special tokens that stand in `text` without a mark. For short texts."""
-        return set() if self._any_text is None else set(self._any_text.findall(text))
+        pattern = _any_of(self._occurring_in(text))
+        return set() if pattern is None else set(pattern.findall(text))
+
+    def _occurring_in(self, text: str) -> list[str]:
+        # A pattern of all of them would take longer to compile: some vocabularies have thousands.
+        return [special for special in self._mark_of if special in text]
 
     def put_only(self, text: str, specials: Iterable[str]) -> str:
         """As `put`, for some special tokens only: fast in a long text."""
