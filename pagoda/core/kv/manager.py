@@ -172,7 +172,7 @@ class KVCacheManager:
         """`sequence` starts with all tokens of `source`."""
         self._content.fork_hashes(source, sequence)
 
-    def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
+    def cache_blocks(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Insert the full blocks of `rows` into the prefix cache, up to `ends` computed tokens."""
         self._content.cache_filled(rows, ends)
 

@@ -75,7 +75,7 @@ class AdmitWaiting:
         """Make the blocks that running rows have filled findable, this step's included. Decoding leaves it to us."""
         rows = self.batch.running.rows
         ends = plan.ends_of(self.table.num_computed - self.table.num_pending)
-        self.kv.cache_filled(rows, ends[rows])
+        self.kv.cache_blocks(rows, ends[rows])
 
     def _admit(self, request: RequestState, plan: StepPlan) -> Reason | None:
         """Let the first request in, or end it, or return why it waits. Nothing is allocated before all checks pass."""
