@@ -47,7 +47,7 @@ class ModelConfig:
     dtype: "auto" (the checkpoint's; bfloat16 for fp16 checkpoints where fp16 is slow), "bfloat16", "float16",
     "float32".
     max_model_len: longest prompt + output in tokens; None takes the model's own limit.
-    request_limits: most of everything else that one request may ask for (docs/limits.md).
+    request_limits: most of everything else that one request may ask for (docs/reference/limits.md).
     parse_special_tokens_in_chat: special tokens that messages spell become special, as in vLLM; else ordinary text.
     """
 
@@ -150,7 +150,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP server (its page: docs/server.md). 0 switches a limit off.
+    """The HTTP server (its page: docs/internals/server.md). 0 switches a limit off.
 
     api_keys: any of them opens every route; none leaves the server open.   admin_api_key: opens every route too, and is
     the only key for those that operate the server, once it is set.   cors_origins: none leaves CORS off.

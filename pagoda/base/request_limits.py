@@ -1,7 +1,7 @@
 """RequestLimits: the table of every bound on what one request may ask for.
 
 Requests beyond a bound are refused with an error that states it, before work is spent on them. The defaults are far
-above what clients ask for in earnest and far below what slows other requests down; docs/limits.md lists them.
+above what clients ask for in earnest and far below what slows other requests down; docs/reference/limits.md lists them.
 """
 
 import dataclasses

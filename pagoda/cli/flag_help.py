@@ -17,7 +17,7 @@ HELP: dict[str, str] = {
     "max_logprobs": "Most logprobs a request may ask for.",
     # cache
     "block_size": "Tokens in a KV block.",
-    "request_limits": "Change a bound on single requests, as NAME=NUMBER (docs/limits.md lists them). Repeatable.",
+    "request_limits": "Change a bound on single requests, as NAME=NUMBER (see docs/reference/limits.md). Repeatable.",
     "kv_cache_memory": "Size of the KV cache: bytes, or 512MiB, 2GiB.",
     "gpu_memory_utilization": "Share of the free memory that the KV cache takes when no size is given.",
     "num_blocks": "KV blocks, instead of a size in bytes.",

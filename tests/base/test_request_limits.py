@@ -17,7 +17,7 @@ DEFAULTS = {name: default for name, default, _ in describe_limits()}
 
 
 def test_the_documentation_is_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_text()
     rows = [f"| `{name}` | {default:,} | {what} |" for name, default, what in describe_limits()]
     listed = page.partition("|---|---|---|\n")[2].partition("\n\n")[0]
     assert listed.splitlines() == rows

@@ -3,7 +3,7 @@
 import doctest
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "scheduler.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "scheduler.md"
 
 
 def test_the_page_shows_what_happens() -> None:
