@@ -50,6 +50,7 @@ class RequestLimits:
     prompt_logprob_entries: int = _limit(
         262_144, "log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)"
     )
+    text_bytes: int = _limit(4_194_304, "bytes (as UTF-8) in a text to be tokenized")
     messages: int = _limit(4_096, "messages in a conversation")
     content_parts: int = _limit(4_096, "content parts in all messages of a conversation")
     tools: int = _limit(512, "entries of `tools`")
@@ -127,6 +128,11 @@ class RequestLimits:
         self.check("template_chars", len(template or ""), "chat_template")
         self.check("template_kwargs", len(template_kwargs or ()), "chat_template_kwargs")
         self.check_values({"messages": messages, "tools": tools, "chat_template_kwargs": template_kwargs})
+
+    def check_text(self, text: str, param: str) -> None:
+        """Hold a text that is to be tokenized to its bound. Raises RequestError."""
+        if len(text) * 4 > self.text_bytes:  # UTF-8 takes at most four bytes per character
+            self.check("text_bytes", len(text.encode(errors="surrogatepass")), param)
 
     def check_names(self, **names: str | None) -> None:
         """Hold short strings, by their field, to `name_chars`. Raises RequestError."""

@@ -175,6 +175,7 @@ class InputProcessor:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; RequestError when it is not valid Unicode."""
+        self.limits.of_request.check_text(text, "prompt")
         check_encodable("prompt", text)
         return self.tokenizer.encode(text, add_special_tokens)
 
@@ -244,6 +245,7 @@ class InputProcessor:
             self._check_length(plain)
         if self._parses_special_tokens:
             return RenderedChat(text, self.encode(text, add_special_tokens))
+        self.limits.of_request.check_text(plain, "messages")
         check_encodable("messages", text)
         return RenderedChat(plain, self.tokenizer.encode_marked(text, add_special_tokens))
 

@@ -151,3 +151,12 @@ def test_settings_that_are_not_valid_unicode_are_refused_by_name(options: dict[s
     with pytest.raises(ConfigError, match=f"{name}.* is not valid UTF-8") as caught:
         EngineConfig.from_options(**options)
     assert ("=" in str(caught.value)) == (name != "api_keys"), "a key is a secret"
+
+
+def test_a_text_is_bounded_in_bytes() -> None:
+    limits = RequestLimits(text_bytes=100)
+    for text in ("a" * 100, "é" * 50, "\U0001f600" * 25):
+        limits.check_text(text, "prompt")
+        with pytest.raises(RequestError, match="more than the limit of 100") as caught:
+            limits.check_text(text + "a", "prompt")
+        assert caught.value.param == "prompt"

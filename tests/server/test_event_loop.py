@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, bytes, int]] = {
         b'{"max_tokens":1,"truncate_prompt_tokens":5,"prompt":"' + b"a b" * 350_000 + b'"}',
         200,
     ),
+    "a text that nothing may tokenise": ("/tokenize", b'{"prompt":"' + b"a b " * (15 * MB // 4) + b'"}', 400),
     "many objects": (
         "/v1/chat/completions",
         filled(b'{"messages":[' + USER + b'],"chat_template_kwargs":{"a":[', b"[]", b"]}}", 15 * MB),
