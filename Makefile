@@ -14,12 +14,13 @@ WORKLOADS ?= offline64 single
 BENCH_DIR := build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow test-sanitizers lint bench clean
 
 help:
 	@echo "make demo       install, fetch the default model, answer a prompt (PROMPT='...')"
 	@echo "make test       install with the test tools; lint, types, import contract, tests"
 	@echo "make test-slow  the tests that take longer or need larger models"
+	@echo "make test-sanitizers  kernel tests under ASan and UBSan, threads under TSan"
 	@echo "make lint       format, lint, types, import contract only"
 	@echo "make bench      throughput of the default model on WORKLOADS='$(WORKLOADS)'"
 	@echo "make clean      remove $(VENV), $(LOAD_VENV), $(CLIENTS_VENV) and build output"
@@ -34,6 +35,9 @@ test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m gemma3-270m
 	$(BIN)/python -m pytest -q -m slow
+
+test-sanitizers: $(VENV)/.installed-test
+	$(BIN)/python -m tests.kernels.sanitizers
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

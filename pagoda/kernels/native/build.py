@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +72,14 @@ def sources() -> list[Path]:
     return sorted(KERNELS.glob("*/*.cpp"), key=lambda path: (-path.stat().st_size, path))
 
 
-def build(cache_dir: Path, compiler: Compiler, march: str = "native") -> Path:
+def build(cache_dir: Path, compiler: Compiler, march: str = "native", extra_flags: Sequence[str] = ()) -> Path:
     """The compiled library, from the cache or fresh.
 
-    march: what to compile for; tests take lesser ones.
+    march: what to compile for; tests take lesser ones.   extra_flags: for compiling and linking (sanitizers).
     Two processes may race: each compiles under a private name and renames, and the last one's equal bytes stay.
     Raises NativeUnavailable with the compiler's own words if it fails.
     """
-    flags = [*FLAGS, f"-march={march}", f"-I{KERNELS / 'native'}"]
+    flags = [*FLAGS, f"-march={march}", *extra_flags, f"-I{KERNELS / 'native'}"]
     if platform.machine() in ("x86_64", "AMD64"):
         flags.append("-mprefer-vector-width=512")
     library = cache_dir / f"kernels-{_fingerprint(compiler, flags)}.so"
@@ -97,7 +98,7 @@ def build(cache_dir: Path, compiler: Compiler, march: str = "native") -> Path:
         with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
             objects = list(pool.map(lambda source: _compile(compiler, flags, source, Path(folder)), sources()))
         fresh = Path(folder) / "kernels.so"
-        _run([compiler.path, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)])
+        _run([compiler.path, "-shared", "-pthread", *extra_flags, "-o", str(fresh), *map(str, objects)])
         os.replace(fresh, library)
     logger.info("native kernels compiled in %.1f s: %s", time.perf_counter() - started, library)
     return library

@@ -1,7 +1,7 @@
 """Loading the compiled kernels, with every function bound as abi.py declares it."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,18 @@ class NativeLibrary:
         return getattr(self.functions, f"pagoda_{name}")
 
 
-def load(cache_dir: Path | None = None, compiler: build.Compiler | None = None, march: str = "native") -> NativeLibrary:
+def load(
+    cache_dir: Path | None = None,
+    compiler: build.Compiler | None = None,
+    march: str = "native",
+    extra_flags: Sequence[str] = (),
+) -> NativeLibrary:
     """Compile if need be, and load. Raises build.NativeUnavailable where that cannot be.
 
     Asserts that they bring no OpenMP runtime into the process.
     """
     compiler = compiler or build.find_compiler()
-    path = build.build(cache_dir or build.default_cache_dir(), compiler, march)
+    path = build.build(cache_dir or build.default_cache_dir(), compiler, march, extra_flags)
     openmp = openmp_runtimes()
     try:
         functions = ctypes.CDLL(str(path))

@@ -1,0 +1,123 @@
+// What threads share, for ThreadSanitizer: the pool itself with several callers, then the ops in which threads
+// claim work from each other or finish each other's. Exits with 0 where all results are right.
+#include <pthread.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace {
+
+int failures = 0;
+
+void expect(bool holds, const char* what) {
+    if (holds) return;
+    fprintf(stderr, "failed: %s\n", what);
+    failures++;
+}
+
+Tensor rows(void* data, int64_t count, int64_t heads, int64_t dim, int32_t dtype = F32) {
+    return {data, count, heads * dim, heads, dim, dtype, 0};
+}
+
+std::vector<float> drawn(int64_t count, uint32_t seed) {
+    std::vector<float> values(static_cast<size_t>(count));
+    for (float& value : values) {
+        seed = seed * 1664525u + 1013904223u;
+        value = static_cast<float>(seed >> 8) / (1 << 24) - 0.5f;
+    }
+    return values;
+}
+
+void* call_pool(void*) {
+    for (int i = 0; i < 300; i++)
+        if (pagoda_shares_done(3) != 7) return reinterpret_cast<void*>(1);
+    return nullptr;
+}
+
+void pool() {
+    for (int threads = 1; threads <= 7; threads++)
+        for (int i = 0; i < 200; i++) expect(pagoda_shares_done(threads) == (uint64_t(1) << threads) - 1, "shares");
+    for (int delay : {0, 100}) expect(pagoda_unfinished_regions(3, 3000, delay) == 0, "a region ended before its shares");
+    pthread_t callers[3];
+    for (pthread_t& caller : callers) pthread_create(&caller, nullptr, call_pool, nullptr);
+    for (pthread_t& caller : callers) {
+        void* failed = nullptr;
+        pthread_join(caller, &failed);
+        expect(failed == nullptr, "shares of several callers");
+    }
+    usleep(2000);  // the workers sleep, and are woken
+    expect(pagoda_shares_done(4) == 15, "shares of threads that slept");
+}
+
+PackedLinear packed(std::vector<float>& panels, int64_t out_features, int64_t in_features, uint32_t seed) {
+    std::vector<float> weight = drawn(out_features * in_features, seed);
+    panels.resize(static_cast<size_t>((out_features + PANEL - 1) / PANEL * PANEL * in_features));
+    pagoda_pack_words(4, weight.data(), panels.data(), out_features, in_features, 3);
+    return {panels.data(), nullptr, out_features, in_features, KIND_F32, 0};
+}
+
+void linear() {
+    std::vector<float> panels, x = drawn(200 * 96, 1), one(200 * 300), many(200 * 300);
+    PackedLinear weight = packed(panels, 300, 96, 2);
+    LinearArgs args{rows(x.data(), 200, 1, 96), &weight, rows(one.data(), 200, 1, 300)};
+    pagoda_linear(&args, 1);
+    args.out.data = many.data();
+    for (int i = 0; i < 20; i++) pagoda_linear(&args, 4);
+    expect(one == many, "linear on four threads");
+}
+
+void moe() {
+    constexpr int64_t EXPERTS = 6, TOKENS = 300, HIDDEN = 64, INNER = 64;
+    std::vector<std::vector<float>> panels(2 * EXPERTS);
+    std::vector<PackedLinear> up, down;
+    std::vector<const PackedLinear*> up_at, down_at;
+    for (uint32_t e = 0; e < EXPERTS; e++) {
+        up.push_back(packed(panels[e], 2 * INNER, HIDDEN, 10 + e));
+        down.push_back(packed(panels[EXPERTS + e], HIDDEN, INNER, 20 + e));
+    }
+    for (int64_t e = 0; e < EXPERTS; e++) up_at.push_back(&up[e]), down_at.push_back(&down[e]);
+    ExpertStack gate_up{up_at.data(), EXPERTS}, downs{down_at.data(), EXPERTS};
+    std::vector<float> x = drawn(TOKENS * HIDDEN, 3), router = drawn(TOKENS * EXPERTS, 4), one(x.size()), many(x.size());
+    MoeArgs args{rows(x.data(), TOKENS, 1, HIDDEN), rows(router.data(), TOKENS, 1, EXPERTS), &gate_up, &downs, 2, 1,
+                 rows(one.data(), TOKENS, 1, HIDDEN)};
+    pagoda_moe(&args, 1);
+    args.out.data = many.data();
+    for (int i = 0; i < 5; i++) pagoda_moe(&args, 4);
+    expect(one == many, "moe on four threads");
+}
+
+// Two rows: a decode over a long context, whose segments threads share out and fold, and a prefill.
+void attention() {
+    constexpr int64_t BLOCK = 16, BLOCKS = 80, DIM = 32, LENGTH = 1100, TOKENS = 41;
+    std::vector<float> k = drawn(BLOCKS * 2 * BLOCK * DIM, 5), v = drawn(BLOCKS * 2 * BLOCK * DIM, 6);
+    std::vector<float> q = drawn(TOKENS * 4 * DIM, 7), one(q.size()), many(q.size());
+    std::vector<int32_t> table(2 * 70);
+    for (int32_t i = 0; i < 70; i++) table[i] = i + 1, table[70 + i] = i % 5 + 72;
+    int32_t starts[] = {0, 1, TOKENS}, lengths[] = {LENGTH, 40};
+    RowGroup group{starts, lengths, table.data(), nullptr, 70, 70, BLOCK, 2, 0};
+    KVPages pages{k.data(), v.data(), nullptr, nullptr, BLOCKS, 2, BLOCK, DIM, F32, 0};
+    AttentionArgs args{rows(q.data(), TOKENS, 4, DIM), pages, &group, 0.2f, 0, 0.0f, rows(one.data(), TOKENS, 1, 4 * DIM)};
+    pagoda_attention(&args, 1);
+    args.out.data = many.data();
+    for (int i = 0; i < 20; i++) pagoda_attention(&args, 4);
+    expect(one == many, "attention on four threads");
+    args.q.rows = 1, group.num_rows = 1;  // the decode alone: its segments are all there is
+    for (int i = 0; i < 50; i++) pagoda_attention(&args, 4);
+    expect(one == many, "attention by segments on four threads");
+}
+
+}  // namespace
+
+int main() {
+    pool();
+    linear();
+    moe();
+    attention();
+    if (failures == 0) puts("threads: all results are right");
+    return failures;
+}
+
