@@ -213,6 +213,8 @@ def _syntax_errors() -> Generator[None]:
     except jinja2.TemplateSyntaxError as error:
         said = shorten(error.message or "", _MAX_SAID_CHARS)
         raise ConfigError(f"the chat template is not valid: {said} (line {error.lineno})") from None
+    except (SyntaxError, RecursionError) as error:  # from Python's own compiler
+        raise ConfigError(f"the chat template is nested too deeply ({type(error).__name__})") from None
 
 
 def _compile(source: str, change: Callable[[str], str]) -> jinja2.Template:

@@ -10,6 +10,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.chat_template import ChatTemplate
 from pagoda.engine.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizer_regexes import check_regexes
 from pagoda.loading.fetch_hub import HubModel, is_complete
@@ -206,7 +207,6 @@ def test_nested_tokenizer_json(tmp_path: Path) -> None:
         ({"chat_template": 5}, "the chat template is 5, expected a string"),
         ({"chat_template": [{"name": "default"}]}, "expected objects with name and template"),
         ({"chat_template": [{"name": "default", "template": 5}]}, "expected a string or strings by name"),
-        ({"chat_template": "{% if x %}" * 200 + "{% endif %}" * 200}, "the chat template"),
         ({"chat_template": "{{ " + "(" * 20_000 + ")" * 20_000 + " }}"}, "the chat template"),
         ({"chat_template": "{{ " + "-" * 20_000 + "1 }}"}, "the chat template"),
     ],
@@ -214,6 +214,12 @@ def test_nested_tokenizer_json(tmp_path: Path) -> None:
 )
 def test_tokenizer_config(tmp_path: Path, config: object, words: str) -> None:
     assert words in refusal(load, tmp_path, tokenizer_json(), tokenizer_config=config)
+
+
+def test_a_chat_template_that_python_cannot_compile() -> None:
+    """It is compiled where it is rendered; the error there names it too."""
+    template = ChatTemplate("{% if x %}" * 200 + "{% endif %}" * 200)
+    assert "the chat template is nested too deeply" in refusal(template.render, [{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize("stated", ["</s>", [[1]], -1, {"id": 1}], ids=str)
