@@ -37,6 +37,9 @@ class _Lists(Protocol):
 class RequestLimits:
     """Most of each thing that one request may bring or ask for. Raises ConfigError for a bound that is no count."""
 
+    tokenized_chars: int = _limit(
+        1_048_576, "characters of text to tokenise whatever its length (`/tokenize`, `truncate_prompt_tokens`)"
+    )
     stop_strings: int = _limit(64, "strings in `stop`")
     stop_chars: int = _limit(8_192, "characters in all strings of `stop`")
     stop_token_ids: int = _limit(1_024, "ids in `stop_token_ids`")

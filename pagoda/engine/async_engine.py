@@ -233,12 +233,14 @@ class AsyncEngine:
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
         must_fit: bool = False,
+        is_bounded: bool = False,
     ) -> RenderedChat:
         """A conversation as the model reads it (see InputProcessor.render_chat).
 
         Templates run in another process, up to a deadline, and are ended when this coroutine is cancelled; only those
         given objects of a program's own classes run in this one.
         must_fit: refuse a text that cannot fit into the model's context before it is tokenised.
+        is_bounded: hold any other text to the bound `tokenized_chars`, as what callers of a server send.
         """
         job = self.input_processor.chat_job(
             messages, chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs
@@ -249,6 +251,8 @@ class AsyncEngine:
             text = await asyncio.to_thread(InProcessRenderer().render, job)
         except ConfigError as error:
             raise RequestError(str(error), "chat_template") from None
+        if is_bounded and not must_fit:
+            self.input_processor.limits.of_request.check("tokenized_chars", len(text), "messages")
         if len(text) < LONG_TEXT_CHARS:
             return self.input_processor.tokenize_chat(text, add_special_tokens, must_fit)
         return await self._threads.run(

@@ -56,6 +56,7 @@ async def create_chat_completion(http: Request) -> Response:
         template_kwargs=body.template_kwargs,
         add_special_tokens=body.add_special_tokens,
         must_fit=body.truncate_prompt_tokens is None,
+        is_bounded=True,
     )
     prompt = await unless_gone(http, rendering)
     top = (body.top_logprobs or 0) if body.logprobs else None

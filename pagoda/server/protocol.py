@@ -319,6 +319,9 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         num_prompts = len(self.prompts())
         limits.check("prompts", num_prompts, "prompt")
         limits.check("outputs", num_prompts * (self.n or 1), "prompt")
+        if self.truncate_prompt_tokens is not None:
+            num_chars = sum(len(prompt) for prompt in self.prompts() if isinstance(prompt, str))
+            limits.check("tokenized_chars", num_chars, "prompt")
         if not self.prompt:
             raise RequestError("prompt: is empty", "prompt")
         if isinstance(self.prompt, list) and len(set(map(type, self.prompt))) > 1:
@@ -368,6 +371,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt: give either prompt or messages", "prompt")
         limits.check_names(model=self.model)
+        limits.check("tokenized_chars", len(self.prompt or ""), "prompt")
         _check_chat(limits, self.messages or [], self.tools, self.chat_template, self.chat_template_kwargs)
 
     @property

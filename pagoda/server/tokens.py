@@ -32,6 +32,7 @@ async def tokenize(http: Request) -> Response:
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
             add_special_tokens=body.add_special_tokens is True,
+            is_bounded=True,
         )
         prompt = await unless_gone(http, rendering)
         token_ids = prompt.token_ids

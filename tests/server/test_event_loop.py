@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, bytes, int]] = {
     "a text that might fit": ("/v1/completions", b'{"prompt":"' + b"a" * 160_000 + b'"}', 400),
     "a long text cut off": (
         "/v1/completions",
-        b'{"max_tokens":1,"truncate_prompt_tokens":5,"prompt":"' + b"a b" * 350_000 + b'"}',
+        b'{"max_tokens":1,"truncate_prompt_tokens":5,"prompt":"' + b"a b" * 340_000 + b'"}',
         200,
     ),
     "a text that nothing may tokenise": ("/tokenize", b'{"prompt":"' + b"a b " * (15 * MB // 4) + b'"}', 400),

@@ -35,6 +35,13 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
+    ("tokenized_chars", TokenizeRequest, {"prompt": "x" * 1_048_577}, "prompt"),
+    (
+        "tokenized_chars",
+        CompletionRequest,
+        {"prompt": ["x" * 600_000] * 2, "truncate_prompt_tokens": 5},
+        "prompt",
+    ),
     ("stop_strings", CompletionRequest, {"prompt": "x", "stop": ["a"] * 65}, "stop"),
     ("stop_chars", CompletionRequest, {"prompt": "x", "stop": "a" * 60_000}, "stop"),
     ("stop_token_ids", CompletionRequest, {"prompt": "x", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
@@ -112,6 +119,20 @@ def test_the_server_states_its_bounds_and_operators_set_them(tmp_path: Path) -> 
             status, answer = server.post(path, body)
             assert (status, answer["error"]["param"]) == (400, param)
             assert "more than the limit of" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": [{**USER, "content": "x" * 1_100_000}]}),
+        ("/tokenize", {"messages": [USER], "chat_template": "{{ 'x' * 1100000 }}"}),
+        ("/v1/chat/completions", {"messages": [{**USER, "content": "x" * 1_100_000}], "truncate_prompt_tokens": 5}),
+    ],
+)
+def test_what_a_template_renders_is_bounded_too(fake_server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    status, answer = fake_server.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "more than the limit of 1048576 (tokenized_chars)" in answer["error"]["message"]
 
 
 def peak_mib(server: LiveServer) -> float:
