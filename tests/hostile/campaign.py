@@ -53,9 +53,13 @@ class Report:
 
 
 class Campaign:
-    """Cases against one server."""
+    """Cases against one server.
 
-    def __init__(self, server: LiveServer, stalls: StallReader) -> None:
+    may_be_down: somebody else ends its engine; answers of 503 and new engines are no failures.
+    """
+
+    def __init__(self, server: LiveServer, stalls: StallReader, may_be_down: bool = False) -> None:
+        self._may_be_down = may_be_down
         self._server = server
         self._port = int(server.url.rsplit(":", 1)[1])
         self._stalls = stalls
@@ -81,7 +85,11 @@ class Campaign:
     def _ended(self, cases: list[Case]) -> bool:
         """The server is gone, or has lost its engine, and one of these cases is to blame."""
         died = "the server process ended" if not self.is_alive() else ""
-        if not died and (restarts := load(self._server)["engine_restarts"]) > self._num_restarts:
+        if (
+            not died
+            and not self._may_be_down
+            and (restarts := load(self._server)["engine_restarts"]) > self._num_restarts
+        ):
             self._num_restarts = restarts
             died = "the engine process ended"
         if died:
@@ -123,7 +131,7 @@ class Campaign:
                 outcome = await send_case(case, self._port)
             for answer in outcome.answers:
                 self.report.num_answers[answer.status] = self.report.num_answers.get(answer.status, 0) + 1
-            found.extend((case, problem) for problem in problems(case, outcome))
+            found.extend((case, problem) for problem in problems(case, outcome, self._may_be_down))
 
         await asyncio.gather(*(one(case) for case in cases))
         return found

@@ -10,11 +10,14 @@ MAX_ERROR_BYTES = 4_096
 _STATUSES = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 501}
 
 
-def problems(case: Case, outcome: Outcome) -> list[str]:
-    """What is wrong with the outcome of a case; empty when nothing is."""
+def problems(case: Case, outcome: Outcome, may_be_down: bool = False) -> list[str]:
+    """What is wrong with the outcome of a case; empty when nothing is.
+
+    may_be_down: 503 is an answer, too: the engine starts again, or the server drains.
+    """
     found = [outcome.problem] if outcome.problem else []
     for answer in outcome.answers:
-        found += _answer_problems(answer)
+        found += answer_problems(answer, may_be_down)
     statuses = [answer.status for answer in outcome.answers]
     if case.expect is Expect.ANSWERS and not outcome.problem:
         # What the HTTP parser itself, or a limit, refuses ends the connection: nothing after it is answered.
@@ -26,9 +29,12 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
     return found
 
 
-def _answer_problems(answer: Answer) -> list[str]:
+def answer_problems(answer: Answer, may_be_down: bool = False) -> list[str]:
+    """What is wrong with one answer, whatever it is an answer to."""
     if not answer.is_whole:
         return [f"an answer of status {answer.status} was cut after {len(answer.body)} bytes"]
+    if may_be_down and answer.status == 503:
+        return _error_problems(answer) + ([] if "retry-after" in answer.headers else ["a 503 without Retry-After"])
     if answer.status not in _STATUSES:
         return [f"status {answer.status}: {answer.body[:300]!r}"]
     if answer.status >= 400:

@@ -11,27 +11,18 @@ from tests.hostile.stall_watch import StallReader
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
 
 KEY = "healthy"
-_LIMITS = (
-    "--api-key",
-    KEY,
-    "--api-key",
-    "attacker",
-    "--admin-api-key",
-    "admin",
-    "--header-timeout-s",
-    "2",
-    "--body-timeout-s",
-    "2",
-)
-FAKE_FLAGS = (*FAKE_ENGINE, "--trust-request-chat-template", *_LIMITS)
-REAL_FLAGS = ("--num-blocks", "512", "--max-model-len", "2048", "--trust-request-chat-template", *_LIMITS)
+_KEYS = ("--api-key", KEY, "--api-key", "attacker", "--admin-api-key", "admin")
+_DEADLINES = ("--header-timeout-s", "2", "--body-timeout-s", "2", "--template-timeout-s", "1")
+_LIMITS = (*_KEYS, *_DEADLINES, "--trust-request-chat-template")
+FAKE_FLAGS = (*FAKE_ENGINE, *_LIMITS)
+REAL_FLAGS = ("--num-blocks", "512", "--max-model-len", "2048", *_LIMITS)
 
 
 @contextlib.contextmanager
 def watched_serving(folder: Path, *flags: str) -> Iterator[tuple[LiveServer, StallReader]]:
     """A server as `serving` starts it, and what reads its stalls."""
     stalls = StallReader(folder)
-    with serving(folder, *flags, program=("tests.hostile.watched_server", str(folder))) as server:
+    with serving(folder, *flags, program=("tests.hostile.watched_server", str(folder), "--debug")) as server:
         yield server, stalls
 
 

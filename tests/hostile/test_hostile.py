@@ -3,7 +3,9 @@
 A case that fails is sent alone, on a server of its own, by `python -m tests.hostile NAME`.
 """
 
+import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cached_models import cached_model
 from tests.hostile.campaign import Campaign, Report, num_open_files, resident_bytes
 from tests.hostile.cases import NUM_SINGLE_FIELDS, case_names, make_case
+from tests.hostile.checks import answer_problems
+from tests.hostile.client import send_case
 from tests.hostile.healthy import Health, HealthyClient, healthy_client
 from tests.hostile.serving import FAKE_FLAGS, KEY, REAL_FLAGS, get, load, watched_serving
 from tests.hostile.stall_watch import StallReader
@@ -123,8 +127,6 @@ def verdict(report: Report, health: Health) -> list[str]:
 
 
 def attack(under: Attacked, names: list[str]) -> None:
-    # Templates of callers join with the deadline of their rendering.
-    names = [name for name in names if make_case(name).kind != "template"]
     campaign = Campaign(under.server, under.stalls)
     campaign.run(names[:NUM_WARM_UP])
     before = footprint(under)
@@ -144,6 +146,37 @@ def attack(under: Attacked, names: list[str]) -> None:
 def test_two_thousand_hostile_requests_break_nothing(tmp_path: Path) -> None:
     with attacked(tmp_path, FAKE_FLAGS, 300) as under:
         attack(under, case_names(seed=1, num_fields=1_000, num_drawn=1_000))
+
+
+def test_hostile_requests_while_the_engine_dies_and_while_the_server_drains(tmp_path: Path) -> None:
+    names = case_names(seed=4, num_fields=200, num_drawn=200)
+    with attacked(tmp_path, FAKE_FLAGS, 300) as under:
+        campaign = Campaign(under.server, under.stalls, may_be_down=True)
+        for part in (names[:100], names[100:200]):
+            under.server.kill_engine()
+            campaign.run(part)
+        wait_idle(under.server)
+        assert load(under.server)["engine_restarts"] == 2
+        report = campaign.run(names[200:300])
+        health = under.healthy.health()  # its gaps are as long as a start takes; its tokens are right
+        found = [*map(str, report.failures), *health.problems]
+        assert not found, "\n\n".join(found)
+        assert under.healthy.health().num_streams >= 3
+
+    with watched_serving(tmp_path, *FAKE_FLAGS) as (server, _):
+        port = int(server.url.rsplit(":", 1)[1])
+
+        async def flood() -> list[str]:
+            sent = [asyncio.create_task(send_case(make_case(name), port)) for name in names[300:]]
+            await asyncio.sleep(0.05)
+            server.process.send_signal(signal.SIGTERM)
+            answers = [answer for outcome in await asyncio.gather(*sent) for answer in outcome.answers]
+            assert answers
+            return [problem for answer in answers for problem in answer_problems(answer, may_be_down=True)]
+
+        assert asyncio.run(flood()) == []
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.slow
