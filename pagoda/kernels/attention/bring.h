@@ -18,8 +18,14 @@ struct Forms {
     static constexpr bool SCALED = std::is_same<Stored, int8_t>::value;
     static constexpr int WIDTH = Kind::WIDTH;
 
-    static const Stored* page(const char* pages, const Problem& p, int64_t block, int64_t kv_head) {
-        return reinterpret_cast<const Stored*>(pages) + (block * p.num_kv_heads + kv_head) * p.block_size * p.head_dim;
+    static const Stored* k_page(const Problem& p, int64_t block, int64_t kv_head) {
+        return page(p.k_pages, p, block * p.k_stride, kv_head);
+    }
+    static const Stored* v_page(const Problem& p, int64_t block, int64_t kv_head) {
+        return page(p.v_pages, p, block * p.v_stride, kv_head);
+    }
+    static const Stored* page(const char* pages, const Problem& p, int64_t block_at, int64_t kv_head) {
+        return reinterpret_cast<const Stored*>(pages) + block_at + kv_head * p.block_size * p.head_dim;
     }
 
     // N lanes of stored values as operands. A block of 8 slots is half a vector.
@@ -114,7 +120,7 @@ struct Context {
         int bs = p.block_size;
         for (int index = low / bs, at = low; at < high; at = ++index * bs) {
             int count = std::min((index + 1) * bs, high) - at;
-            int64_t place = (table[index] * int64_t(p.num_kv_heads) + kv_head) * bs + at % bs;
+            int64_t place = table[index] * p.scale_stride + kv_head * bs + at % bs;
             memcpy(w.key_scale + at - chunk_at, p.k_scale + place, sizeof(float) * count);
             memcpy(w.value_scale + at - chunk_at, p.v_scale + place, sizeof(float) * count);
         }
@@ -129,8 +135,8 @@ struct Context {
             int64_t block = table[(seen ? chunk_at + i : low) / bs];
             Lane *k = w.keys + i * (hd / WIDTH), *v = w.values + i * (hd / WIDTH);
             if (seen) {
-                widen_int8(F::page(p.k_pages, p, block, kv_head), bs * hd, k);
-                widen_int8(F::page(p.v_pages, p, block, kv_head), bs * hd, v);
+                widen_int8(F::k_page(p, block, kv_head), bs * hd, k);
+                widen_int8(F::v_page(p, block, kv_head), bs * hd, v);
             } else {
                 memset(k, 0, sizeof(Lane) * bs * (hd / WIDTH));
             }
@@ -151,7 +157,7 @@ struct Context {
         for (int i = 0; i < CHUNK; i += STEP) {
             int at = chunk_at + i;
             int64_t block = at + STEP > low && at < high ? table[index] : seen_block;
-            const Stored* k = F::page(p.k_pages, p, block, kv_head) + slot * WIDTH;
+            const Stored* k = F::k_page(p, block, kv_head) + slot * WIDTH;
             if constexpr (DIRECT) {
                 keys.keys[i / 16] = reinterpret_cast<const Lane*>(k);
             } else {
@@ -169,7 +175,7 @@ struct Context {
         int bs = p.block_size, hd = p.head_dim;
         int first = chunk_at + values.begin * WIDTH, index = first / bs, slot = first % bs;
         for (int j = values.begin; j < values.end; index++, slot = 0) {
-            const Stored* v = F::page(p.v_pages, p, table[index], kv_head) + int64_t(slot) * hd;
+            const Stored* v = F::v_page(p, table[index], kv_head) + int64_t(slot) * hd;
             int stop = std::min(values.end, j + (bs - slot) / WIDTH);
             for (; j < stop; j++, v += WIDTH * hd) {
                 if constexpr (F::IN_PLACE) {
@@ -189,11 +195,11 @@ struct Context {
         const int32_t* table = p.block_table + t.row * p.table_stride;
         int bs = p.block_size, low = std::max(chunk_at, t.first_visible(p)), high = std::min(chunk_at + CHUNK, t.end());
         for (int index = first_met ? low / bs : (low + bs - 1) / bs; index * bs < high; index++) {
-            int64_t place = (table[index] * int64_t(p.num_kv_heads) + heads.first) * bs, slots = int64_t(heads.count) * bs;
-            int64_t slot_bytes = int64_t(p.head_dim) * sizeof(Stored);
-            ahead.add(p.k_pages + place * slot_bytes, slots * slot_bytes);
-            ahead.add(p.v_pages + place * slot_bytes, slots * slot_bytes);
+            int64_t slots = int64_t(heads.count) * bs, bytes = slots * p.head_dim * sizeof(Stored);
+            ahead.add(reinterpret_cast<const char*>(F::k_page(p, table[index], heads.first)), bytes);
+            ahead.add(reinterpret_cast<const char*>(F::v_page(p, table[index], heads.first)), bytes);
             if constexpr (F::SCALED) {
+                int64_t place = table[index] * p.scale_stride + heads.first * bs;
                 ahead.add(p.k_scale + place, slots * sizeof(float));
                 ahead.add(p.v_scale + place, slots * sizeof(float));
             }

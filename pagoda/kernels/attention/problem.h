@@ -16,7 +16,7 @@ struct Problem {
     const char *k_pages, *v_pages;
     const float *k_scale, *v_scale;
     const int32_t *query_start, *seq_lens, *block_table;
-    int64_t table_stride, q_stride;
+    int64_t table_stride, q_stride, k_stride, v_stride, scale_stride;
     int num_rows, num_heads, num_kv_heads, head_dim, block_size, window;
     float scale, softcap;
     int group() const { return num_heads / num_kv_heads; }

@@ -55,11 +55,10 @@ void write_token(const Write& w, int64_t t) {
     int64_t block = w.slot_mapping[t] / cache.block_size, slot = w.slot_mapping[t] % cache.block_size;
     int64_t head_dim = cache.head_dim, page_elements = cache.block_size * head_dim;
     for (int64_t h = 0; h < cache.kv_heads; h++) {
-        int64_t page = block * cache.kv_heads + h;
         const T* k = elements_of<const T>(w.k) + t * w.k.stride + h * head_dim;
         const T* v = elements_of<const T>(w.v) + t * w.v.stride + h * head_dim;
-        Stored* k_page = static_cast<Stored*>(cache.k) + page * page_elements;
-        Stored* v_page = static_cast<Stored*>(cache.v) + page * page_elements;
+        Stored* k_page = static_cast<Stored*>(cache.k) + block * cache.k_stride + h * page_elements;
+        Stored* v_page = static_cast<Stored*>(cache.v) + block * cache.v_stride + h * page_elements;
         // Rotated to the compute dtype first, so that an int8 cache holds the same K with and without the fused op.
         T rotated[MAX_HEAD_DIM];
         if (w.positions != nullptr) {
@@ -69,7 +68,7 @@ void write_token(const Write& w, int64_t t) {
         }
         if constexpr (sizeof(Stored) == 1) {
             int8_t narrow[MAX_HEAD_DIM];
-            int64_t scale_at = page * cache.block_size + slot;
+            int64_t scale_at = block * cache.scale_stride + h * cache.block_size + slot;
             cache.k_scale[scale_at] = quantize(k, narrow, head_dim);
             scatter_k<Stored>(narrow, k_page, slot, cache);
             cache.v_scale[scale_at] = quantize(v, narrow, head_dim);

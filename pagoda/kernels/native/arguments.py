@@ -212,12 +212,17 @@ def _set_cache(call: Call, name: str, value: object) -> None:
     num_blocks, kv_heads, block_size, head_dim = cache.k.shape
     check_page_shape(head_dim, block_size)
     record = getattr(call.record, name)
+    for pages in (cache.k, cache.v):
+        if pages.shape != cache.k.shape or not pages[0].is_contiguous():
+            raise ValueError(f"{call.op.name}: k and v of a cache must have one shape and blocks without gaps")
     record.k, record.v = cache.k.data_ptr(), cache.v.data_ptr()
+    record.k_stride, record.v_stride = cache.k.stride(0), cache.v.stride(0)
     dtype = DTYPE_CODES[cache.k.dtype]
     if dtype is DType.I8:
         if cache.k_scale is None or cache.v_scale is None:
             raise ValueError(f"{call.op.name}: an int8 cache needs scales")
         record.k_scale, record.v_scale = cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
+        record.scale_stride = cache.k_scale.stride(0)
     for heads, shape in call.shapes.items():
         if len(shape) == 3 and (shape[2] != head_dim or (dtype is not DType.I8 and call.dtypes[heads] != dtype)):
             raise ValueError(
