@@ -14,7 +14,7 @@ WORKLOADS ?= offline64 single
 BENCH_DIR := build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sanitizers lint bench clean
+.PHONY: help demo test test-slow test-sanitizers lint docs bench clean
 
 help:
 	@echo "make demo       install, fetch the default model, answer a prompt (PROMPT='...')"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-slow  the tests that take longer or need larger models"
 	@echo "make test-sanitizers  kernel tests under ASan and UBSan, threads under TSan"
 	@echo "make lint       format, lint, types, import contract only"
+	@echo "make docs       write the reference pages of docs/ from the code again"
 	@echo "make bench      throughput of the default model on WORKLOADS='$(WORKLOADS)'"
 	@echo "make clean      remove $(VENV), $(LOAD_VENV), $(CLIENTS_VENV) and build output"
 
@@ -45,6 +46,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/basedpyright
 	$(BIN)/basedpyright --project .ci/strict-types.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python docs/reference/generate.py
 
 bench: $(VENV)/.installed
 	@mkdir -p $(BENCH_DIR)

@@ -1,10 +1,14 @@
 """The documentation keeps its promises: links lead somewhere, the index is complete, the first example runs."""
 
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import pagoda
 from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +39,33 @@ def test_excerpts_are_what_the_files_say() -> None:
             assert "\n".join(lines) in (ROOT / path).read_text(), f"{page.name}: {path}"
             found += 1
     assert found
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "reference" / "generate.py"))["pages"]()
+    assert len(made) == 5
+    for name, text in made.items():
+        assert (ROOT / "docs" / "reference" / name).read_text() == text, f"{name} is not current: run `make docs`"
+
+
+def test_the_reference_leaves_nothing_out() -> None:
+    """Names that a user meets, found in another way than the generator finds them."""
+    pages = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    help_of_serve = _help("serve")
+    flags = set(re.findall(r"--[a-z][\w-]+", help_of_serve)) - {"--help"}
+    assert len(flags) > 40
+    assert {flag for flag in flags if f"`{flag}`" not in pages["settings.md"]} == set()
+    commands = set(re.findall(r"^  ([a-z][\w-]+) ", _help(), re.MULTILINE))
+    assert {"generate", "serve", "plan"} <= commands
+    assert {name for name in commands if f"pagoda {name}" not in pages["cli.md"]} == set()
+    assert {name for name in pagoda.__all__ if f"## {name}\n" not in pages["python-api.md"]} == set()
+    metrics = set(re.findall(r'"vllm:(\w+)"', (ROOT / "pagoda" / "metrics" / "prometheus.py").read_text()))
+    assert {name for name in metrics if f"`vllm:{name}" not in pages["metrics.md"]} == set()
+
+
+def _help(*command: str) -> str:
+    line = [sys.executable, "-m", "pagoda", *command, "--help"]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def test_the_readme_s_python_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,17 +31,8 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
 
     The layers lie around FastAPI's app, not in it, so that also what nobody expected (a 500) leaves through them.
     """
-    app = FastAPI(
-        title="pagoda",
-        version=version("pagoda-llm"),
-        description="OpenAI-compatible API of the pagoda engine",
-        redirect_slashes=False,  # "/v1/models/" is a 404 that says so, not an empty redirect
-    )
+    app = create_api(has_keys=bool(config.api_keys))
     app.state.server = state
-    errors.install(app)
-    for part in (chat, completions, tokens, operations, planned):
-        app.include_router(part.router)
-    _describe(app, has_keys=bool(config.api_keys))
     bounded = QueuedBytes(app, config.max_queued_bytes, lambda: state.generator.metrics.on_refusal("bytes"))
     layers: ASGIApp = Gate(bounded, config, state.drain)
     if config.cors_origins:
@@ -55,6 +46,21 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry"],
         )
     return AccessLog(layers)
+
+
+def create_api(has_keys: bool) -> FastAPI:
+    """Return the routes, their errors and the OpenAPI page. No engine is needed until a route is called."""
+    app = FastAPI(
+        title="pagoda",
+        version=version("pagoda-llm"),
+        description="OpenAI-compatible API of the pagoda engine",
+        redirect_slashes=False,  # "/v1/models/" is a 404 that says so, not an empty redirect
+    )
+    errors.install(app)
+    for part in (chat, completions, tokens, operations, planned):
+        app.include_router(part.router)
+    _describe(app, has_keys)
+    return app
 
 
 def _describe(app: FastAPI, has_keys: bool) -> None:

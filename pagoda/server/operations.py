@@ -38,6 +38,7 @@ async def health(http: Request) -> Response:
 
 @router.get("/version")
 async def show_version() -> dict[str, str]:
+    """The server's version."""
     return {"version": version("pagoda-llm")}
 
 
@@ -66,6 +67,7 @@ async def metrics(http: Request) -> Response:
 
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
+    """The names under which the model is served."""
     state = state_of(http)
     return {
         "object": "list",
@@ -86,6 +88,7 @@ async def models(http: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> dict[str, Any]:
+    """One of these names; 404 for another."""
     state_of(http).check_model(name)
     listed = await models(http)
     return next(one for one in listed["data"] if one["id"] == name)
