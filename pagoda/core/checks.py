@@ -68,9 +68,9 @@ class RequestChecks:
         facts = state.facts
         limit = self.table.limit_of(facts)
         for sequence, prior in zip(state.sequences, facts.prior_output, strict=True):
-            status = find_end(facts, 0, list(prior), limit).status
-            if status is not None:
-                sequence.status = status
+            end = find_end(facts, 0, list(prior), limit)
+            if end is not None:
+                sequence.status = end.status
         if not state.unfinished:
             raise RequestError("every sequence of prior_output has ended already", "prior_output")
 

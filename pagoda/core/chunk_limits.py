@@ -33,7 +33,7 @@ class ChunkLimit:
         return num_new
 
     def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
-        """The chunk that `fit` was asked for is placed."""
+        """The chunk that `fit` was asked for is placed. A limit that keeps track overrides this, `release`, `enter`."""
 
     def release(self, request: RequestState) -> None:
         """The chunk is not placed after all, or the request left the running batch."""
@@ -108,6 +108,7 @@ class ChunkLimits:
         self._limits = limits
         self._narrowing = [limit for limit in limits if type(limit).narrow is not ChunkLimit.narrow]
         self._on_rows = [limit for limit in limits if type(limit).acts_on_rows is not ChunkLimit.acts_on_rows]
+        self._following = [limit for limit in limits if type(limit).commit is not ChunkLimit.commit]
         self.last_reason = Reason.BUDGET
 
     @property
@@ -129,15 +130,15 @@ class ChunkLimits:
         return num_new
 
     def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
-        for limit in self._limits:
+        for limit in self._following:
             limit.commit(plan, request, row)
 
     def release(self, request: RequestState) -> None:
-        for limit in self._limits:
+        for limit in self._following:
             limit.release(request)
 
     def enter(self, request: RequestState, row: int) -> None:
-        for limit in self._limits:
+        for limit in self._following:
             limit.enter(request, row)
 
 

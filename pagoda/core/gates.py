@@ -65,7 +65,7 @@ class Gate:
         raise NotImplementedError
 
     def enter(self, request: RequestState) -> None:
-        """The request enters the running batch."""
+        """The request enters the running batch. A gate that counts overrides this and `leave`."""
 
     def leave(self, request: RequestState) -> None:
         """The request leaves the running batch."""
@@ -190,6 +190,7 @@ class Gates:
 
     def __init__(self, context: GateContext) -> None:
         self._gates = [gate(context) for gate in GATES if gate.is_needed(context)]
+        self._counting = [gate for gate in self._gates if type(gate).enter is not Gate.enter]
 
     def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
         """Return the first gate's answer that is not None."""
@@ -200,9 +201,9 @@ class Gates:
         return None
 
     def enter(self, request: RequestState) -> None:
-        for gate in self._gates:
+        for gate in self._counting:
             gate.enter(request)
 
     def leave(self, request: RequestState) -> None:
-        for gate in self._gates:
+        for gate in self._counting:
             gate.leave(request)

@@ -4,6 +4,7 @@ One row is one sequence of a running request. A sequence that waits, was preempt
 tokens and its computed count are kept in the Sequence until it runs again.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 import numpy as np
@@ -171,9 +172,16 @@ class RequestTable:
         if self._track_in_flight:
             self._num_in_flight[rows] -= num_new
 
-    def expect_tokens(self, rows: np.ndarray) -> None:
-        """The next token of `rows`, planned and not yet back, counts as known."""
-        self._num_pending[rows] += 1
+    def expect_tokens(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> None:
+        """The next token of `rows`, planned and not yet back, counts as known.
+
+        Not of rows with drafts: where those go on depends on how many are accepted.
+        """
+        self._num_pending[_without(rows, drafts)] += 1
+
+    def settle_expected(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> None:
+        """The tokens that `expect_tokens` counted are back."""
+        self._num_pending[_without(rows, drafts)] -= 1
 
     def commit(self, rows: np.ndarray, tokens: np.ndarray, were_expected: bool) -> np.ndarray:
         """Append one token to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
@@ -195,10 +203,6 @@ class RequestTable:
         self._token_ids[row, at : at + len(tokens)] = tokens
         self._num_tokens[row] = at + len(tokens)
 
-    def settle_expected(self, row: int) -> None:
-        """The token that `expect_tokens` counted is back."""
-        self._num_pending[row] -= 1
-
     def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
         """The last `num_tokens` computed tokens were drafts that were rejected."""
         if sequence.row >= 0:
@@ -212,10 +216,11 @@ class RequestTable:
 
     def offer_drafts(self, row: int, drafts: np.ndarray) -> None:
         """Replace the draft tokens that the next step may verify for `row`. None if `drafts` is empty."""
-        self.take_drafts(row)
+        self._num_drafts[row] = len(drafts)
         if len(drafts):
             self.drafts[row] = drafts
-            self._num_drafts[row] = len(drafts)
+        else:
+            self.drafts.pop(row, None)
 
     def take_drafts(self, row: int) -> np.ndarray:
         """Return the drafts offered for `row`, and forget them."""
@@ -223,10 +228,6 @@ class RequestTable:
         return self.drafts.pop(row, _NO_DRAFTS)
 
     # Questions
-
-    def num_tokens_of(self, sequence: Sequence) -> int:
-        """Known tokens of a sequence with or without a row."""
-        return int(self._num_tokens[sequence.row]) if sequence.row >= 0 else len(sequence.token_ids)
 
     def active_rows(self) -> np.ndarray:
         """int64 [n]: rows of running sequences, in running order."""
@@ -247,6 +248,10 @@ class RequestTable:
         num_active = int(np.count_nonzero(self._state == RowState.ACTIVE))
         if len(self._free_rows) + len(self._pinned) + num_active != self.max_rows:
             raise InvariantBroken("a row is lost or counted twice")
+
+
+def _without(rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> np.ndarray:
+    return rows[~np.isin(rows, np.fromiter(drafts, np.int32, len(drafts)))] if drafts else rows
 
 
 _NO_DRAFTS = np.empty(0, np.int32)

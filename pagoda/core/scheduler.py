@@ -220,7 +220,7 @@ class Scheduler:
             if row >= 0:
                 fits = table.num_tokens[row] - table.num_computed[row] == 1 and row not in self._batch.prefilling
                 table.offer_drafts(row, np.array(tokens if fits else (), np.int32))
-                self._batch.changed(rows=False)
+        self._batch.changed(rows=False)
 
     # Questions
 

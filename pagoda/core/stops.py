@@ -31,18 +31,18 @@ class StopTokens:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How far generated tokens count.
+    """Where generated tokens end a sequence.
 
-    num_kept: tokens that count.   status: None if the sequence goes on.   stop_token: the stop token id that ended it.
+    num_kept: tokens that count.   stop_token: the stop token id that ended it, if one did.
     """
 
     num_kept: int
-    status: RequestStatus | None = None
+    status: RequestStatus
     stop_token: int | None = None
 
 
-def find_end(request: Request, output_len: int, tokens: list[int], length_limit: int) -> End:
-    """Find where `tokens`, generated after `output_len` others, end a sequence.
+def find_end(request: Request, output_len: int, tokens: list[int], length_limit: int) -> End | None:
+    """Find where `tokens`, generated after `output_len` others, end a sequence; None if it goes on.
 
     Token by token: eos, stop tokens, then length. Below min_tokens only the length ends anything.
     """
@@ -56,4 +56,4 @@ def find_end(request: Request, output_len: int, tokens: list[int], length_limit:
                 return End(at, RequestStatus.FINISHED_STOPPED, token)
         if request.num_prompt_tokens + output_len + at >= length_limit:
             return End(at, RequestStatus.FINISHED_LENGTH_CAPPED)
-    return End(len(tokens))
+    return None

@@ -93,7 +93,7 @@ class CommitOutputs:
             facts = sequence.request.facts
             output_len = int(self.table.num_tokens[row]) - 1 - facts.num_prompt_tokens
             end = find_end(facts, output_len, [int(tokens[i])], int(self.table.length_limit[row]))
-            if end.status is not None:
+            if end is not None:
                 finishes.append((facts.client_index, self.lifecycle.finish(sequence, end.status, end.stop_token)))
         return finishes
 
@@ -107,6 +107,10 @@ class CommitOutputs:
         clients = table.client[rows]
         first = self.outbox.take_first_outputs(rows[result.num_sampled > 0])
         prompt_logprobs = self._new_prompt_logprobs(output, result)  # before a first token ends its request
+        if self.config.async_scheduling:
+            table.settle_expected(rows, output.drafts)
+        if output.drafts:
+            self.batch.changed(rows=False)  # rejected ones are taken back
         for i, row in enumerate(rows.tolist()):
             sequence = table.sequence_of[row]
             if sequence is None or sequence.is_finished:
@@ -115,7 +119,8 @@ class CommitOutputs:
                 finishes.append(self._fail(sequence, result.failed[row]))
                 continue
             tokens = result.sampled[i, : result.num_sampled[i]].tolist()
-            self._roll_back(sequence, row, output, len(tokens))
+            if row in output.drafts:
+                self._roll_back(sequence, row, len(output.drafts[row]), len(tokens))
             num_kept[i], finish = self._append(sequence, tokens)
             if finish is not None:
                 finishes.append((int(clients[i]), finish))
@@ -140,30 +145,28 @@ class CommitOutputs:
             by_client[client] = replace(by_client.get(client) or only_finishes(()), pooled=vectors)
         return by_client
 
-    def _roll_back(self, sequence: Sequence, row: int, output: SchedulerOutput, num_tokens: int) -> None:
+    def _roll_back(self, sequence: Sequence, row: int, num_drafts: int, num_tokens: int) -> None:
         """Take back the drafts that were rejected: their slots are written again."""
-        drafts = output.drafts.get(row)
-        if drafts is None:
-            if sequence.row == row and self.config.async_scheduling:
-                self.table.settle_expected(row)
-            return
         num_accepted = max(num_tokens - 1, 0)
         # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
         if sequence.row == row or sequence.status is RequestStatus.SWAPPED:
-            self.table.roll_back(sequence, len(drafts) - num_accepted)
+            self.table.roll_back(sequence, num_drafts - num_accepted)
         self.counters.drafts += 1
-        self.counters.drafted_tokens += len(drafts)
+        self.counters.drafted_tokens += num_drafts
         self.counters.accepted_tokens += num_accepted
-        self.batch.changed(rows=False)
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
         """Append to a running sequence, or to one that was preempted or parked meanwhile. Return (kept, its end)."""
-        facts = sequence.request.facts
-        num_tokens = self.table.num_tokens_of(sequence)
-        end = find_end(facts, num_tokens - facts.num_prompt_tokens, tokens, self.table.limit_of(facts))
-        self.table.commit_one(sequence, tokens[: end.num_kept])
-        if end.status is None:
-            return end.num_kept, None
+        table, facts, row = self.table, sequence.request.facts, sequence.row
+        if row >= 0:
+            num_tokens, limit = int(table.num_tokens[row]), int(table.length_limit[row])
+        else:
+            num_tokens, limit = len(sequence.token_ids), table.limit_of(facts)
+        end = find_end(facts, num_tokens - facts.num_prompt_tokens, tokens, limit)
+        if end is None:
+            table.commit_one(sequence, tokens)
+            return len(tokens), None
+        table.commit_one(sequence, tokens[: end.num_kept])
         return end.num_kept, self.lifecycle.finish(sequence, end.status, end.stop_token)
 
     def _fail(self, sequence: Sequence, message: str) -> tuple[int, Finish]:

@@ -40,10 +40,7 @@ class FinishPlan:
                 self.fork.run(plan)
             self.batch.note_progress(plan)
         if self.config.async_scheduling:
-            sampled = plan.sample_rows
-            if plan.drafts:  # where the row goes on depends on how many are accepted
-                sampled = sampled[~np.isin(sampled, np.fromiter(plan.drafts, np.int32, len(plan.drafts)))]
-            self.table.expect_tokens(sampled)
+            self.table.expect_tokens(plan.sample_rows, plan.drafts)
         self._drain(plan)
 
     def _find_samples(self, plan: StepPlan) -> None:
