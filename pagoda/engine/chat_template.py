@@ -265,7 +265,7 @@ def _normal_message(index: int, message: Message) -> dict[str, Any]:
         raise RequestError(f"messages[{index}] has no role", "messages")
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "\n".join(_part_text(index, part) for part in content)
+        content = "\n".join(_part_text(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content))
     if content is None and not message.get("tool_calls"):
         raise RequestError(f"messages[{index}] has no content", "messages")
     if content is not None and not isinstance(content, str):
@@ -298,15 +298,15 @@ def _normal_calls(where: str, calls: Any) -> list[Any]:
     return normal
 
 
-def _part_text(index: int, part: Any) -> str:
+def _part_text(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RequestError(
-        f"messages[{index}] has a part of type {abbreviate(kind)}; this model takes text only", "messages"
-    )
+    if kind != "text":
+        raise RequestError(f"{where} is a part of type {abbreviate(kind)}; this model takes text only", where)
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where}.text: expected a string", f"{where}.text")
+    return part["text"]
 
 
 _CUT_MARK = (

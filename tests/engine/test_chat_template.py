@@ -1,6 +1,7 @@
 """Chat templates: the conventions they rely on, the sandbox, and refusals in words."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,23 @@ def test_messages_given_are_not_changed() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     ChatTemplate(CHATML).render(messages, add_generation_prompt=False, continue_final_message=True)
     assert messages == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "said"),
+    [
+        ({"type": "text", "text": 5}, "messages[1].content[1].text", "expected a string"),
+        ({"type": "text"}, "messages[1].content[1].text", "expected a string"),
+        ({"type": "image_url", "image_url": {}}, "messages[1].content[1]", "a part of type 'image_url'"),
+        ({"type": None}, "messages[1].content[1]", "a part of type None"),
+        (7, "messages[1].content[1]", "a part of type 'int'"),
+    ],
+)
+def test_a_bad_content_part_is_named_itself(part: Any, param: str, said: str) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, part]},
+    ]
+    with pytest.raises(RequestError, match=said) as caught:
+        ChatTemplate("{{ messages[0].content }}").render(messages)  # type: ignore[arg-type]
+    assert caught.value.param == param

@@ -86,8 +86,12 @@ async def _send(case: Case, writer: asyncio.StreamWriter) -> None:
 async def _read_answers(case: Case, reader: asyncio.StreamReader, outcome: Outcome) -> None:
     is_head = any(piece.startswith(b"HEAD ") for piece in case.pieces[:1])
     wants_close = case.leave in (Leave.CLOSED, Leave.HALF)
+    wait_s = None
     while wants_close or len(outcome.answers) < case.num_answers:
-        answer = await _read_answer(reader, is_head)
+        try:
+            answer = await _read_answer(reader, is_head, wait_s)
+        except _Silence:
+            return
         if answer is None:
             outcome.was_closed = True
             return
@@ -99,20 +103,26 @@ async def _read_answers(case: Case, reader: asyncio.StreamReader, outcome: Outco
         if wants_close and len(outcome.answers) >= 20:
             return
         if wants_close and case.expect is Expect.ANSWERS_OR_CLOSE:
-            # Whether more comes depends on how the server reads the garbage: a short wait decides.
-            try:
-                async with asyncio.timeout(0.3):
-                    await reader._wait_for_data("read")  # type: ignore[attr-defined]
-            except TimeoutError:
-                return
-            except RuntimeError:
-                return
+            wait_s = 0.3  # whether more comes depends on how the server reads the garbage
 
 
-async def _read_answer(reader: asyncio.StreamReader, is_head: bool) -> Answer | None:
-    """The next answer; None when the connection has ended before one began."""
+class _Silence(Exception):
+    """No further answer began."""
+
+
+async def _read_answer(reader: asyncio.StreamReader, is_head: bool, wait_s: float | None) -> Answer | None:
+    """The next answer; None when the connection has ended before one began.
+
+    Raises _Silence if none has begun `wait_s` from now (None: waits for ever).
+    """
+    waiting = asyncio.timeout(wait_s)
     try:
-        head = await reader.readuntil(b"\r\n\r\n")
+        async with waiting:
+            head = await reader.readuntil(b"\r\n\r\n")
+    except TimeoutError:
+        if waiting.expired():
+            raise _Silence from None
+        raise
     except asyncio.IncompleteReadError as error:
         return Answer(0, {}, error.partial, False) if error.partial else None
     status_line, *lines = head[:-4].decode("latin-1").split("\r\n")

@@ -100,15 +100,18 @@ class StallWatch:
         self._last_s, self._last_waited_s = now_s, waited_s
         loop.call_later(BEAT_S, self._beat, loop)
 
+    def _main_stack(self) -> list[str]:
+        """Where the loop's thread is. Keeps no frame: its variables could be what the server wants to close."""
+        frame = sys._current_frames().get(self._main)
+        return traceback.format_stack(frame)[-8:] if frame is not None else []
+
     def _look(self) -> None:
         """On a thread: note where a late loop is, and count objects when asked."""
         shared = self._shared
         while True:
             time.sleep(0.04)
             if not self._stack and time.monotonic() - self._last_s > _STACK_AFTER_S:
-                frame = sys._current_frames().get(self._main)
-                if frame is not None:
-                    self._stack = traceback.format_stack(frame)[-8:]
+                self._stack = self._main_stack()
             if (asked := shared.get(_CENSUS_ASKED)) != shared.get(_CENSUS_DONE):
                 self._census_path.write_text(json.dumps(_census()))
                 shared.set(_CENSUS_DONE, asked)
