@@ -1,7 +1,7 @@
 """Tool calls out of generated text, as it streams in.
 
 A parser is fed text and says what of it is content and which calls are complete. It holds back only what may be the
-beginning of a call; a call that is not valid JSON comes out as the text it was.
+beginning of a call. A malformed call comes out as the text it was: none of it is lost.
 """
 
 import json
@@ -58,12 +58,16 @@ def _as_call(value: object) -> ToolCall | None:
 
 
 class HermesParser:
-    """Hermes and Qwen: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of them."""
+    """Hermes and Qwen: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of them.
+
+    White space in front of a call is dropped with it. What is not a call comes out as it was, tags and white space too.
+    """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
         self._text = ""
+        self._space = ""  # white space in front of the open tag
         self._inside = False
 
     def feed(self, text: str) -> Parsed:
@@ -76,13 +80,15 @@ class HermesParser:
                 break
             before, self._text = self._text[:at], self._text[at + len(marker) :]
             if self._inside:
-                self._take_call(before, parsed)
+                self._take_call(before, self.CLOSE, parsed)
             else:
-                parsed.content += before.rstrip()
+                content = before.rstrip()
+                parsed.content += content
+                self._space = before[len(content) :]
             self._inside = not self._inside
         if not self._inside:
             sure = self._text[: len(self._text) - held_back(self._text, self.OPEN)]
-            cut = len(sure.rstrip())  # white space before a call belongs to nobody
+            cut = len(sure.rstrip())
             parsed.content += sure[:cut]
             self._text = self._text[cut:]
         return parsed
@@ -91,13 +97,14 @@ class HermesParser:
         parsed = Parsed()
         text, self._text = self._text, ""
         if self._inside:  # models stop after the JSON without the closing tag
-            self._take_call(text, parsed)
+            self._take_call(text, "", parsed)
         else:
             parsed.content = text
         self._inside = False
         return parsed
 
-    def _take_call(self, text: str, parsed: Parsed) -> None:
+    def _take_call(self, text: str, close: str, parsed: Parsed) -> None:
+        """Add the call that `text` is; if it is malformed, add it to the content with its tags."""
         try:
             call = _as_call(json.loads(text))
         except (ValueError, RecursionError):
@@ -105,13 +112,15 @@ class HermesParser:
         if call is not None:
             parsed.calls.append(call)
         else:
-            parsed.content += f"{self.OPEN}{text}"
+            parsed.content += f"{self._space}{self.OPEN}{text}{close}"
+        self._space = ""
 
 
 class LlamaJsonParser:
-    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several with ; between.
+    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several separated by semicolons.
 
-    <|python_tag|> may stand before them.
+    <|python_tag|> may precede them. The tag, semicolons and white space are dropped with the call that follows them;
+    where none follows, they come out as text.
     """
 
     TAG = "<|python_tag|>"
@@ -128,8 +137,6 @@ class LlamaJsonParser:
             if not start or (self.TAG.startswith(start) and start != self.TAG):
                 return Parsed()
             self._is_call = start.startswith(("{", self.TAG))
-            if self._is_call:
-                self._text = start.removeprefix(self.TAG)
         if self._is_call:
             return self._take_calls()
         content, self._text = self._text, ""
@@ -144,15 +151,15 @@ class LlamaJsonParser:
     def _take_calls(self) -> Parsed:
         parsed = Parsed()
         while True:
-            rest = self._text.lstrip().removeprefix(";").lstrip()
+            rest = self._text.lstrip().removeprefix(self.TAG).lstrip().removeprefix(";").lstrip()
             try:
                 value, size = self._decoder.raw_decode(rest)
             except (ValueError, RecursionError):
                 return parsed
             call = _as_call(value)
-            if call is None:  # JSON, but no call: an answer
+            if call is None:  # JSON, but not a call: the rest is an answer
                 self._is_call = False
-                parsed.content += rest
+                parsed.content += self._text
                 self._text = ""
                 return parsed
             parsed.calls.append(call)

@@ -30,7 +30,16 @@ HERMES = [
         "",
         [("f", {"s": "</tool>"}), ("g", {"y": [1]})],
     ),
-    ("<tool_call>not json</tool_call>", "<tool_call>not json", []),
+    ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
+    ("<tool_call>not json", "<tool_call>not json", []),
+    ('Look: \n <tool_call>\n{"name": 1}\n</tool_call> so', 'Look: \n <tool_call>\n{"name": 1}\n</tool_call> so', []),
+    ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
+    (
+        'a <tool_call>{"name": "f"}</tool_call> <tool_call>{"name" "g"}</tool_call>\n<tool_call>{"name": "h"}',
+        'a <tool_call>{"name" "g"}</tool_call>',
+        [("f", {}), ("h", {})],
+    ),
+    ("</tool_call> alone", "</tool_call> alone", []),
 ]
 
 LLAMA = [
@@ -43,6 +52,11 @@ LLAMA = [
     ),
     ('{"answer": 42}', '{"answer": 42}', []),
     ('{"name": "f", "para', '{"name": "f", "para', []),
+    ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ('\n <|python_tag|> {"answer": 42}', '\n <|python_tag|> {"answer": 42}', []),
+    (' {"name": "f", "para', ' {"name": "f", "para', []),
+    ('{"name": "f"}; {"answer": 42} .', '; {"answer": 42} .', [("f", {})]),
+    ('{"name": "f"} done', " done", [("f", {})]),
 ]
 
 
@@ -56,6 +70,21 @@ def test_hermes_calls_in_any_cut(text: str, content: str, calls: list[object], d
 @given(data=st.data())
 def test_llama_calls_in_any_cut(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
     assert read(LlamaJsonParser(), cut(text, data)) == (content, calls)
+
+
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", " ", "\n", "{", "}", '"name"', ":", "1", "x", "<"])))
+def test_a_hermes_answer_without_a_valid_call_loses_nothing(pieces: list[str]) -> None:
+    text = "".join(pieces)  # a name is never a string here, so there is no valid call
+    assert read(HermesParser(), pieces) == read(HermesParser(), [text]) == (text, [])
+
+
+LLAMA_PIECES = ["<|python_tag|>", "<|python", ";", " ", "\n", "{", "}", '"name"', ":", "1", "x"]
+
+
+@given(st.lists(st.sampled_from(LLAMA_PIECES)))
+def test_a_llama_answer_without_a_valid_call_loses_nothing(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert read(LlamaJsonParser(), pieces) == read(LlamaJsonParser(), [text]) == (text, [])
 
 
 REASONING = [
@@ -110,7 +139,8 @@ def test_a_call_that_utf8_cannot_encode_comes_out_as_text(escape: str, place: st
 def test_a_call_nested_too_deeply_comes_out_as_text() -> None:
     inner = "[" * 100_000
     parser = HermesParser()
-    assert parser.feed(f"<tool_call>{inner}</tool_call>").content.endswith(inner)
+    text = f"<tool_call>{inner}</tool_call>"
+    assert parser.feed(text).content == text
     llama = LlamaJsonParser()
     text = '{"a":' + inner
     assert llama.feed(text).content + llama.end().content == text
