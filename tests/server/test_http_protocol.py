@@ -5,11 +5,15 @@ import contextlib
 import json
 import re
 import time
+import tomllib
 from collections.abc import AsyncIterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from packaging.requirements import Requirement
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
@@ -373,3 +377,14 @@ def test_half_sent_bodies_are_closed_by_their_deadline() -> None:
             assert not here.state.connections
 
     asyncio.run(main())
+
+
+def test_uvicorn_is_capped_because_its_internals_are_used() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    (uvicorn_range,) = (
+        requirement.specifier
+        for requirement in map(Requirement, project["optional-dependencies"]["serve"])
+        if requirement.name == "uvicorn"
+    )
+    assert version("uvicorn") in uvicorn_range
+    assert "99" not in uvicorn_range, "a new uvicorn may break BoundedHttpProtocol: try it, then raise the cap"
