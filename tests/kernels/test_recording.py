@@ -236,10 +236,13 @@ def test_inputs_are_checked_before_anything_runs(native: NativeOps) -> None:
         with pytest.raises(InvariantBroken, match=said):
             program.run(wrong)
     for wrong, said in (
-        (replace(batch, token_ids=batch.token_ids.long()), "token_ids was recorded as I32"),
+        (replace(batch, token_ids=batch.token_ids.long()), "token_ids was recorded as contiguous torch.int32"),
         (replace(batch, positions=batch.positions[:-1]), "positions has 14 rows, others of its domain have 15"),
-        (replace(batch, positions=torch.zeros(30, dtype=torch.int32)[::2]), "positions must be contiguous"),
-        (replace(batch, metadata=with_metadata(group, seq_lens=group.seq_lens.long())), "seq_lens must be torch.int32"),
+        (replace(batch, positions=torch.zeros(30, dtype=torch.int32)[::2]), "positions was recorded as contiguous"),
+        (
+            replace(batch, metadata=with_metadata(group, seq_lens=group.seq_lens.long())),
+            "seq_lens and block_table in torch.int32",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             program.run(wrong)

@@ -112,28 +112,26 @@ def set_tensor(record: Shared, row_shape: tuple[int, ...], dtype: DType, stride:
 
 def fill_group(record: Shared, metadata: AttentionMetadata) -> None:
     """Fill a RowGroup struct. Raises ValueError where a tensor has another dtype or layout than the kernels read."""
-    table = metadata.block_table
-    for name, tensor, dtype in (
-        ("query_start", metadata.query_start, torch.int32),
-        ("seq_lens", metadata.seq_lens, torch.int32),
-        ("block_table", table, torch.int32),
-        ("slot_mapping", metadata.slot_mapping, torch.int64),
-    ):
-        if tensor.dtype != dtype or tensor.stride(-1) != 1:
-            raise ValueError(
-                f"AttentionMetadata.{name} must be {dtype} with adjacent elements, "
-                f"not {tensor.dtype} with stride {tensor.stride(-1)}"
-            )
-    if metadata.query_start.shape[0] != metadata.seq_lens.shape[0] + 1 or table.shape[0] != metadata.seq_lens.shape[0]:
+    starts, lengths, table, slots = (
+        metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.slot_mapping
+    )  # fmt: skip
+    num_rows, (table_rows, table_width) = lengths.shape[0], table.shape
+    fits = starts.dtype is lengths.dtype is table.dtype is torch.int32 and slots.dtype is torch.int64
+    if not fits or not starts.stride(0) == lengths.stride(0) == table.stride(1) == slots.stride(0) == 1:
         raise ValueError(
-            f"AttentionMetadata of {metadata.seq_lens.shape[0]} rows has {metadata.query_start.shape[0]} query starts "
-            f"and {table.shape[0]} block tables; it needs one start more than rows, and as many tables"
+            "AttentionMetadata must have query_start, seq_lens and block_table in torch.int32 and slot_mapping in "
+            f"torch.int64, with adjacent elements, not {_describe(starts)}, {_describe(lengths)}, {_describe(table)} "
+            f"and {_describe(slots)}"
         )
-    record.query_start, record.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
-    record.block_table, record.slot_mapping = table.data_ptr(), metadata.slot_mapping.data_ptr()
-    record.table_stride, record.table_width = table.stride(0), table.shape[1]
-    record.block_size = metadata.block_size
-    record.num_rows, record.num_slots = metadata.seq_lens.shape[0], metadata.slot_mapping.shape[0]
+    if starts.shape[0] != num_rows + 1 or table_rows != num_rows:
+        raise ValueError(
+            f"AttentionMetadata of {num_rows} rows has {starts.shape[0]} query starts and {table_rows} block tables; "
+            "it needs one start more than rows, and as many tables"
+        )
+    record.query_start, record.seq_lens = starts.data_ptr(), lengths.data_ptr()
+    record.block_table, record.slot_mapping = table.data_ptr(), slots.data_ptr()
+    record.table_stride, record.table_width = table.stride(0), table_width
+    record.block_size, record.num_rows, record.num_slots = metadata.block_size, num_rows, slots.shape[0]
 
 
 def new_group(metadata: AttentionMetadata) -> Shared:

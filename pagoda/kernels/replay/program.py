@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
-from pagoda.kernels.native.abi import KERNEL_OPS, Bad, Binding, Check, Run, Shared
+from pagoda.kernels.native.abi import KERNEL_OPS, Binding, Check, Run, Shared
 from pagoda.kernels.native.abi import Program as ProgramStruct
 from pagoda.kernels.native.abi import Step as StepStruct
 from pagoda.kernels.native.arguments import fill_group
 from pagoda.kernels.native.checks import bad_group, bad_index
-from pagoda.kernels.native.dtypes import DTYPE_CODES, ELEMENT_BYTES, TORCH_DTYPES
+from pagoda.kernels.native.dtypes import ELEMENT_BYTES, TORCH_DTYPES
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.ops.declare import Domain, DType
 
@@ -112,6 +112,14 @@ class Program:
             len(slot_bytes),
         )
         self._run = Run(addressof(self._rows), addressof(self._places))
+        self._program_ref, self._run_ref = byref(self._program), byref(self._run)
+        self._groups = list(recording.groups)  # the same memory
+        # As plain as can be, for they are gone through in every step.
+        self._inputs = [
+            (name, int(value.domain), TORCH_DTYPES[value.dtype], value.row_shape)
+            for name, value in recording.inputs.items()
+        ]
+        self._results = [(int(value.domain), TORCH_DTYPES[value.dtype], value.row_shape) for value in recording.results]
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._times: Array[c_int64] | None = None
         self._replay, self._scratch_bytes = library["replay"], library["replay_scratch_bytes"]
@@ -138,42 +146,47 @@ class Program:
         Raises ValueError for inputs of another dtype or shape than were recorded, and InvariantBroken for a token id,
         position, slot or block id outside its table; nothing is computed then.
         """
-        recording, rows, place = self._recording, self._rows, self._first_place
         tensors = named_inputs(batch)
-        known: dict[Domain, int] = {}
-        for name, value in recording.inputs.items():
+        places, place = self._places, self._first_place
+        counts = [-1] * len(Domain)
+        for name, domain, dtype, row_shape in self._inputs:
             tensor = tensors[name]
-            if known.setdefault(value.domain, tensor.shape[0]) != tensor.shape[0]:
-                raise ValueError(
-                    f"input {name} has {tensor.shape[0]} rows, others of its domain have {known[value.domain]}"
-                )
-            if DTYPE_CODES.get(tensor.dtype) != value.dtype or tensor.shape[1:] != value.row_shape:
-                raise ValueError(
-                    f"input {name} was recorded as {value.dtype.name} [rows, {value.row_shape}], "
-                    f"not {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            if not tensor.is_contiguous():
-                raise ValueError(f"input {name} must be contiguous, its strides are {tensor.stride()}")
-            self._places[place] = tensor.data_ptr()
+            count = tensor.shape[0]
+            if counts[domain] != count:
+                if counts[domain] >= 0:
+                    raise ValueError(f"input {name} has {count} rows, others of its domain have {counts[domain]}")
+                counts[domain] = count
+            if tensor.dtype is not dtype or tensor.dim() != 1 + len(row_shape) or not tensor.is_contiguous():
+                raise _unlike(name, dtype, row_shape, tensor)
+            if row_shape and tensor.shape[1:] != row_shape:
+                raise _unlike(name, dtype, row_shape, tensor)
+            places[place] = tensor.data_ptr()
             place += 1
-        for domain in Domain:
-            rows[domain] = known.get(domain, 0)
+        self._rows[:] = counts  # -1 for a domain that this program does not have: nothing has its rows
         results: list[torch.Tensor] = []
-        for value in recording.results:
-            results.append(torch.empty((rows[value.domain], *value.row_shape), dtype=TORCH_DTYPES[value.dtype]))
-            self._places[place] = results[-1].data_ptr()
+        for domain, dtype, row_shape in self._results:
+            results.append(torch.empty((counts[domain], *row_shape), dtype=dtype))
+            places[place] = results[-1].data_ptr()
             place += 1
-        metadata = batch.metadata + batch.tail.metadata
-        for record, group in zip(recording.groups, metadata, strict=True):
-            fill_group(record, group)
-        needed = self._scratch_bytes(byref(self._program), rows) + 64
+        self._fill_groups(batch)
+        needed = self._scratch_bytes(self._program_ref, self._rows) + 64
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         self._run.scratch = -(-self._scratch.data_ptr() // 64) * 64
-        bad = self._replay(byref(self._program), byref(self._run), self._threads, self._times)
-        if bad != Bad.NOTHING:
+        bad = self._replay(self._program_ref, self._run_ref, self._threads, self._times)
+        if bad:
             raise self._error(bad, tensors)
         return tuple(results)
+
+    def _fill_groups(self, batch: ForwardBatch) -> None:
+        groups, count = self._groups, len(batch.metadata)
+        for index, metadata in enumerate(batch.metadata):
+            fill_group(groups[index], metadata)
+        for index, metadata in enumerate(batch.tail.metadata):
+            if metadata is batch.metadata[index]:  # plain decoding: the tail is the batch
+                self._recording.groups[count + index] = groups[index]
+            else:
+                fill_group(groups[count + index], metadata)
 
     def _error(self, bad: int, tensors: Mapping[str, torch.Tensor]) -> Exception:
         check, at = self._recording.checks[self._run.bad_check], self._run.bad_at
@@ -200,6 +213,13 @@ class Program:
             return Check(group, check.num_blocks, 0, check.domain, 0)
         limit = -1 - check.limit if isinstance(check.limit, Domain) else check.limit
         return Check(None, limit, places[check.value], check.value.domain, check.value.dtype)
+
+
+def _unlike(name: str, dtype: torch.dtype, row_shape: tuple[int, ...], tensor: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"input {name} was recorded as contiguous {dtype} with rows of shape {row_shape}, "
+        f"not {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+    )
 
 
 def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
