@@ -1,0 +1,80 @@
+"""Every script in examples/ runs as a user runs it, and prints what it promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cached_models import cached_model
+from tests.server.live import serving
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _model() -> None:
+    cached_model("smollm2-135m")
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_offline_batch() -> None:
+    lines = run("offline_batch.py").splitlines()
+    assert "' Paris" in lines[0]
+    assert [line.partition(" ->")[0] for line in lines[:3]] == [
+        "'The capital of France is'",
+        "'Water boils at'",
+        "'The opposite of hot is'",
+    ]
+    assert lines[3:] == [
+        "'The capital of France is' [0] 12 tokens, length",
+        "'Water boils at' [0] 12 tokens, length",
+        "'Water boils at' [1] 12 tokens, length",
+    ]
+
+
+def test_chat() -> None:
+    printed = run("chat.py")
+    assert "Rome" in printed
+    assert "Tokyo" in printed
+    first, second = (int(count) for count in re.findall(r"prefix cache: (\d+)", printed))
+    assert first == 0
+    assert second > 0
+
+
+def test_streaming() -> None:
+    lines = run("streaming.py").splitlines()
+    assert re.fullmatch(r"first word: \w+", lines[0])
+    assert lines[1].startswith("a: ")
+    assert "four, five" in lines[1]
+    assert "Wednesday" in lines[2]
+    assert lines[3] == "still running: 0"
+
+
+def test_openai_client(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-model-len", "512") as server:
+        lines = run("openai_client.py", f"{server.url}/v1").splitlines()
+    assert lines[0] == "model: smollm2-135m"
+    assert "Paris" in lines[1]
+    assert lines[2].startswith("chat: ")
+    assert re.fullmatch(r"usage: \d+ prompt tokens, \d+ output tokens", lines[-1])
+
+
+def test_policy() -> None:
+    lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
+    assert len(lengths) == 4
+    assert lengths == sorted(lengths)
+    assert lengths != [8, 3, 5, 1]
+
+
+def test_every_example_is_tested_and_listed() -> None:
+    tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
+    listed = set(re.findall(r"\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested == listed
