@@ -15,7 +15,7 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> None:
     print("model:", model)
 
     completion = client.completions.create(model=model, prompt="The capital of France is", max_tokens=8, temperature=0)
-    print("completion:", completion.choices[0].text)
+    print("completion:", repr(completion.choices[0].text))
 
     stream = client.chat.completions.create(
         model=model,

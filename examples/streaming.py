@@ -31,8 +31,6 @@ async def main() -> None:
         both = asyncio.gather(count(llm, "a", "One, two, three,"), count(llm, "b", "Monday, Tuesday,"))
         print("first word:", await first_word(llm, "The sky is"))
         print("\n".join(await both))
-        stats = await llm.stats()
-        print("still running:", stats.num_running)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import pagoda
 from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+FOLDERS = ("docs", "benchmarks", "examples")
+PAGES = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -20,6 +21,21 @@ def test_links_lead_to_files(page: Path) -> None:
     prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", prose)
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_links_to_headings_lead_to_headings() -> None:
+    missing: list[str] = []
+    found = 0
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+            text = (page.parent / target).read_text() if target else page.read_text()
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            found += 1
+            if anchor not in slugs:
+                missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert missing == []
+    assert found > 20
 
 
 def test_the_index_names_every_page() -> None:

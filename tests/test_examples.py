@@ -55,7 +55,7 @@ def test_streaming() -> None:
     assert lines[1].startswith("a: ")
     assert "four, five" in lines[1]
     assert "Wednesday" in lines[2]
-    assert lines[3] == "still running: 0"
+    assert len(lines) == 3
 
 
 def test_openai_client(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_policy() -> None:
     lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
     assert len(lengths) == 4
     assert lengths == sorted(lengths)
-    assert lengths != [8, 3, 5, 1]
+    assert lengths[0] < lengths[-1]
 
 
 def test_every_example_is_tested_and_listed() -> None:
