@@ -14,6 +14,7 @@ from pagoda.core.queues import RequestQueue
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.stops import StopTokens
 
 
 def check_invariants(
@@ -25,6 +26,7 @@ def check_invariants(
     in_flight: StepsInFlight,
     waiting: RequestQueue,
     swapped: RequestQueue,
+    stops: StopTokens,
     max_num_seqs: int,
 ) -> None:
     """Raises InvariantBroken at the first rule that does not hold. requests: all that have not ended."""
@@ -32,6 +34,7 @@ def check_invariants(
     table.check()
     kv.check(rows)
     _check_counts(table, rows, in_flight)
+    stops.check(request.facts for request in requests.values())
     active = set(rows.tolist())
     for name, kept in (("prefilling", batch.prefilling), ("leaders", batch.leaders), ("drafts", table.drafts)):
         if not kept.keys() <= active:

@@ -18,6 +18,7 @@ from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import Finish
+from pagoda.core.stops import StopTokens
 
 logger = logging.getLogger("pagoda")
 
@@ -45,6 +46,7 @@ class Lifecycle:
     outbox: Outbox
     waiting: RequestQueue
     swapped: RequestQueue
+    stops: StopTokens
     gates: Gates
     limits: ChunkLimits
     policy: Policy
@@ -58,6 +60,7 @@ class Lifecycle:
     def add(self, request: RequestState) -> None:
         """A new request waits."""
         self.requests[request.request_id] = request
+        self.stops.add(request.facts)
         self.waiting.push(request)
 
     def enter(self, request: RequestState) -> None:
@@ -163,6 +166,7 @@ class Lifecycle:
             self.waiting.remove(request)
         request.status = status
         del self.requests[request.request_id]
+        self.stops.forget(request.facts)
         self.outbox.post_finished(request)
 
     def finish_one(self, sequence: Sequence, status: RequestStatus, message: str | None = None) -> Finish:

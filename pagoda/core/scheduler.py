@@ -95,8 +95,8 @@ class Scheduler:
         self._limits = limits = make_chunk_limits(config, self._requests, batch, table, encoder)
         forgetful = (kv, batch, encoder, outbox)
         self._lifecycle = lifecycle = Lifecycle(
-            self._requests, table, kv, batch, in_flight, outbox, waiting, swapped, gates, limits, policy, clock, log,
-            forgetful,
+            self._requests, table, kv, batch, in_flight, outbox, waiting, swapped, self._stops, gates, limits, policy,
+            clock, log, forgetful,
         )  # fmt: skip
         costs = CostModel()
         rule = make_preemption_rule(config.preemption_mode, costs)
@@ -127,7 +127,6 @@ class Scheduler:
         state = self._checks.make_state(request)
         for sequence in state.sequences[:1] if state.awaiting_fork else state.sequences:
             self._kv.hash_prompt(sequence)
-        self._stops.add(request)
         self._lifecycle.add(state)
 
     def finish_requests(
@@ -297,5 +296,5 @@ class Scheduler:
         """Check the contract's invariants. Raises InvariantBroken."""
         check_invariants(
             self._requests, table=self._table, kv=self._kv, batch=self._batch, in_flight=self._in_flight,
-            waiting=self._waiting, swapped=self._swapped, max_num_seqs=self.config.max_num_seqs,
+            waiting=self._waiting, swapped=self._swapped, stops=self._stops, max_num_seqs=self.config.max_num_seqs,
         )  # fmt: skip

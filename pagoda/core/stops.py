@@ -1,28 +1,54 @@
 """Stops: where generated tokens end a sequence."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from pagoda.base.errors import InvariantBroken
 from pagoda.core.request import Request, RequestStatus
 
 _LARGEST_TOKEN_ID = 1 << 22
 
 
+def _stop_ids(request: Request) -> set[int]:
+    sampling = request.sampling
+    if sampling is None:
+        return set()
+    ids = {*(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids}
+    return {token for token in ids if 0 <= token < _LARGEST_TOKEN_ID}
+
+
 class StopTokens:
-    """Which token ids end any request at all: one look-up for a whole batch tells whether a row must be looked at."""
+    """The token ids that end any unfinished request: one lookup per batch tells which rows need a closer look."""
 
     def __init__(self) -> None:
         self._ends = np.zeros(2, np.bool_)  # the last entry is always False: larger ids are clipped to it
+        self._num_requests: dict[int, int] = {}  # how many unfinished requests each id ends; never 0
 
     def add(self, request: Request) -> None:
-        ids = [*request.eos_token_ids, *(request.sampling.stop_token_ids if request.sampling else ())]
-        ids = [token for token in ids if 0 <= token < _LARGEST_TOKEN_ID]
-        if not ids:
-            return
-        if max(ids) + 2 > len(self._ends):
-            self._ends = np.pad(self._ends, (0, max(ids) + 2 - len(self._ends)))
-        self._ends[ids] = True
+        ids = _stop_ids(request)
+        largest = max(ids, default=-1)
+        if largest + 2 > len(self._ends):
+            self._ends = np.pad(self._ends, (0, largest + 2 - len(self._ends)))
+        for token in ids:
+            self._num_requests[token] = self._num_requests.get(token, 0) + 1
+            self._ends[token] = True
+
+    def forget(self, request: Request) -> None:
+        """The request has ended. Ids that end no other are looked up no more."""
+        for token in _stop_ids(request):
+            self._num_requests[token] -= 1
+            if not self._num_requests[token]:
+                del self._num_requests[token]
+                self._ends[token] = False
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raises InvariantBroken unless exactly the stop ids of `requests` are counted."""
+        expected = Counter(token for request in requests for token in _stop_ids(request))
+        if self._num_requests != expected or np.flatnonzero(self._ends).tolist() != sorted(expected):
+            raise InvariantBroken("the stop tokens are not those of the unfinished requests")
 
     def among(self, tokens: np.ndarray) -> np.ndarray:
         """Return bool, shape of `tokens`: may end a sequence. False is certain."""
