@@ -79,6 +79,33 @@ def test_the_reference_leaves_nothing_out() -> None:
     assert {name for name in metrics if f"`vllm:{name}" not in pages["metrics.md"]} == set()
 
 
+def test_the_chinese_readme_says_the_same() -> None:
+    """Both have the same commands, code, links and numbers; only the sentences differ."""
+    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+    assert _code(english) == _code(chinese)
+    assert len(_code(english)) > 40
+    assert _targets(english) - {"README.zh-CN.md"} == _targets(chinese) - {"README.md"}
+    assert _numbers(english) == _numbers(chinese)
+    assert len(_numbers(english)) > 30
+
+
+def _code(page: str) -> list[str]:
+    """The lines of all code blocks without their comments, then what stands between backquotes in the text, sorted."""
+    blocks = re.findall(r"^```.*?^```", page, re.DOTALL | re.MULTILINE)
+    lines = [line.partition("  #")[0].rstrip() for block in blocks for line in block.splitlines()]
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    return [*lines, *sorted(set(re.findall(r"`([^`]+)`", text)))]
+
+
+def _targets(page: str) -> set[str]:
+    return set(re.findall(r"\]\(([^)]+)\)", page))
+
+
+def _numbers(page: str) -> list[str]:
+    """Every number of the page, code included, sorted: sentences may have another order."""
+    return sorted(re.findall(r"\d[\d,.]*\d|\d", page))
+
+
 def _help(*command: str) -> str:
     line = [sys.executable, "-m", "pagoda", *command, "--help"]
     return subprocess.run(line, capture_output=True, text=True, check=True, timeout=120).stdout
