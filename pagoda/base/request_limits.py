@@ -62,6 +62,7 @@ class RequestLimits:
     name_chars: int = _limit(256, "characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)")
     body_values: int = _limit(1_000_000, "JSON values in a body (token ids count)")
     body_objects: int = _limit(100_000, "objects, lists and keys of objects in a body")
+    body_exponents: int = _limit(1_024, "numbers with an exponent of three digits or more in a body")
     json_depth: int = _limit(64, "levels of nesting in a field of free form (messages, tools, `metadata`, ...)")
     json_values: int = _limit(131_072, "values in the fields of free form together")
 

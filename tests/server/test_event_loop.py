@@ -33,6 +33,11 @@ CASES: dict[str, tuple[str, bytes, int]] = {
         filled(b'{"max_tokens":1,"truncate_prompt_tokens":5,"prompt":[', b"1", b"]}", 1_900_000),
         200,
     ),
+    "numbers that are slow to decode": (
+        "/v1/completions",
+        filled(b'{"prompt":"a","temperature":1,"seed":[', b"1e308", b"]}", 5 * MB),
+        400,
+    ),
     "many prompts": ("/v1/completions", filled(b'{"prompt":[', b"[1]", b"]}", 390_000), 400),
     "a long text": ("/v1/completions", b'{"prompt":"' + b"a" * 15 * MB + b'"}', 400),
     "spaces": ("/v1/completions", b'{"prompt":"' + b" " * 15 * MB + b'"}', 400),

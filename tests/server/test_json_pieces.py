@@ -5,8 +5,12 @@ import json
 import random
 from typing import Any
 
+import pytest
+
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
 from pagoda.server.json_answer import json_pieces
-from pagoda.server.json_structure import count_structure
+from pagoda.server.json_structure import check_structure, count_large_exponents, count_structure
 
 TEXTS = ["", "a", '"', "\\", '\\"', '\\\\"', "[1,2]", '{"a":1,', ",,,", "\\u0022", "é\U0001f600"]
 
@@ -42,6 +46,30 @@ def test_structure_is_counted_as_a_decoder_finds_it() -> None:
         assert num_objects == containers + keys, text[:200]
         # Empty containers are counted with a value inside, which is the safe side.
         assert values <= num_values <= values + containers
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"", 0),
+        (b"1e300", 1),
+        (b"[1e+308,1E-310,1e22,1e30,-1.5e299,12,true,false]", 3),
+        (b'{"a1e300":"1e300 \\"1e300","b":1e300}', 1),
+        (b"1e0000300", 1),
+        (b"[1e30,1e3", 0),
+        (b"1e", 0),
+    ],
+)
+def test_large_exponents_are_counted_outside_strings(text: bytes, expected: int) -> None:
+    assert count_large_exponents(text) == expected
+
+
+@pytest.mark.parametrize("size", [2_000, 200_000])
+def test_numbers_that_are_slow_to_decode_are_refused_before(size: int) -> None:
+    body = b'{"prompt":"a","logit_bias":{"1":' + b"[" + b"1e308," * size + b"1]}}"
+    with pytest.raises(RequestError, match=f"{size} numbers with an exponent .* limit of 1024 .body_exponents."):
+        asyncio.run(check_structure(body, RequestLimits()))
+    asyncio.run(check_structure(body.replace(b"1e308", b"1e+30"), RequestLimits()))
 
 
 def test_an_answer_in_pieces_is_the_answer() -> None:

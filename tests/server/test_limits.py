@@ -92,7 +92,14 @@ def test_every_bound_is_a_400_that_states_it(limit: str, kind: type[Body], body:
 
 def test_every_bound_has_a_case() -> None:
     # Those of a prompt are in test_request_limits.py, those of the undecoded body in test_json_pieces.py.
-    in_python = {"logprob_entries", "prompt_logprob_entries", "text_bytes", "body_values", "body_objects"}
+    in_python = {
+        "logprob_entries",
+        "prompt_logprob_entries",
+        "text_bytes",
+        "body_values",
+        "body_objects",
+        "body_exponents",
+    }
     assert {limit for limit, *_ in CASES} | in_python == {name for name, _, _ in describe_limits()}
 
 
