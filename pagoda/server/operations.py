@@ -23,8 +23,10 @@ STUCK_AFTER_S = 30.0
 @router.get("/health")
 @router.get("/ping")
 async def health(http: Request) -> Response:
-    """200 while steps can make progress; 503 while the engine is down, starting again, stuck, or the server drains."""
+    """200 while requests can make progress; 503 while the engine is down, starting or stuck, or the server drains."""
     state = state_of(http)
+    if state.generator.llm.died is not None:  # the engine is gone, or its outputs cannot be read any more
+        return error_response(503, f"no request can be served any more: {state.generator.llm.died}")
     if state.engine is not None and state.engine.died is not None:
         return error_response(503, f"the engine is gone for good: {state.engine.died}")
     if state.engine is not None and not state.engine.is_up:

@@ -1,0 +1,54 @@
+"""/health where nothing can be served any more although the engine process runs."""
+
+import asyncio
+import contextlib
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from pagoda import SamplingParams, WorkerDied
+from pagoda.base.config import ServerConfig
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.thread_client import ThreadClient
+from pagoda.server.app import create_app
+from pagoda.server.draining import Drain
+from tests.fake_engine import byte_inputs, fake_core
+
+
+def test_health_is_503_once_outputs_can_no_longer_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="pagoda")
+
+    async def main() -> None:
+        client = ThreadClient(fake_core)
+        await client.start()
+        async with AsyncEngine(client, byte_inputs()) as llm, contextlib.AsyncExitStack() as stack:
+            process = SimpleNamespace(
+                died=None, is_up=True, stuck_for_s=lambda: 0.0
+            )  # an engine process in best health
+            state: Any = SimpleNamespace(generator=SimpleNamespace(llm=llm), engine=process, drain=Drain())
+            transport = httpx.ASGITransport(create_app(state, ServerConfig()))
+            http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test"))
+
+            async def generate() -> None:
+                async for _ in llm.generate("a", SamplingParams(max_tokens=3)):
+                    pass
+
+            await generate()
+            assert (await http.get("/health")).status_code == 200
+
+            def broken(*args: object) -> None:
+                raise KeyError("a defect")
+
+            monkeypatch.setattr(llm._outputs, "process", broken)
+            with pytest.raises(WorkerDied):
+                await generate()
+            for path in ("/health", "/ping"):
+                answer = await http.get(path)
+                assert (answer.status_code, "a defect" in answer.json()["error"]["message"]) == (503, True)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
