@@ -68,8 +68,8 @@ class EngineServer:
                 self._add(message)
             case wire.AbortRequests(request_ids):
                 self._core.abort(request_ids)
-            case wire.FinishBranch(request_id, branch, status):
-                self._core.finish_branch(request_id, branch, status)
+            case wire.FinishSequence(request_id, sequence, status):
+                self._core.finish_sequence(request_id, sequence, status)
             case wire.ResetPrefixCache(call_id, preempt_running):
                 self._send(wire.ResetReply(call_id, self._core.reset_prefix_cache(preempt_running)))
             case message:
@@ -86,8 +86,8 @@ class EngineServer:
         except PagodaError as error:
             reason = str(error)
         except Exception as error:
-            logger.exception("request %s could not enter the engine", message.request_id)
-            reason = f"the engine could not take this request: {type(error).__name__}: {error}"
+            logger.exception("request %s could not be queued", message.request_id)
+            reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             status = RequestStatus.FINISHED_ERROR
         self._send(wire.RequestRefused(message.request_id, message.handle, reason, status))
 

@@ -91,7 +91,7 @@ def test_arguments_of_another_kind_are_refused_by_name(llm: LLM, call: Callable[
         call(llm)
 
 
-def test_branches(llm: LLM) -> None:
+def test_n_returns_several_sequences(llm: LLM) -> None:
     (output,) = llm.generate(["a"], SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True))
     alone = [llm.generate("a", SamplingParams(seed=5 + i, max_tokens=6, ignore_eos=True))[0] for i in range(3)]
     assert [part.index for part in output.outputs] == [0, 1, 2]

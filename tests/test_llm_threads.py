@@ -225,7 +225,7 @@ def test_a_step_cut_short_by_a_handler_that_raises_is_not_trusted_again(llm: LLM
     executor.on_step = stop
     with pytest.raises(SystemExit):
         llm.generate("long", LONG)
-    with pytest.raises(UsageError, match="cut short by SystemExit; make a new LLM"):
+    with pytest.raises(UsageError, match="interrupted by SystemExit; make a new LLM"):
         llm.generate("again", SHORT)
 
 

@@ -1,4 +1,4 @@
-"""AsyncEngine: requests as async iterators over an engine core, wherever that runs; leaving an iterator ends it."""
+"""AsyncEngine: run requests as async iterators over an engine core in any process or thread."""
 
 import asyncio
 import contextlib
@@ -29,11 +29,11 @@ from pagoda.engine.wire import EngineStats
 logger = logging.getLogger("pagoda")
 
 _LONG_TEXT_TOKENS = 2048
-"""Token ids of this number are turned into text on a thread."""
+"""From this many token ids on, decoding runs on a thread."""
 
 
 class AsyncEngine:
-    """Prompts in, texts out, for one event loop. The server and AsyncEngine are built on it."""
+    """Prompts in, texts out, for one event loop. The server and AsyncLLM are built on it."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class AsyncEngine:
         clock: Clock | None = None,
         template_limits: TemplateLimits | None = None,
     ) -> None:
-        """client: started already; shut down by `shutdown`.   clock: the engine's.
+        """client: already started; `shutdown` shuts it down.   clock: the engine's clock.
 
-        template_limits: what rendering a chat template may take.
+        template_limits: time and memory limits for rendering a chat template.
         """
         self.input_processor = input_processor
         self._client = client
@@ -57,7 +57,7 @@ class AsyncEngine:
         self._died: WorkerDied | None = None
 
     async def shutdown(self) -> None:
-        """End the engine; requests in flight end as aborted. Idempotent."""
+        """Shut down the engine; abort running requests. Idempotent."""
         self._deliver(self._outputs.abort(self._outputs.live_ids, self._clock.now()))
         if self._pump is not None:
             self._pump.cancel()
@@ -67,7 +67,7 @@ class AsyncEngine:
         await self._client.shutdown()
 
     def close_text(self) -> None:
-        """End what tokenises and renders, whatever it does. Idempotent."""
+        """Stop the tokenizer threads and template processes, even if they are busy. Idempotent."""
         self._threads.shutdown()
         self._templates.close()
         self.input_processor.close()
@@ -96,10 +96,10 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request's output as it grows; the last has `finished`.
+        """Yield the request's output as it grows; the last one has `finished` set.
 
-        Raises RequestError before anything runs, WorkerDied when the engine is gone for good. A request that the engine
-        itself ends with an error has `error` set in its last output. Leaving the iteration aborts the request.
+        Raises RequestError before anything runs, WorkerDied if the engine cannot be restarted. If the engine ends the
+        request with an error, the last output has `error` set. Leaving the iteration aborts the request.
         """
         request = await self.prepare(
             prompt, sampling_params or SamplingParams(), request_id, priority=priority, cache_salt=cache_salt
@@ -118,9 +118,9 @@ class AsyncEngine:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
     ) -> Request:
-        """Tokenise and check. Raises RequestError; nothing runs until `stream`.
+        """Tokenise and validate a prompt. Raises RequestError; nothing runs until `stream`.
 
-        add_special_tokens: those that the tokenizer puts around a prompt that is text.
+        add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
         """
         arrival_time_s = self._clock.now()
         self.input_processor.check_before_tokenising(prompt, params)
@@ -171,14 +171,14 @@ class AsyncEngine:
                 self._client.abort([request_id])
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """End these; whoever reads them gets a last output with finish_reason "abort". Returns those that were live."""
+        """Abort requests and return the ids that were running. Each gets a last output with finish_reason "abort"."""
         live = [request_id for request_id in request_ids if request_id in self._outputs]
         self._client.abort(live)
         self._deliver(self._outputs.abort(live, self._clock.now()))
         return live
 
     def fail_running(self, error: Exception) -> None:
-        """End every running request: its reader gets `error` after the output it has not read yet."""
+        """Fail every running request: its reader gets the pending output, then `error`."""
         for mailbox in self._readers.values():
             mailbox.fail(error)
 
@@ -187,7 +187,7 @@ class AsyncEngine:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
 
     async def _pump_outputs(self) -> None:
-        """From the engine to the readers, for as long as the engine lives."""
+        """Deliver outputs from the engine to the readers until the engine dies."""
         try:
             while True:
                 outputs = await self._client.next_outputs()
@@ -198,14 +198,14 @@ class AsyncEngine:
                 done = self._outputs.process(outputs, self._clock.now())
                 if done.failed:
                     self._client.abort(done.failed)
-                for request_id, branch in done.stopped:
-                    self._client.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
+                for request_id, sequence in done.stopped:
+                    self._client.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
                 self._deliver(done.outputs)
         except WorkerDied as error:
             self._fail_all(error)
-        except Exception as error:  # readers would wait for ever if this task ended in silence
-            logger.exception("outputs of the engine could not be read")
-            self._fail_all(WorkerDied(f"a defect of the client: {type(error).__name__}: {error}"))
+        except Exception as error:  # if this task ended silently, readers would wait forever
+            logger.exception("failed to process the engine's outputs")
+            self._fail_all(WorkerDied(f"internal error in the client: {type(error).__name__}: {error}"))
 
     def _fail_all(self, error: WorkerDied) -> None:
         self._died = error
@@ -235,12 +235,12 @@ class AsyncEngine:
         must_fit: bool = False,
         is_bounded: bool = False,
     ) -> RenderedChat:
-        """A conversation as the model reads it (see InputProcessor.render_chat).
+        """Render a conversation into the model's prompt (see InputProcessor.render_chat).
 
-        Templates run in another process, up to a deadline, and are ended when this coroutine is cancelled; only those
-        given objects of a program's own classes run in this one.
-        must_fit: refuse a text that cannot fit into the model's context before it is tokenised.
-        is_bounded: hold any other text to the bound `tokenized_chars`, as what callers of a server send.
+        Templates run in another process with a deadline, and stop when this coroutine is cancelled. Only values that
+        cannot be pickled (objects of the caller's own classes) are rendered in this process.
+        must_fit: reject a text that cannot fit into the model's context before tokenising it.
+        is_bounded: otherwise, apply the limit `tokenized_chars`, as for text sent to a server.
         """
         job = self.input_processor.chat_job(
             messages, chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs
@@ -260,23 +260,23 @@ class AsyncEngine:
         )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; RequestError when it is not valid Unicode."""
+        """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
         if len(text) < LONG_TEXT_CHARS:
             return self.input_processor.encode(text, add_special_tokens)
         return await self._threads.run(len(text), self.input_processor.encode, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids; ids that do not exist are skipped. For few of them: it runs where it is called."""
+        """Return the text of token ids, skipping unknown ids. Runs on the calling thread: meant for short lists."""
         return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, of any length: long ones on a thread."""
+        """Like `decode`, but long lists are decoded on a thread."""
         if len(token_ids) < _LONG_TEXT_TOKENS:
             return self.decode(token_ids)
         return await self._threads.run(len(token_ids), self.decode, token_ids)
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token's own text; U+FFFD where it is no whole character."""
+        """Return each token's own text, with U+FFFD for incomplete characters."""
 
         def texts() -> list[str]:
             read = self.input_processor.tokenizer.token_bytes
@@ -286,11 +286,11 @@ class AsyncEngine:
 
     @property
     def died(self) -> WorkerDied | None:
-        """Why no request can be served any more; None while it can."""
+        """Return the error that ended the engine, or None while it can serve requests."""
         return self._died
 
     def tokenizer_facts(self) -> dict[str, Any]:
-        """What callers may know of the tokenizer: bos_token, eos_token, ... as text, and what belongs to them."""
+        """Return the tokenizer's public facts: special tokens as text, their ids, vocabulary size, max_model_len."""
         facts = self.input_processor.tokenizer.facts
         return {
             **{name: facts.special_names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
@@ -305,9 +305,9 @@ class AsyncEngine:
     # ---- the engine
 
     def stats(self) -> EngineStats:
-        """The engine's last known gauges and totals."""
+        """Return the engine's latest gauges and counters."""
         return self._client.stats()
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached prefixes. False while blocks are in use and running requests may not be preempted."""
+        """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""
         return await self._client.reset_prefix_cache(preempt_running)

@@ -1,4 +1,4 @@
-"""ByteTokenizer: a token is a byte. For tests, and to try an engine without any model's vocabulary."""
+"""ByteTokenizer: one token per byte. For tests, and to run an engine without a model's vocabulary."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _TEMPLATE = (
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes, 256 begins and 257 ends a text; texts are encoded without either."""
+    """Ids 0 to 255 are bytes, 256 is BOS and 257 is EOS; `encode` adds neither."""
 
     facts = TokenizerFacts(
         vocab_size=258,

@@ -1,4 +1,4 @@
-"""ChatTemplate: a model's own Jinja template makes messages a prompt. It comes with the weights: hence the sandbox."""
+"""ChatTemplate: turn messages into a prompt with the model's Jinja template, in a sandbox: it is untrusted input."""
 
 import contextlib
 import datetime
@@ -20,7 +20,7 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.special_marks import Shield, SpecialMarks
 
 Message = Mapping[str, Any]
-"""One turn: role, content (text, or a list of {"type": "text", "text": ...} parts), and what else templates know."""
+"""One turn: role, content (a string, or a list of {"type": "text", "text": ...} parts), and template-specific keys."""
 
 
 class ChatTemplate:
@@ -28,7 +28,7 @@ class ChatTemplate:
 
     source: the template's text, or several by name ("default", "tool_use", ...).
     special_tokens: bos_token, eos_token, ... by name, as templates expect them.
-    marks: those of the tokenizer, so that special tokens of the template can be told from text in messages.
+    marks: the tokenizer's; they distinguish special tokens written by the template from text in messages.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         marks: SpecialMarks | None = None,
     ) -> None:
-        """Raises ConfigError for a template that is not Jinja."""
+        """Parse the template. Raises ConfigError if it is not valid Jinja."""
         named = {"default": source} if isinstance(source, str) else dict(source)
         if not named:
             raise ConfigError("the model's list of chat templates is empty")
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._composed: frozenset[str] | None = None
         self._tool_history: dict[str, tuple[bool, bool]] = {}
 
-    # Compiled where they are rendered: the compiler computes constant expressions, however large they become.
+    # Compiled lazily, in the process that renders: Jinja's compiler folds constants, which can need unbounded memory.
 
     @functools.cached_property
     def _plain(self) -> dict[str, jinja2.Template]:
@@ -71,13 +71,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for these messages.
+        """Return the prompt for these messages.
 
         add_generation_prompt: end with the opening of the assistant's turn.
-        continue_final_message: end inside the last message, so that the model goes on with it.
+        continue_final_message: end inside the last message, so that the model continues it.
         template_kwargs: more variables for the template (such as enable_thinking).
-        Raises RequestError when messages are malformed, when the template has no place for tools, calls or results of
-        tools, and when it refuses or fails.
+        Raises RequestError if messages are malformed, if the template does not render tools, tool calls or tool
+        results that were given, and if the template raises an error.
         """
         values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
         self._check_places(values)
@@ -91,11 +91,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """As `render`, with a mark in place of each special token that the template writes, and of no other."""
+        """Like `render`, with a mark in place of each special token that the template itself writes."""
         values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
         self._check_places(values)
         composed = self._composed_tokens()
-        if composed is None:  # marks would change what the template does
+        if composed is None:  # marks would change the template's output
             text = self._fill_shielded(self._plain, self.special_tokens, values, self.marks.texts)
         else:
             text = self._fill_shielded(self._marked, self._marked_special_tokens, values, composed)
@@ -108,13 +108,13 @@ class ChatTemplate:
         values: Mapping[str, Any],
         composed: Iterable[str],
     ) -> str:
-        """Render; `composed` tokens are marked wherever they appear, except those that came from `values`."""
+        """Render; mark `composed` tokens wherever they appear, unless they came from `values`."""
         if not composed:
             return self._fill(templates, special_tokens, values)
         for index, message in enumerate(values["messages"]):
             if not _PLAIN_ROLE.fullmatch(message["role"]):
                 raise RequestError(
-                    f"messages[{index}].role: this model's roles are made of letters, digits, spaces, _, - and .",
+                    f"messages[{index}].role: for this model, a role may contain letters, digits, spaces, _, - and .",
                     f"messages[{index}].role",
                 )
         shield = Shield(self.marks, composed)
@@ -130,10 +130,10 @@ class ChatTemplate:
             return templates[self._name_for(values)].render({**special_tokens, **values})
         except jinja2.TemplateError as error:
             said = shorten(self.marks.remove(error.message or ""), _MAX_SAID_CHARS)
-            raise RequestError(f"the chat template refuses these messages: {said}", "messages") from None
+            raise RequestError(f"the chat template rejects these messages: {said}", "messages") from None
         except MemoryError:
             raise
-        except Exception as error:  # a template may fail in any way that Python can
+        except Exception as error:  # a template may raise any Python exception
             said = shorten(self.marks.remove(repr(error)), _MAX_SAID_CHARS)
             raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
 
@@ -143,10 +143,10 @@ class ChatTemplate:
         return "default" if "default" in self.sources else next(iter(self.sources))
 
     def _check_places(self, values: Mapping[str, Any]) -> None:
-        """Raise RequestError for what the template would leave out in silence."""
+        """Raise RequestError for tools, tool calls or tool results that the template would silently drop."""
         name = self._name_for(values)
         if values["tools"] and "tools" not in self.sources[name]:
-            raise RequestError("tools: the chat template of this model has no place for them", "tools")
+            raise RequestError("tools: this model's chat template does not support tools", "tools")
         for index, message in enumerate(values["messages"]):
             is_result = message["role"] == "tool"
             if not (is_result or message.get("tool_calls")):
@@ -156,28 +156,28 @@ class ChatTemplate:
             shows_calls, shows_results = self._tool_history[name]
             if message.get("tool_calls") and not shows_calls:
                 where = f"messages[{index}].tool_calls"
-                raise RequestError(f"{where}: the chat template of this model has no place for calls of tools", where)
+                raise RequestError(f"{where}: this model's chat template does not support tool calls", where)
             if is_result and not shows_results:
                 where = f"messages[{index}].role"
-                raise RequestError(f"{where}: the chat template of this model has no place for tools' results", where)
+                raise RequestError(f"{where}: this model's chat template does not support tool results", where)
 
     def _find_tool_history(self, name: str) -> tuple[bool, bool]:
-        """Return whether the template writes calls of tools, and their results. Found by rendering a conversation."""
+        """Return whether the template renders tool calls, and tool results, by rendering a probe conversation."""
         rendered: list[str] = []
         for tools in (None, [_TOOL]):
             for more in ([], _probe("assistant", "user")):
                 values = _values([*_CALLING, *more], tools, True, False, None)
                 with contextlib.suppress(Exception):
                     rendered.append(self._plain[name].render({**self.special_tokens, **values}))
-        if not rendered:  # what is wrong with it is said when the request itself is rendered
+        if not rendered:  # the error is reported when the request itself is rendered
             return True, True
         return any(_CALLED in text for text in rendered), any(_RESULT in text for text in rendered)
 
     def _composed_tokens(self) -> frozenset[str] | None:
-        """Special tokens that the template does not write in one piece, but composes, as in "<|" + role + "|>".
+        """Return the special tokens that the template composes from parts, as in "<|" + role + "|>".
 
-        Found by rendering conversations that hold no special token. None: with marks the template renders something
-        else, because it looks at its own special tokens (at their length, say).
+        Found by rendering conversations without special tokens. None if marks change the template's output, because
+        it inspects its own special tokens (their length, for example).
         """
         if self._composed is None:
             self._composed = self._find_composed()
@@ -189,7 +189,7 @@ class ChatTemplate:
             values = _values(messages, tools, tools is None, False, None)
             try:
                 plain = self._fill(self._plain, self.special_tokens, values)
-            except RequestError:  # not every template takes every conversation
+            except RequestError:  # not every template accepts every conversation
                 continue
             try:
                 marked = self._fill(self._marked, self._marked_special_tokens, values)
@@ -218,7 +218,7 @@ def _syntax_errors() -> Generator[None]:
 
 
 def _compile(source: str, change: Callable[[str], str]) -> jinja2.Template:
-    """A template whose own text and string constants have been through `change`."""
+    """Compile a template, applying `change` to its own text and string constants."""
     tree = _ENVIRONMENT.parse(source)
     for node in tree.find_all((jinja2.nodes.TemplateData, jinja2.nodes.Const)):
         if isinstance(node, jinja2.nodes.TemplateData):
@@ -235,13 +235,13 @@ def _values(
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What a template is rendered with, checked and in its normal form. Raises RequestError."""
+    """Return the template's variables, validated and normalised. Raises RequestError."""
     turns = [_normal_message(index, message) for index, message in enumerate(messages)]
     if not turns:
         raise RequestError("messages is empty: a chat needs at least one", "messages")
     if continue_final_message and add_generation_prompt:
         raise RequestError(
-            "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
+            "add_generation_prompt and continue_final_message are mutually exclusive", "continue_final_message"
         )
     if continue_final_message:
         turns[-1]["content"] += _CUT_MARK
@@ -258,7 +258,7 @@ def _uncut(text: str, continue_final_message: bool) -> str:
 
 
 def _normal_message(index: int, message: Message) -> dict[str, Any]:
-    """The message with its content as plain text. Raises RequestError naming what is wrong with it."""
+    """Return the message with its content as one string. Raises RequestError if it is malformed."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] is {type(message).__name__}, expected an object with a role", "messages")
     if not isinstance(message.get("role"), str):
@@ -269,7 +269,7 @@ def _normal_message(index: int, message: Message) -> dict[str, Any]:
     if content is None and not message.get("tool_calls"):
         raise RequestError(f"messages[{index}] has no content", "messages")
     if content is not None and not isinstance(content, str):
-        raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected text", "messages")
+        raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected a string", "messages")
     normal = {**message, "content": content if content is not None else ""}
     if calls := message.get("tool_calls"):
         normal["tool_calls"] = _normal_calls(f"messages[{index}].tool_calls", calls)
@@ -277,7 +277,7 @@ def _normal_message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _normal_calls(where: str, calls: Any) -> list[Any]:
-    """Calls of tools as templates expect them: the API writes their arguments as JSON text, templates read objects."""
+    """Return tool calls as templates expect them: with arguments parsed from JSON strings into objects."""
     if not isinstance(calls, list | tuple):
         raise RequestError(f"{where} is {type(calls).__name__}, expected a list", where)
     normal: list[Any] = []
@@ -291,9 +291,9 @@ def _normal_calls(where: str, calls: Any) -> list[Any]:
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError):
-                raise RequestError(f"{at}: expected a JSON object, written as a string", at) from None
+                raise RequestError(f"{at}: expected a string with a JSON object", at) from None
             if not isinstance(arguments, dict):
-                raise RequestError(f"{at}: expected a JSON object, written as a string", at)
+                raise RequestError(f"{at}: expected a string with a JSON object", at)
         normal.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
     return normal
 
@@ -310,23 +310,23 @@ def _part_text(where: str, part: Any) -> str:
 
 
 _CUT_MARK = (
-    "\uf8ff{cut}\uf8ff "  # private-use letters: no message has them; the last space shows whether content is trimmed
+    "\uf8ff{cut}\uf8ff "  # private-use characters, not used in messages; the last space shows if content is trimmed
 )
 
 
 def _cut_at_mark(text: str) -> str:
-    """What stands before the mark; where the template trims the content, trimmed too (the mark stood in the way)."""
-    before, mark, behind = text.rpartition(_CUT_MARK.rstrip())
+    """Return the text before the mark, trimmed if the template trims content (the mark kept it from doing so)."""
+    before, mark, after = text.rpartition(_CUT_MARK.rstrip())
     if not mark:
         raise RequestError("continue_final_message: the chat template leaves out the last message", "messages")
-    return before if behind.startswith(" ") else before.rstrip()
+    return before if after.startswith(" ") else before.rstrip()
 
 
-# ---- what templates may use, by the conventions of the Hugging Face tools
+# ---- functions and tags that Hugging Face templates expect
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks text for training; here it is passed through."""
+    """Pass through {% generation %} ... {% endgeneration %}, which marks text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -340,7 +340,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace() without attributes that could shadow Python's own."""
+    """Jinja's namespace(), but refusing attributes that begin with an underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -359,7 +359,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own tojson escapes for HTML, which prompts must not contain."""
+    """Dump JSON without the HTML escapes of Jinja's own tojson filter, which prompts must not contain."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -379,7 +379,7 @@ _GLOBALS: dict[str, Any] = {
 }
 
 
-# ---- conversations that show how a template writes its special tokens
+# ---- probe conversations that show how a template writes its special tokens
 
 
 def _probe(*roles: str) -> list[Message]:

@@ -1,4 +1,4 @@
-"""EngineCoreClient: how AsyncEngine reaches an engine core, wherever it runs."""
+"""EngineCoreClient: the interface through which AsyncEngine reaches an engine core, in any thread or process."""
 
 from typing import Protocol
 
@@ -8,32 +8,32 @@ from pagoda.engine.wire import EngineFacts, EngineStats
 
 
 class EngineCoreClient(Protocol):
-    """All methods are called from one event loop; none blocks it."""
+    """A client of one engine core. All methods are called from one event loop and do not block it."""
 
     async def start(self) -> EngineFacts:
-        """Returns when requests can be served; ConfigError or WorkerDied when that cannot be."""
+        """Start the engine; return when it can serve requests. Raises ConfigError or WorkerDied if it cannot start."""
         ...
 
     def add_request(self, request: Request) -> None:
-        """Hand over a request; what becomes of it (a refusal too) comes through next_outputs."""
+        """Queue a request; its outputs, or its rejection, are returned by next_outputs."""
         ...
 
     def abort(self, request_ids: list[str]) -> None:
-        """End these; unknown ids are ignored. An aborted request yields nothing more, not even a Finish."""
+        """Abort requests; ignore unknown ids. An aborted request produces no further output, not even a Finish."""
         ...
 
-    def finish_branch(self, request_id: str, branch: int, status: RequestStatus) -> None:
-        """End one branch (a stop string was found); its siblings go on."""
+    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
+        """Finish one sequence (a stop string was found); the request's other sequences continue."""
         ...
 
     async def next_outputs(self) -> EngineCoreOutputs:
-        """What the next step gave. One consumer. Raises WorkerDied when the engine is gone for good."""
+        """Return the next step's outputs, to a single consumer. Raises WorkerDied if the engine cannot be restarted."""
         ...
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
 
     def stats(self) -> EngineStats:
-        """The last known gauges and totals."""
+        """Return the latest gauges and counters."""
         ...
 
     async def shutdown(self) -> None: ...

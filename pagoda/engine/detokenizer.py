@@ -1,4 +1,4 @@
-"""Detokenizer: one output's text as its tokens arrive. Whole characters only; stop strings are cut exactly."""
+"""Detokenizer: decode one output's tokens as they arrive, in whole characters, and cut it at stop strings."""
 
 import codecs
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """The text of one growing output.
 
-    Each token is turned into bytes once and never looked at again; the bytes of a character that is not complete wait
-    for the rest of it. Text that may be the beginning of a stop string waits too, and no other text does.
+    Each token is converted to bytes once. The bytes of an incomplete character are held back until it is complete, and
+    so is text that may be the beginning of a stop string; all other text is available at once.
 
-    The output ends at the first character with which any stop string is complete, wherever tokens begin and end; of
-    several that end there, the longest counts. One that is complete before token min_tokens + 1 is plain text.
+    The output ends at the first character that completes any stop string, regardless of token boundaries; if several
+    end there, the longest counts. A stop string completed before token min_tokens + 1 is ordinary text.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None) -> None:
-        """stops: of `params.stop`, where several outputs share it; made here when not given."""
+        """stops: the automaton of `params.stop`, if several outputs share it; built here if None."""
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.facts.special_token_ids if params.skip_special_tokens else frozenset[int]()
         self._utf8 = _Utf8(errors="replace")
@@ -36,23 +36,23 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All that may be shown so far and was not taken."""
+        """The text available so far that `take` has not returned."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def take(self) -> str:
-        """The text that became certain since the last call."""
+        """Return the text that became available since the last call."""
         text, self._pieces = "".join(self._pieces), []
         return text
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the output."""
+        """The stop string that ended the output, or None."""
         return self._stop.found if self._stop is not None else None
 
     def append(self, token_ids: Sequence[int]) -> int:
-        """Take the next tokens. Returns how many belong to the output: those behind a complete stop string do not."""
+        """Add tokens; return how many of them belong to the output (tokens after a stop string do not)."""
         stop = self._stop
         if stop is None:
             skipped, token_bytes = self._skipped, self._token_bytes
@@ -70,7 +70,7 @@ class Detokenizer:
         return len(token_ids)
 
     def _append_text(self, stop: StopSearch, text: str) -> bool:
-        """Take more text; True when a stop string is complete."""
+        """Add text; return True if a stop string is complete."""
         may_stop = self._num_tokens > self._min_tokens
         cut = stop.feed(text, may_stop)
         self._held += text
@@ -86,7 +86,7 @@ class Detokenizer:
         return False
 
     def finish(self) -> None:
-        """The output ended by other means: what was held back is text. Half a character at the very end is dropped."""
+        """Release the held-back text: the output has ended without a stop string. Drop an incomplete character."""
         self._show(self._held)
         self._held = ""
 

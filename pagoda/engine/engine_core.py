@@ -1,4 +1,4 @@
-"""EngineCore: the loop around scheduler and executor. `step` is the only place where time passes."""
+"""EngineCore: the loop around scheduler and executor, advanced by `step`."""
 
 import dataclasses
 import logging
@@ -28,9 +28,9 @@ class _InFlight:
 
 
 class EngineCore:
-    """Takes requests and gives tokens. Not thread-safe: one loop calls it, other threads reach it through that loop.
+    """Runs requests and returns their tokens. Not thread-safe: only one thread may call it.
 
-    facts: what clients may want to know of the engine.
+    facts: properties of the engine for its clients.
     """
 
     def __init__(
@@ -42,10 +42,7 @@ class EngineCore:
         vocab_size: int,
         pipeline_depth: int = 1,
     ) -> None:
-        """pipeline_depth: steps that may be submitted before the first of them is home.
-
-        The executor must have been started.
-        """
+        """pipeline_depth: most steps in flight at once.   executor: already started."""
         self.facts = facts
         self._scheduler = scheduler
         self._executor = executor
@@ -53,16 +50,16 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
         self._in_flight: deque[_InFlight] = deque()
-        self._mistrusted_to = 0  # steps up to this one were planned when an earlier one had failed unseen
+        self._suspect_until_step = 0  # steps up to this one were scheduled before an earlier failure was known
 
     def now(self) -> float:
-        """Seconds on the engine's clock: what Request.arrival_time_s is counted on."""
+        """Return the engine's clock in seconds; Request.arrival_time_s uses the same clock."""
         return self._clock.now()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for token ids the model does not have, and for a duplicate id.
+        """Queue a request. Raises RequestError for token ids outside of the vocabulary and for a duplicate id.
 
-        A request that fails to enter leaves nothing behind.
+        If it fails, the engine's state is unchanged.
         """
         check_token_ids(request, self._vocab_size)
         try:
@@ -77,29 +74,29 @@ class EngineCore:
         try:
             self._scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
         except Exception as error:
-            reason = f"request {request.request_id} failed to enter ({cause!r}) and cannot be removed ({error!r})"
+            reason = f"request {request.request_id} could not be queued ({cause!r}) nor removed again ({error!r})"
             raise InvariantBroken(reason) from cause
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests wherever they stand; they yield nothing more. Unknown ids are ignored."""
+        """Abort requests in any state; they produce no further output. Ignore unknown ids."""
         self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
 
-    def finish_branch(
-        self, request_id: str, branch: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
+    def finish_sequence(
+        self, request_id: str, sequence: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> None:
-        """End one branch from outside (a stop string was found in its text); its siblings go on."""
-        self._scheduler.finish_sequence(request_id, branch, status)
+        """Finish one sequence from outside (a stop string was found); the request's other sequences continue."""
+        self._scheduler.finish_sequence(request_id, sequence, status)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do. Steps in flight of requests that have ended are still to be collected."""
+        """Return whether `step` has work. Steps in flight count, even if all their requests have finished."""
         return self._scheduler.has_unfinished_requests() or bool(self._in_flight)
 
     def step(self) -> dict[int, EngineCoreOutputs]:
-        """Plan and submit one step, and collect the oldest when enough are in flight or nothing new could be planned.
+        """Schedule and submit one step; collect the oldest if the pipeline is full or nothing could be scheduled.
 
-        Returns what each client gets to hear, by client index; empty while steps are only being started.
-        A step that fails ends the requests that were in it with ERROR. Raises WorkerDied when the executor is gone:
-        the caller still has every request and what it has emitted so far, and can replay it elsewhere.
+        Return the outputs by client index; empty while the pipeline fills. If a step fails, its requests finish with
+        ERROR. Raises WorkerDied if the executor has died: the caller still has all requests and their emitted tokens,
+        and can replay them on another engine.
         """
         in_flight = self._in_flight
         if len(in_flight) < self._depth and (self._scheduler.has_unfinished_requests() or not in_flight):
@@ -118,35 +115,35 @@ class EngineCore:
             result = step.future.result()
         except (WorkerDied, InvariantBroken):
             raise
-        except Exception as error:  # the step's requests end, the engine goes on
+        except Exception as error:  # only the step's requests fail
             logger.exception("step %d failed; its %d rows end with an error", step.output.step, len(step.output.rows))
-            self._mistrusted_to = max((later.output.step for later in self._in_flight), default=0)
+            self._suspect_until_step = max((later.output.step for later in self._in_flight), default=0)
             return _failed_result(step.output, f"the step failed: {type(error).__name__}: {error}")
-        if step.output.step <= self._mistrusted_to:
+        if step.output.step <= self._suspect_until_step:
             return _without_shared_prefixes(step.output, result)
         return result
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached prefixes. False, and nothing changed, while blocks are in use and must not be preempted."""
+        """Empty the prefix cache. Return False, changing nothing, if blocks are in use and preempt_running is False."""
         return self._scheduler.reset_prefix_cache(preempt_running)
 
     def make_stats(self) -> SchedulerStats:
-        """The scheduler's gauges and totals (see Scheduler.make_stats)."""
+        """Return the scheduler's gauges and counters (see Scheduler.make_stats)."""
         return self._scheduler.make_stats()
 
     @property
     def explain(self) -> DecisionLog:
-        """Why the last steps were planned as they were; empty unless `decision_log_steps` asked for it."""
+        """The decisions of the last `decision_log_steps` steps; empty if that is 0."""
         return self._scheduler.explain
 
     def shutdown(self) -> None:
-        """End the executor; steps in flight are given up. Idempotent."""
+        """Shut down the executor; drop steps in flight. Idempotent."""
         self._in_flight.clear()
         self._executor.shutdown()
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Raises RequestError for a token id outside of 0 .. vocab_size - 1, before it can reach a kernel."""
+    """Raise RequestError for a token id outside of 0 .. vocab_size - 1, before it can reach a kernel."""
     prompt = request.prompt_token_ids
     if not len(prompt):
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
@@ -168,7 +165,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
 
 
 def _has_events(output: SchedulerOutput) -> bool:
-    """Whether a worker must see this output although it computes nothing."""
+    """Return whether the worker needs this output even though it schedules no tokens."""
     return bool(
         output.released.size
         or output.admitted
@@ -183,18 +180,18 @@ def _has_events(output: SchedulerOutput) -> bool:
 
 
 def _without_shared_prefixes(output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """The result of a step planned before an earlier one was known to have failed.
+    """Return the result of a step that was scheduled before an earlier failure was known.
 
-    Rows admitted in it on a cached prefix may have read blocks that the failed step should have filled: they fail too.
+    Rows admitted with a cached prefix may have read blocks that the failed step should have written: they fail too.
     """
-    message = "a step before this one failed, and had computed part of the prompt's prefix"
+    message = "an earlier step failed, and this prompt's cached prefix may depend on it"
     prefixed = [init for init in output.admitted if init.num_computed and init.kind is not AdmitKind.SWAPPED_IN]
     doubtful = {init.row: message for init in prefixed}
     return dataclasses.replace(result, failed={**doubtful, **result.failed}) if doubtful else result
 
 
 def _failed_result(output: SchedulerOutput, message: str) -> ModelRunnerOutput:
-    """The result of a step none of whose rows may go on."""
+    """Return a result in which every row of the step has failed."""
     num_samples = len(output.sample_rows)
     return ModelRunnerOutput(
         output.step,

@@ -1,7 +1,7 @@
-"""FlightRecorder: what an engine process was doing when it died, readable by the process that watches it.
+"""FlightRecorder: record what an engine process is doing, so that its supervisor can read it after a crash.
 
-A small file mapped by both. The engine writes, before each step, which requests are in it, and after it that the step
-is home. The watcher reads it to tell a hung step from a busy engine, and, after a death, which requests were on board.
+A small file mapped by both processes. Before each step, the engine writes which requests are in it; after it, that the
+step has completed. The supervisor reads it to tell a hung step from a busy engine, and to find the suspects of a crash.
 """
 
 import hashlib
@@ -18,16 +18,17 @@ _KEYS_AT = 64
 
 
 def request_key(request_id: str) -> int:
-    """64 bits that stand for a request id in the recorder."""
+    """Return the 64-bit hash that identifies a request in the recorder."""
     digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """steps_begun - steps_ended: steps in flight.   begun_at_s: begin of the last step (time.monotonic).
+    """A snapshot of the recorder.
 
-    keys: int64, `request_key` of every request in the last step begun.
+    steps_begun - steps_ended: steps in flight.   begun_at_s: start of the last step (time.monotonic).
+    keys: int64, `request_key` of every request in the last step that began.
     """
 
     steps_begun: int
@@ -36,12 +37,12 @@ class FlightRecord:
     keys: np.ndarray
 
     def in_flight_for_s(self, now_s: float) -> float:
-        """Seconds the current step has been running; 0 between steps."""
+        """Return for how many seconds the current step has been running; 0 between steps."""
         return now_s - self.begun_at_s if self.steps_begun > self.steps_ended else 0.0
 
 
 class FlightRecorder:
-    """One writer (the engine), one reader (its watcher). `max_rows`: most rows a step may have."""
+    """The mapped file, for one writer (the engine) and one reader (the supervisor). max_rows: most rows per step."""
 
     def __init__(self, path: Path, max_rows: int, create: bool = False) -> None:
         size = _KEYS_AT + 8 * max_rows
@@ -55,7 +56,7 @@ class FlightRecorder:
         self._begun_at_ns = 0
 
     def begin_step(self, keys: np.ndarray) -> None:
-        """Called before a step is executed. keys: int64 [num_rows], repeats allowed."""
+        """Record that a step begins. keys: int64 [num_rows], may contain duplicates."""
         self._begun += 1
         self._begun_at_ns = time.monotonic_ns()
         count = min(len(keys), len(self._keys))
@@ -67,7 +68,7 @@ class FlightRecorder:
         struct.pack_into("<q", self._map, 8, self._ended)
 
     def read(self) -> FlightRecord:
-        """A snapshot. Exact once the writer is dead; while it lives, good enough for a watchdog."""
+        """Return a snapshot: exact once the writer is dead, possibly torn while it runs (fine for a watchdog)."""
         begun, ended, at_ns, count = _HEADER.unpack_from(self._map, 0)
         return FlightRecord(begun, ended, at_ns / 1e9, np.unique(self._keys[:count]))
 

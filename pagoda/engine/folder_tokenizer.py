@@ -1,4 +1,4 @@
-"""A tokenizer from a folder: tokenizer.json, and what tokenizer_config.json and its like say beside it."""
+"""Load a tokenizer from a folder with tokenizer.json, tokenizer_config.json and related files."""
 
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from pagoda.models.config_reader import ConfigReader
 
 
 def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> LibraryTokenizer:
-    """The tokenizer of `folder`, which has a tokenizer.json; `chat_template` replaces the folder's own.
+    """Load the tokenizer of `folder`, which has a tokenizer.json; `chat_template` replaces the folder's own.
 
-    Raises ConfigError that names the file that cannot be used.
+    Raises ConfigError that names the unusable file.
     """
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-        backend.encode("a")  # some faults show only here, as panics
+        backend.encode("a")  # some faults only show here, as panics
     except BaseException as error:
         raise library_failure(error, f"{path}: cannot be read as a tokenizer") from None
     backend.no_truncation()
@@ -31,7 +31,7 @@ def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> Lib
     try:
         _add_configured_tokens(backend, config)
         if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
-            _obey_bos_and_eos_flags(backend, config)
+            _apply_bos_and_eos_flags(backend, config)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'tokenizer_config.json'}: {error}") from None
     names = _special_token_texts(config, _read_json(folder / "special_tokens_map.json"))
@@ -42,19 +42,19 @@ def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> Lib
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in `path`, {} if there is no such file."""
+    """Return the object in `path`, or {} if there is no such file."""
     return read_json_object(path) if path.is_file() else {}
 
 
 def _text_of(entry: object) -> str | None:
-    """A special token is written as text or as an object with its text in `content`."""
+    """Return the text of a special token, which is a string or an object with a string in `content`."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 
 def _special_token_texts(*configs: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, pad_token, ... -> text; earlier files win."""
+    """Map bos_token, eos_token, pad_token, ... to their text; earlier files take precedence."""
     texts: dict[str, str] = {}
     for config in reversed(configs):
         for name, entry in config.items():
@@ -65,7 +65,7 @@ def _special_token_texts(*configs: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """tokenizer_config.json may name added tokens that tokenizer.json lacks, or mark as special what it does not."""
+    """Add the tokens of tokenizer_config.json that tokenizer.json lacks or does not mark as special."""
     entries = config.get("added_tokens_decoder") or {}
     if not isinstance(entries, dict):
         raise ConfigError(f"added_tokens_decoder = {abbreviate(entries)}, expected an object")
@@ -77,7 +77,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
         if added and backend.token_to_id(token.content) != token_id:
             raise ConfigError(
                 f"added_tokens_decoder gives {abbreviate(token.content)} the id {token_id}, "
-                f"tokenizer.json has room for it only at {backend.token_to_id(token.content)}"
+                f"but with tokenizer.json it gets {backend.token_to_id(token.content)}"
             )
 
 
@@ -94,8 +94,8 @@ def _added_token(key: str, entry: object) -> tuple[int, tokenizers.AddedToken]:
         raise ConfigError(f"added_tokens_decoder[{key}] = {abbreviate(entry)}: {shorten(str(error))}") from None
 
 
-def _obey_bos_and_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Where tokenizer_config.json states add_bos_token / add_eos_token, they decide, for Llama-like tokenizers only."""
+def _apply_bos_and_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Apply add_bos_token and add_eos_token of tokenizer_config.json. They only count for Llama-like tokenizers."""
     if config.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer"):
         return
     bos, eos = _text_of(config.get("bos_token")), _text_of(config.get("eos_token"))
@@ -107,7 +107,7 @@ def _obey_bos_and_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any
 
 
 def _ids_of(folder: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -> tuple[int, ...]:
-    """End ids: the tokenizer's own, then those of generation_config.json (of config.json when that says nothing)."""
+    """Return the end-token ids: the tokenizer's own, then those of generation_config.json, or else of config.json."""
     ids: list[int] = []
     if eos_text is not None and (token_id := backend.token_to_id(eos_text)) is not None:
         ids.append(token_id)
@@ -120,7 +120,7 @@ def _ids_of(folder: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -
 
 
 def _folder_chat_template(folder: Path, config: dict[str, Any]) -> "str | dict[str, str] | None":
-    """chat_template.jinja, or the one (or the named ones) inside tokenizer_config.json or chat_template.json."""
+    """Return the template(s) of chat_template.jinja, else of tokenizer_config.json or chat_template.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file carries in its metadata, rebuilt for the `tokenizers` library.
+"""Rebuild the tokenizer in a GGUF file's metadata for the `tokenizers` library.
 
-Two families are written there: "gpt2", byte-level BPE with explicit merges and the name of the pattern that cuts text
-into words first, and "llama", SentencePiece's BPE, whose merges follow from the scores (Gemma: the order) of tokens.
+GGUF has two families: "gpt2", byte-level BPE with explicit merges and the name of the pattern that splits text into
+words, and "llama", SentencePiece BPE, whose merges follow from the tokens' scores (for Gemma, from their order).
 """
 
 from pathlib import Path
@@ -20,25 +20,25 @@ from pagoda.loading.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
-_MAX_TOKEN_CHARS = 4096  # rebuilding merges takes time with the square of it
+_MAX_TOKEN_CHARS = 4096  # rebuilding merges takes time quadratic in the token length
 
 
 def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
-    """The tokenizer inside a .gguf file; `chat_template` replaces the file's own.
+    """Load the tokenizer of a .gguf file; `chat_template` replaces the file's own.
 
-    Raises ConfigError when the file has none, or one of a kind that is not supported (it is named).
+    Raises ConfigError if the file has no tokenizer, or one of an unsupported kind.
     """
     file = GGUFFile(path)
     tokens = file.strings("tokenizer.ggml.tokens")
     kind = file.get("tokenizer.ggml.model", str)
     if kind is None or not tokens:
-        raise ConfigError(f"{path}: the file has no tokenizer inside; name one (option tokenizer)")
+        raise ConfigError(f"{path}: the file contains no tokenizer; name one (option tokenizer)")
     try:
         backend = _FAMILIES[kind](file, tokens)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except BaseException as error:
-        raise library_failure(error, f"{path}: the tokenizer inside is inconsistent") from None
+        raise library_failure(error, f"{path}: the file's tokenizer is inconsistent") from None
     names = _special_names(file, tokens)
     _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
@@ -50,10 +50,10 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
-    """Byte-level BPE: explicit merges, words cut by the pattern that the file names."""
+    """Build a byte-level BPE tokenizer with the file's merges and the word pattern it names."""
     pre = file.get("tokenizer.ggml.pre", str)
     if pre is None:
-        raise ConfigError("tokenizer.ggml.pre is missing: the file does not say how its tokenizer cuts words")
+        raise ConfigError("tokenizer.ggml.pre is missing: it names the pattern that splits text into words")
     pre_tokenizer = _PRE_TOKENIZERS[pre]
     merges = file.strings("tokenizer.ggml.merges")
     if merges is None:
@@ -73,12 +73,12 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
-    """SentencePiece BPE with byte fallback."""
+    """Build a SentencePiece BPE tokenizer with byte fallback."""
     prefix_space = file.get("tokenizer.ggml.add_space_prefix", bool)
     unknown = file.get("tokenizer.ggml.unknown_token_id", int)
     is_gemma = (file.get("general.architecture", str) or "").startswith("gemma")
     if is_gemma:
-        # Runs of spaces are written as real spaces there, though the text being matched has U+2581.
+        # Gemma's vocabulary has runs of plain spaces, but the text to match has U+2581 instead.
         tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
     if unknown is not None and not 0 <= unknown < len(tokens):
         raise ConfigError(f"unknown_token_id {unknown} is outside the vocabulary of {len(tokens)} tokens")
@@ -114,7 +114,7 @@ _FAMILIES = Registry("GGUF tokenizer model", {"gpt2": _byte_level, "llama": _sen
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """A merge is written "left right"; the left may itself begin with a space."""
+    """Split a merge "left right"; the left part may begin with a space."""
     at = merge.find(" ", 1)
     if at < 0:
         raise ConfigError(f"the merge {abbreviate(merge)} has no space between its parts")
@@ -122,17 +122,17 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _ranks(file: GGUFFile, by_order: bool, tokens: list[str]) -> np.ndarray:
-    """float [vocab]: which token a merge should rather make, larger first."""
+    """Return the priority of each token as a merge result, largest first: float [vocab_size]."""
     if by_order:
         return -np.arange(len(tokens), dtype=np.float64)
     scores = file.numbers("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
-        raise ConfigError("tokenizer.ggml.scores is missing or has another length than the tokens")
+        raise ConfigError("tokenizer.ggml.scores is missing or does not have one score per token")
     return scores
 
 
 def _merges_of(tokens: list[str], vocab: dict[str, int], ranks: np.ndarray) -> list[tuple[str, str]]:
-    """All ways to put a token together from two tokens, best result first; equal ones by the order of their parts."""
+    """Return all pairs of tokens that merge into a token, best result first; ties by the ids of the parts."""
     order = np.argsort(-ranks, kind="stable").tolist()
     merges: list[tuple[str, str]] = []
     id_of = vocab.get
@@ -153,7 +153,7 @@ def _merges_of(tokens: list[str], vocab: dict[str, int], ranks: np.ndarray) -> l
 
 
 def _add_marked_tokens(file: GGUFFile, backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
-    """Control tokens become special, user-defined ones added: both are matched whole in a text."""
+    """Add control tokens as special and user-defined tokens as added: both are matched whole in a text."""
     types = file.numbers("tokenizer.ggml.token_type")
     if types is None:
         return
@@ -165,7 +165,7 @@ def _add_marked_tokens(file: GGUFFile, backend: tokenizers.Tokenizer, tokens: li
 
 
 def _special_names(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
-    """bos_token, eos_token, ... -> text, as chat templates want them."""
+    """Map bos_token, eos_token, ... to their text, as chat templates expect."""
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     names: dict[str, str] = {}
     for name, key in keys.items():
@@ -181,7 +181,7 @@ def _special_names(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
 
 
 def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, names: dict[str, str]) -> None:
-    """Where the file has no flag, habit decides: SentencePiece and Llama 3 begin with bos, nobody ends with eos."""
+    """Add BOS and EOS as the file's flags say. By default, SentencePiece and Llama 3 add BOS, and none adds EOS."""
     by_default = kind == "llama" or file.get("tokenizer.ggml.pre", str) in _BEGINS_WITH_BOS
     stated = file.get("tokenizer.ggml.add_bos_token", bool)
     with_bos = by_default if stated is None else stated
@@ -192,11 +192,11 @@ def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, n
         backend.post_processor = bos_eos_template(backend, bos, eos)
 
 
-# ---- how a text is cut into words before BPE: published patterns, by the names GGUF files use
+# ---- published patterns that split text into words before BPE, by the names GGUF files use
 
 
 class _Cut:
-    """Pre-tokenizers made when asked for: a pattern, after single digits where the model wants those alone."""
+    """Creates the pre-tokenizers that split text by a pattern, and before that, if single_digits, into digits."""
 
     def __init__(self, pattern: str, single_digits: bool = False) -> None:
         self.pattern, self.single_digits = pattern, single_digits

@@ -1,4 +1,4 @@
-"""InputProcessor: what a user gave becomes a core Request, or a RequestError that says what is wrong with it."""
+"""InputProcessor: validate and tokenise a caller's prompt and parameters into a core Request."""
 
 import dataclasses
 import operator
@@ -30,30 +30,29 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, in an object; `prompt` is only shown."""
+    """A prompt as token ids, in an object; `prompt` is its text, for display only."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-"""What a caller may pass as one prompt."""
+"""The types of a single prompt."""
 
 
 def text_of(prompt: Prompt) -> str | None:
-    """The prompt as its caller wrote it, None for bare token ids."""
+    """Return the prompt's text, or None if only token ids are given."""
     if isinstance(prompt, Mapping):
         return prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
 
 
-"""Compiled templates of callers that are kept."""
-_SEED_BITS = 62  # leaves room in an int64 for `seed + branch`
+_SEED_BITS = 62  # leaves room in an int64 for `seed + sequence`
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as the model will read it."""
+    """A conversation as the model's prompt."""
 
     text: str
     token_ids: list[int]
@@ -61,21 +60,21 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """What requests of one engine must keep to.
+    """The limits of one engine's requests.
 
-    vocab_size: ids are below it.   max_model_len: prompt and output together, in tokens.   max_num_branches: largest n.
-    of_request: the counts and sizes that callers control.
+    vocab_size: exclusive upper bound of token ids.   max_model_len: prompt plus output, in tokens.
+    max_num_seqs: largest n.   of_request: bounds of the counts and sizes that callers control.
     """
 
     vocab_size: int
     max_model_len: int
-    max_num_branches: int
+    max_num_seqs: int
     max_logprobs: int = 20
     of_request: RequestLimits = field(default_factory=RequestLimits)
 
 
 class InputProcessor:
-    """Makes Requests. Holds no request; `handle` numbers count up."""
+    """Makes Requests, with increasing `handle` numbers. Keeps no reference to them."""
 
     def __init__(
         self,
@@ -85,16 +84,16 @@ class InputProcessor:
         parses_special_tokens_in_chat: bool = False,
         renderer: Renderer | None = None,
     ) -> None:
-        """engine_seed: makes the seeds of requests that bring none repeatable, by their order.
+        """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
-        parses_special_tokens_in_chat: those that messages spell become special, instead of ordinary text.
-        renderer: of chat templates; if None they are rendered in this process, without a deadline.
+        parses_special_tokens_in_chat: parse special tokens inside messages, instead of treating them as ordinary text.
+        renderer: renders chat templates; if None, they are rendered in this process, without a deadline.
         """
         self.tokenizer = tokenizer
         self._parses_special_tokens = parses_special_tokens_in_chat
         self.limits = limits
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
-        # A tokenizer may name ids that the model has no logits for; the sampler indexes logits by these.
+        # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
         own = tokenizer.facts.chat_template
         self._own_source = TemplateSource(own.sources, own.special_tokens, own.marks) if own is not None else None
@@ -102,7 +101,7 @@ class InputProcessor:
         self._next_handle = 0
 
     def fit(self, max_model_len: int) -> None:
-        """Take over the max_model_len of the engine, which may be lower than the one it was made with."""
+        """Set max_model_len to the engine's, which may be lower than the one given at construction."""
         self.limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
 
     def process(
@@ -115,7 +114,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """Tokenise, check and complete. Raises RequestError naming what is wrong."""
+        """Tokenise and validate a prompt and its parameters. Raises RequestError."""
         self.check_before_tokenising(prompt, params)
         token_ids = self.token_ids_of(prompt)
         return self.make_request(
@@ -132,11 +131,11 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """As `process`, for a prompt that is token ids already."""
+        """Like `process`, for token ids."""
         _check_type(params)
         bounds = self.limits.of_request
         _check_request_id(request_id)
-        # The server puts a key's digest, a route's prefix and numbers around a caller's name.
+        # Divided by 2 because the server adds a key digest, a route prefix and numbers to a caller's id.
         bounds.check("name_chars", len(request_id) // 2, "request_id")
         if cache_salt is not None:
             _check_salt(cache_salt)
@@ -159,7 +158,7 @@ class InputProcessor:
     # ---- prompts
 
     def token_ids_of(self, prompt: Prompt, add_special_tokens: bool = True) -> Sequence[int] | np.ndarray:
-        """The prompt's tokens, not checked yet. Raises RequestError when it is no prompt at all."""
+        """Return the prompt's token ids, not yet validated. Raises RequestError if it is not a prompt."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 prompt = prompt["prompt_token_ids"]
@@ -171,10 +170,10 @@ class InputProcessor:
             return self.encode(prompt, add_special_tokens)
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
             return prompt
-        raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
+        raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", "prompt")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; RequestError when it is not valid Unicode."""
+        """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
         self.limits.of_request.check_text(text, "prompt")
         check_encodable("prompt", text)
         return self.tokenizer.encode(text, add_special_tokens)
@@ -190,11 +189,11 @@ class InputProcessor:
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> RenderedChat:
-        """The conversation as text and token ids. Special tokens in the caller's values become ordinary text.
+        """Render a conversation to text and token ids. Special tokens in the caller's values become ordinary text.
 
         chat_template: the text of a template to use instead of the model's own.
-        add_special_tokens: also those that the tokenizer puts around a text; templates usually write them themselves.
-        Raises RequestError when there is no template, or it refuses.
+        add_special_tokens: also add those that the tokenizer puts around a text; most templates write them themselves.
+        Raises RequestError if there is no template, or if it rejects the messages.
         """
         job = self.chat_job(
             messages, chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs
@@ -214,7 +213,7 @@ class InputProcessor:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None,
     ) -> TemplateJob:
-        """The first part of `render_chat`: what a Renderer needs. Raises RequestError when there is no template."""
+        """Return a Renderer's input: the first part of `render_chat`. Raises RequestError if there is no template."""
         self.limits.of_request.check_chat(messages, tools, chat_template, template_kwargs)
         source = self._own_source
         if chat_template is not None:
@@ -222,7 +221,7 @@ class InputProcessor:
             source = TemplateSource({"default": chat_template}, facts.special_names, facts.marks)
         if source is None:
             raise RequestError(
-                "this model has no chat template: give one (chat_template), or use plain prompts", "messages"
+                "this model has no chat template: pass one (chat_template), or use plain prompts", "messages"
             )
         return TemplateJob(
             source,
@@ -236,9 +235,9 @@ class InputProcessor:
         )
 
     def tokenize_chat(self, text: str, add_special_tokens: bool = False, must_fit: bool = False) -> RenderedChat:
-        """The last part of `render_chat`: a Renderer's text becomes tokens. Raises RequestError.
+        """Tokenise a Renderer's text: the last part of `render_chat`. Raises RequestError.
 
-        must_fit: refuse a text that cannot fit into the model's context before it is tokenised.
+        must_fit: reject a text that cannot fit into the model's context before tokenising it.
         """
         plain = text if self._parses_special_tokens else self.tokenizer.facts.marks.remove(text)
         if must_fit:
@@ -250,11 +249,11 @@ class InputProcessor:
         return RenderedChat(plain, self.tokenizer.encode_marked(text, add_special_tokens))
 
     def close(self) -> None:
-        """Free what renders templates. Idempotent."""
+        """Close the template renderer. Idempotent."""
         self._renderer.close()
 
     def _check_prompt(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
-        """int32 [num_prompt_tokens]."""
+        """Return the validated prompt: int32 [num_prompt_tokens]."""
         limits = self.limits
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
@@ -264,7 +263,7 @@ class InputProcessor:
             raise self._too_long(f"{len(token_ids)} tokens")
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError("a prompt is text or a flat list of integer token ids", "prompt")
+            raise RequestError("a prompt is a string or a flat list of integer token ids", "prompt")
         outside = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
         if len(outside):
             at = int(outside[0])
@@ -274,7 +273,7 @@ class InputProcessor:
         return ids.astype(np.int32)
 
     def check_before_tokenising(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise RequestError for params of another type or beyond their bounds, and for a text that cannot fit."""
+        """Raise RequestError for params of a wrong type or beyond their limits, and for a text that cannot fit."""
         _check_type(params)
         self.limits.of_request.check_lists(params)
         self.limits.of_request.check_bad_words_ids(params.bad_words_token_ids)
@@ -291,17 +290,18 @@ class InputProcessor:
     def _too_long(self, size: str) -> RequestError:
         most = self.limits.max_model_len
         return RequestError(
-            f"the prompt has {size}, the model takes {most} with the output; shorten it, or set truncate_prompt_tokens",
+            f"the prompt has {size}, but max_model_len is {most}, output included; "
+            "shorten it, or set truncate_prompt_tokens",
             "prompt",
         )
 
     # ---- parameters
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """What the engine needs: limits against the model's, bad words as tokens, the length cut to what fits."""
+        """Return validated params with bad words as token ids and max_tokens capped to the room in the context."""
         limits = self.limits
-        if params.n > limits.max_num_branches:
-            raise RequestError(f"n={params.n} is more than the {limits.max_num_branches} the engine runs at once", "n")
+        if params.n > limits.max_num_seqs:
+            raise RequestError(f"n={params.n} is more than max_num_seqs, which is {limits.max_num_seqs}", "n")
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and asked > limits.max_logprobs:
@@ -332,7 +332,7 @@ class InputProcessor:
                 raise RequestError(f"{name} has {token_id}, outside the vocabulary of {size}", name)
 
     def tokenize_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Return params whose bad_words are token ids: as written after a space, and at the beginning of a text."""
+        """Return params with bad_words as token ids, each word both with and without a leading space."""
         found = list(params.bad_words_token_ids)
         for word in params.bad_words:
             bare = word.lstrip(" ") or word
@@ -369,7 +369,7 @@ def _normal_priority(priority: SupportsIndex) -> int:
     except TypeError:
         value = 2**31
     if not -(2**31) <= value < 2**31:
-        raise RequestError(f"priority must be an integer of 32 bits (got {priority!r:.80})", "priority")
+        raise RequestError(f"priority must be a 32-bit integer (got {priority!r:.80})", "priority")
     return value
 
 
@@ -385,9 +385,9 @@ def build_input_processor(
     max_model_len: int,
     template_limits: TemplateLimits | None = None,
 ) -> InputProcessor:
-    """The input processor of a model: reads its tokenizer, not its weights. Chat templates get a process of their own.
+    """Build a model's input processor from its tokenizer. Chat templates are rendered in a separate process.
 
-    Raises ConfigError when the tokenizer or its chat template cannot be used.
+    Raises ConfigError if the tokenizer or its chat template cannot be used.
     """
     tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template)
     model = config.model

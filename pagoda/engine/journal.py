@@ -1,7 +1,7 @@
-"""Journal: all that is needed to put every live request into a new engine, as if the old one had never died.
+"""Journal: record what is needed to replay every running request on a new engine after a crash.
 
-It holds, for each request, its cold facts and the tokens its branches have emitted. Sampling is keyed by seed and
-position, so a branch re-entered with its tokens goes on exactly as it would have.
+For each request it holds the request itself and the tokens emitted so far. Sampling is keyed by seed and position, so a
+sequence replayed with its tokens continues exactly as it would have.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ PROBATION_TOKENS = 2
 
 @dataclass(slots=True)
 class JournalEntry:
-    """One live request.
+    """One unfinished request.
 
-    tokens: per branch, what it has emitted.   live: branches that have not ended.
-    num_deaths: engine deaths during a step it was in.   strikes: those not cleared; PROBATION_TOKENS emitted by one
-        engine process clear them (the first token needs a prefill, the second a decode step, so both have worked).
-    entered_process: number of the engine process it entered last, 0 before the first.   aliases: handles of its parts
-        there.
+    tokens: emitted tokens per sequence.   live: indices of unfinished sequences.
+    num_deaths: engine deaths during a step with this request.   strikes: deaths not cleared yet; PROBATION_TOKENS
+        tokens from one engine process clear them (the first shows that prefill works, the second that decode does).
+    entered_process: number of the last engine process it was sent to, 0 if none.   num_since_entry: tokens from it.
+    aliases: handles of the request's parts in that process.
     num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
     """
 
@@ -45,15 +45,15 @@ class JournalEntry:
 
 
 class Journal:
-    """Live requests by id, in order of arrival. One owner: the client of the engine process.
+    """Unfinished requests by id, in order of arrival. Owned by the client of the engine process.
 
-    A replayed branch of a request with n > 1 runs as a request of its own; `alias` numbers map its outputs back.
+    When a request with n > 1 is replayed, each sequence becomes a separate request; aliases map its outputs back.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, JournalEntry] = {}
         self._by_handle: dict[int, JournalEntry] = {}
-        self._alias: dict[int, tuple[int, int]] = {}  # alias handle -> (handle, branch)
+        self._alias: dict[int, tuple[int, int]] = {}  # alias handle -> (handle, sequence)
         self._next_alias = -1  # clients' own handles are not negative
 
     def __len__(self) -> int:
@@ -66,9 +66,9 @@ class Journal:
         return iter(self._entries.values())
 
     def open(self, request: Request) -> JournalEntry:
-        """Begin to follow a request. Its id and handle must not be live."""
-        assert request.request_id not in self._entries, f"request id {request.request_id!r} is live"
-        assert request.handle not in self._by_handle, f"handle {request.handle} is live"
+        """Add a request. Its id and handle must not be in use."""
+        assert request.request_id not in self._entries, f"request id {request.request_id!r} is in use"
+        assert request.handle not in self._by_handle, f"handle {request.handle} is in use"
         prior = request.prior_output or ((),) * request.num_seqs
         entry = JournalEntry(request, [list(tokens) for tokens in prior], set(range(request.num_seqs)))
         self._entries[request.request_id] = entry
@@ -76,7 +76,7 @@ class Journal:
         return entry
 
     def close(self, request_id: str) -> JournalEntry | None:
-        """Stop following; unknown ids are ignored."""
+        """Remove and return a request's entry; ignore unknown ids."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._by_handle.pop(entry.request.handle, None)
@@ -88,33 +88,33 @@ class Journal:
         return self._entries.get(request_id)
 
     def by_handle(self, handle: int) -> JournalEntry | None:
-        """The request that has this handle, or one of whose parts has it in the current engine."""
+        """Return the entry with this handle, or with a part that has it in the current engine."""
         own, _ = self._alias.get(handle, (handle, 0))
         return self._by_handle.get(own)
 
-    def end_branch(self, request_id: str, branch: int) -> None:
-        """A branch ended by its client's will (a stop string)."""
+    def end_sequence(self, request_id: str, sequence: int) -> None:
+        """Record that a sequence has finished. Remove the request after its last one."""
         entry = self._entries.get(request_id)
         if entry is not None:
-            entry.live.discard(branch)
+            entry.live.discard(sequence)
             if not entry.live:
                 self.close(request_id)
 
     def record(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        """Write down one step's outputs; gives them back in the clients' own handles and branches.
+        """Record one step's outputs, and return them with the clients' handles and sequence indices.
 
-        What belongs to no live request is left out (outputs that crossed an abort).
+        Prompt log-probabilities of requests aborted meanwhile are dropped; the reader drops their tokens.
         """
         if self._alias:
             outputs = self._undo_aliases(outputs)
         at = 0
         flat = outputs.token_ids.tolist()
-        for handle, branch, count in zip(
+        for handle, sequence, count in zip(
             outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
             entry = self._by_handle.get(handle)
             if entry is not None:
-                entry.tokens[branch].extend(flat[at : at + count])
+                entry.tokens[sequence].extend(flat[at : at + count])
                 entry.num_since_entry += count
                 if entry.num_since_entry >= PROBATION_TOKENS:
                     entry.strikes = 0
@@ -125,10 +125,10 @@ class Journal:
             outputs = dataclasses.replace(outputs, finishes=tuple(map(self._record_finish, outputs.finishes)))
         return outputs
 
-    def _record_prompt_rows(self, told: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:
-        """Drop the rows that an earlier engine has sent: a new one computes the prompt from its beginning."""
+    def _record_prompt_rows(self, received: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:
+        """Drop the rows that an earlier engine has sent: a new one computes the prompt from the beginning."""
         fresh: dict[int, LogprobColumns] = {}
-        for handle, columns in told.items():
+        for handle, columns in received.items():
             entry = self._by_handle.get(handle)
             if entry is None:
                 continue
@@ -140,7 +140,7 @@ class Journal:
         return fresh
 
     def replay(self, entry: JournalEntry) -> list[Request]:
-        """Requests for a new engine that continue `entry` where it stands: one, or one per live branch."""
+        """Return requests that continue `entry` on a new engine: one, or one per unfinished sequence."""
         request = entry.request
         entry.num_rows_to_skip = entry.num_prompt_rows
         if request.num_seqs == 1:
@@ -149,62 +149,62 @@ class Journal:
             return [request]
         assert request.sampling is not None
         parts: list[Request] = []
-        for branch in sorted(entry.live):
+        for sequence in sorted(entry.live):
             alias, self._next_alias = self._next_alias, self._next_alias - 1
-            self._alias[alias] = (request.handle, branch)
+            self._alias[alias] = (request.handle, sequence)
             entry.aliases.add(alias)
             parts.append(
                 dataclasses.replace(
                     request,
-                    request_id=self.part_id(request.request_id, branch),
+                    request_id=self.part_id(request.request_id, sequence),
                     sampling=dataclasses.replace(request.sampling, n=1),
-                    seed=request.seed + branch,
+                    seed=request.seed + sequence,
                     handle=alias,
-                    prior_output=(tuple(entry.tokens[branch]),),
+                    prior_output=(tuple(entry.tokens[sequence]),),
                 )
             )
         return parts
 
     @staticmethod
-    def part_id(request_id: str, branch: int) -> str:
-        """An id that no caller's request has: AsyncEngine takes none with control characters."""
-        return f"{request_id}\x1f{branch}"
+    def part_id(request_id: str, sequence: int) -> str:
+        """Return an engine id that cannot clash: ids of callers have no control characters."""
+        return f"{request_id}\x1f{sequence}"
 
     def engine_ids(self, request_id: str) -> list[str]:
-        """The ids under which the current engine knows this request."""
+        """Return the ids of this request in the current engine."""
         entry = self._entries.get(request_id)
         if entry is None or not entry.aliases:
             return [request_id]
-        return [self.part_id(request_id, branch) for branch in range(entry.request.num_seqs)]
+        return [self.part_id(request_id, sequence) for sequence in range(entry.request.num_seqs)]
 
-    def engine_branch(self, request_id: str, branch: int) -> tuple[str, int]:
-        """The id and branch under which the current engine knows a branch."""
+    def engine_sequence(self, request_id: str, sequence: int) -> tuple[str, int]:
+        """Return the id and index of a sequence in the current engine."""
         entry = self._entries.get(request_id)
         if entry is None or not entry.aliases:
-            return request_id, branch
-        return self.part_id(request_id, branch), 0
+            return request_id, sequence
+        return self.part_id(request_id, sequence), 0
 
     def forget_aliases(self) -> None:
-        """The engine that knew them is dead."""
+        """Drop all aliases: they belong to an engine that has died."""
         self._alias.clear()
         for entry in self._entries.values():
             entry.aliases.clear()
 
     def _undo_aliases(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        handles, branches = outputs.handles.copy(), outputs.sequences.copy()
+        handles, sequences = outputs.handles.copy(), outputs.sequences.copy()
         for i in np.flatnonzero(handles < 0).tolist():
-            handles[i], branches[i] = self._alias.get(int(handles[i]), (int(handles[i]), int(branches[i])))
+            handles[i], sequences[i] = self._alias.get(int(handles[i]), (int(handles[i]), int(sequences[i])))
         finishes = tuple(map(self._undo_finish_alias, outputs.finishes))
         own = {k: self._alias[k][0] if k in self._alias else k for k in outputs.num_cached_tokens}
         queue_s = {own[k]: v for k, v in outputs.queue_s.items()}
         return dataclasses.replace(
             outputs,
             handles=handles,
-            sequences=branches,
+            sequences=sequences,
             finishes=finishes,
             num_cached_tokens={own[k]: v for k, v in outputs.num_cached_tokens.items()},
             queue_s=queue_s,
-            # A part re-enters only with tokens, so an earlier engine has sent its prompt rows.
+            # Parts are only made once tokens were emitted, so an earlier engine has sent the prompt's rows.
             prompt_logprobs={k: v for k, v in outputs.prompt_logprobs.items() if k >= 0},
         )
 
@@ -212,20 +212,20 @@ class Journal:
         known = self._alias.get(finish.handle)
         if known is None:
             return finish
-        handle, branch = known
+        handle, sequence = known
         request_id = self._by_handle[handle].request.request_id
-        return dataclasses.replace(finish, request_id=request_id, handle=handle, sequence=branch)
+        return dataclasses.replace(finish, request_id=request_id, handle=handle, sequence=sequence)
 
     def _record_finish(self, finish: Finish) -> Finish:
-        """Ends the branch; whether it was the request's last is known here, not in an engine that saw it alone."""
-        self.end_branch(finish.request_id, finish.sequence)
+        """End the sequence, and set `request_done`: the engine sees replayed sequences as separate requests."""
+        self.end_sequence(finish.request_id, finish.sequence)
         return dataclasses.replace(finish, request_done=finish.request_id not in self._entries)
 
 
 def error_outputs(
     entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
 ) -> EngineCoreOutputs:
-    """Outputs that end every live branch of a request with an error and no token."""
+    """Return outputs that finish every unfinished sequence of a request with an error and no token."""
     live = sorted(entry.live)
     request = entry.request
     return EngineCoreOutputs(
@@ -234,7 +234,7 @@ def error_outputs(
         counts=np.empty(0, np.int32),
         token_ids=np.empty(0, np.int32),
         finishes=tuple(
-            Finish(request.request_id, request.handle, branch, status, None, branch == live[-1], message)
-            for branch in live
+            Finish(request.request_id, request.handle, sequence, status, None, sequence == live[-1], message)
+            for sequence in live
         ),
     )

@@ -1,4 +1,4 @@
-"""LLMEngine: prompts in, texts out, one step at a time, on the caller's own thread."""
+"""LLMEngine: prompts in, texts out, one step at a time, on the caller's thread."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from pagoda.engine.output_processor import OutputKind, OutputProcessor
 
 
 class LLMEngine:
-    """An EngineCore with text at both ends. Whoever calls `step` drives it; nothing runs between the calls."""
+    """An EngineCore with an input and an output processor. Nothing runs between calls of `step`."""
 
     def __init__(self, core: EngineCore, input_processor: InputProcessor) -> None:
         self.core = core
@@ -29,7 +29,7 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request. RequestError: the prompt or the parameters cannot be served, or the id is live."""
+        """Queue a request. Raises RequestError for an invalid prompt or parameters, and for an id in use."""
         if request_id in self._outputs:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         request = self.input_processor.process(
@@ -43,24 +43,24 @@ class LLMEngine:
         self._outputs.open(request, kind, text_of(prompt))
         try:
             self.core.add_request(request)
-        except BaseException:  # whatever kept it out of the engine, nothing of it stays behind
+        except BaseException:  # leave no trace of a request that the engine did not accept
             self._outputs.close(request_id)
             raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. What it gave, of each request as its OutputKind says. WorkerDied: the worker is gone."""
+        """Run one step; return its outputs, per request as its OutputKind says. Raises WorkerDied."""
         ready: list[RequestOutput] = []
         for outputs in self.core.step().values():
             done = self._outputs.process(outputs, self.core.now())
             if done.failed:
                 self.core.abort(done.failed)
-            for request_id, branch in done.stopped:
-                self.core.finish_branch(request_id, branch, RequestStatus.FINISHED_STOPPED)
+            for request_id, sequence in done.stopped:
+                self.core.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
             ready += done.outputs
         return ready
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
-        """End these now; their last outputs, with finish_reason "abort". Unknown ids are ignored."""
+        """Abort requests; return their last outputs, with finish_reason "abort". Ignore unknown ids."""
         self.core.abort(request_ids)
         return self._outputs.abort(request_ids, self.core.now())
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, wherever it is written down."""
+"""Load a model's tokenizer from its folder, its GGUF file or an override."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from pagoda.loading.paths import exists
 def load_tokenizer(
     files: ModelFiles, tokenizer_override: str | None = None, chat_template: str | None = None
 ) -> LibraryTokenizer:
-    """The tokenizer of a model: from its tokenizer.json, or rebuilt from a GGUF's metadata.
+    """Load a model's tokenizer from its tokenizer.json, or rebuild it from a GGUF file's metadata.
 
-    tokenizer_override: a local folder, tokenizer.json or .gguf file to take instead of the model's own.
+    tokenizer_override: a local folder, tokenizer.json or .gguf file to use instead of the model's own.
     chat_template: a template's text, or the path of a file with it, to use instead of the model's own.
-    Raises ConfigError that says what is missing or not supported.
+    Raises ConfigError that says what is missing or unsupported.
     """
     source = files.path
     if tokenizer_override is not None:
@@ -33,14 +33,14 @@ def load_tokenizer(
         if tokenizer_override is not None and source.is_dir() and any(source.glob("*.gguf")):
             return load_gguf_tokenizer(identify(source).path, template_text)
         raise ConfigError(
-            f"model {files.name!r}: {folder} has no tokenizer.json; copy the one of the model there, "
+            f"model {files.name!r}: {folder} has no tokenizer.json; copy the model's there, "
             "or name another tokenizer (option tokenizer)"
         )
     return load_folder_tokenizer(folder, template_text)
 
 
 def _read_chat_template(given: str) -> str:
-    """A path if such a file exists (or it looks like nothing but a path), else the text of a template."""
+    """Return the template's text: `given` itself if it has braces or several lines, else the file of that path."""
     if "{" in given or "\n" in given:
         return given
     path = Path(given).expanduser()

@@ -1,4 +1,4 @@
-"""Mailbox: what a reader has not fetched yet, as one output, however slow the reader is."""
+"""Mailbox: hold a request's unread outputs, merged into one, so that a slow reader costs no memory."""
 
 import asyncio
 import dataclasses
@@ -8,7 +8,7 @@ from pagoda.engine.output_processor import OutputKind
 
 
 class Mailbox:
-    """Between one writer and one reader of one event loop. Holds one output at most: later ones are joined to it."""
+    """For one writer and one reader on an event loop. Holds at most one output; later ones are merged into it."""
 
     def __init__(self, kind: OutputKind) -> None:
         self._kind = kind
@@ -23,12 +23,12 @@ class Mailbox:
         self._filled.set()
 
     def fail(self, error: Exception) -> None:
-        """Make `get` raise `error` once the waiting output has been fetched."""
+        """Make `get` raise `error` after the pending output has been read."""
         self._error = error
         self._filled.set()
 
     async def get(self) -> RequestOutput:
-        """Everything that came since the last call; waits for it. Raises what `fail` was given."""
+        """Wait for output; return all that arrived since the last call, merged. Raises the error given to `fail`."""
         await self._filled.wait()
         self._filled.clear()
         output, self._output = self._output, None
@@ -41,7 +41,7 @@ class Mailbox:
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two consecutive deltas of one request as one."""
+    """Merge two consecutive deltas of one request."""
     parts = {part.index: part for part in first.outputs}
     for part in second.outputs:
         parts[part.index] = _joined_part(parts[part.index], part) if part.index in parts else part

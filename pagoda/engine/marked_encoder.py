@@ -1,4 +1,4 @@
-"""MarkedEncoder: tokenizes text in which marks stand for special tokens; everything else in it is ordinary text."""
+"""MarkedEncoder: tokenise text in which marks stand for special tokens and everything else is ordinary text."""
 
 import re
 import threading
@@ -10,22 +10,21 @@ from pagoda.base.errors import RequestError
 from pagoda.engine.special_marks import SpecialMarks
 
 Encode = Callable[[tokenizers.Tokenizer, str], tokenizers.Encoding]
-"""Tokenizes without adding special tokens. Raises RequestError for text that the library cannot take."""
+"""Tokenises without adding special tokens. Raises RequestError for text that the library cannot tokenise."""
 
 
 class MarkedEncoder:
-    """Encodes for one backend, to which it adds tokens of its own. Objects are shared by threads.
+    """Encodes for one backend, to which it adds tokens of its own. Thread-safe.
 
-    A mark is tokenized as a stand-in: an added token that splits the text just as the special token does (so that a
-    text without special tokens in its ordinary parts gives the same ids as ever), and that no caller can write. Where
-    the ordinary parts do spell special tokens, a second backend is used that does not look for them; it is made when
-    it is needed for the first time.
+    Each mark is tokenised as a stand-in: an added token that callers cannot guess and that splits text exactly as the
+    special token does, so that the ids are the same as with the special token itself. If the ordinary text spells
+    special tokens, a second backend is used that does not parse them; it is created on first use.
     """
 
     def __init__(
         self, backend: tokenizers.Tokenizer, marks: SpecialMarks, ids: Mapping[str, int], unknown: str | None
     ) -> None:
-        """ids: of every special token.   unknown: the one for what the vocabulary lacks: any text may contain it."""
+        """ids: id of each special token.   unknown: the unknown token, which encoding any text may produce."""
         self._backend = backend
         self._marks = marks
         self._ids = ids
@@ -54,7 +53,7 @@ class MarkedEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, encode: Encode, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a marked text.   add_special_tokens: also those that the tokenizer puts around a text."""
+        """Return the ids of a marked text.   add_special_tokens: also add those the tokenizer puts around a text."""
         written: list[int] = []
 
         def stand_in(special: str) -> str:
@@ -75,18 +74,18 @@ class MarkedEncoder:
         return not self._alarming.isdisjoint(ids) or (self._unknown is not None and self._unknown in plain)
 
     def _encode_literally(self, plain: str, encode: Encode) -> tokenizers.Encoding:
-        """As ordinary text, whatever it spells."""
+        """Encode as ordinary text, even where it spells special tokens."""
         backend = self._literal_backend()
         encoding = encode(backend, plain)
         found = self._alarming.intersection(encoding.ids)
         if found:
-            # The model itself has such a token among its words: it must not see the whole of it.
+            # The vocabulary itself contains this text as a word. Split it, so that its id does not appear.
             spelled = [text for text, token_id in self._ids.items() if token_id in found and len(text) > 1]
             pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))) or r"(?!)")
             encoding = encode(backend, pattern.sub(lambda match: f"{match[0][0]}{self._joint}{match[0][1:]}", plain))
             if not self._alarming.isdisjoint(encoding.ids):
                 raise RequestError(
-                    "a message spells special tokens in a way that this tokenizer cannot read as text", "messages"
+                    "a message contains special tokens that this tokenizer cannot encode as ordinary text", "messages"
                 )
         return encoding
 
@@ -95,7 +94,7 @@ class MarkedEncoder:
             if self._literal is None:
                 literal = tokenizers.Tokenizer.from_str(self._backend.to_str())
                 added = literal.get_added_tokens_decoder()
-                # Also end tokens that their file does not call special: the flag is what the library goes by.
+                # Also mark end tokens as special that the tokenizer's file does not: the library goes by the flag.
                 literal.add_special_tokens([added[id_] for id_ in self._ids.values() if not added[id_].special])
                 literal.encode_special_tokens = True
                 self._literal = literal

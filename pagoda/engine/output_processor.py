@@ -1,4 +1,4 @@
-"""OutputProcessor: columns of tokens from the engine core become RequestOutputs with text."""
+"""OutputProcessor: turn the engine core's token columns into RequestOutputs with text."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,17 +18,17 @@ _POSITIONS_AT_ONCE = 64
 
 
 class OutputKind(Enum):
-    CUMULATIVE = "cumulative"  # everything so far, after every step
-    DELTA = "delta"  # what is new, after every step
-    FINAL_ONLY = "final_only"  # everything, once
+    CUMULATIVE = "cumulative"  # the whole output so far, after each step
+    DELTA = "delta"  # the new part, after each step
+    FINAL_ONLY = "final_only"  # the whole output, when it is finished
 
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """What one step gave its readers.
+    """The result of processing one step.
 
-    stopped: (request id, branch) that ended by a stop string: the engine core has to end it too.
-    failed: ids of requests whose output could not be read, and which ended with an error: likewise.
+    stopped: (request id, sequence) pairs that a stop string ended; the engine core must finish them too.
+    failed: ids of requests whose output could not be processed; the engine core must abort them too.
     """
 
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -37,12 +37,12 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """Follows every live request of one client. Not for use by two threads at once."""
+    """The output state of every unfinished request of one client. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._by_handle: dict[int, _LiveRequest] = {}
-        self._by_id: dict[str, _LiveRequest] = {}
+        self._by_handle: dict[int, _RequestState] = {}
+        self._by_id: dict[str, _RequestState] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -51,20 +51,20 @@ class OutputProcessor:
         return request_id in self._by_id
 
     def open(self, request: Request, kind: OutputKind, prompt: str | None = None) -> None:
-        """Begin to follow a request; its id and handle must not be live."""
+        """Add a request; its id and handle must not be in use."""
         assert request.request_id not in self._by_id
         assert request.handle not in self._by_handle
-        live = _LiveRequest(request, kind, prompt, self._tokenizer)
-        self._by_handle[request.handle] = self._by_id[request.request_id] = live
+        state = _RequestState(request, kind, prompt, self._tokenizer)
+        self._by_handle[request.handle] = self._by_id[request.request_id] = state
 
     def process(self, outputs: EngineCoreOutputs, now_s: float) -> ProcessedOutputs:
-        """Take what a step gave. Tokens of requests and branches that have ended meanwhile are ignored."""
+        """Process one step's outputs. Ignore tokens of requests and sequences that have finished meanwhile."""
         done = ProcessedOutputs()
-        touched: dict[int, _LiveRequest] = {}
+        touched: dict[int, _RequestState] = {}
         ends = {(finish.handle, finish.sequence): finish for finish in outputs.finishes}
         for handle, num_cached in outputs.num_cached_tokens.items():
-            if (live := self._by_handle.get(handle)) is not None:
-                live.first_scheduled(num_cached, outputs.queue_s.get(handle))
+            if (state := self._by_handle.get(handle)) is not None:
+                state.first_scheduled(num_cached, outputs.queue_s.get(handle))
         for _ in self.read_prompt_logprobs(outputs):
             pass
         token_ids = outputs.token_ids.tolist()
@@ -73,87 +73,87 @@ class OutputProcessor:
             outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
             new, first, at = token_ids[at : at + count], at, at + count
-            live = self._by_handle.get(handle)
-            if live is None or (branch := live.branches[index]).is_done:
+            state = self._by_handle.get(handle)
+            if state is None or (sequence := state.sequences[index]).is_done:
                 continue
-            touched[handle] = live
+            touched[handle] = state
             try:
-                if branch.append(new, ends.get((handle, index)), outputs.logprobs, first):
-                    done.stopped.append((live.request.request_id, index))
+                if sequence.append(new, ends.get((handle, index)), outputs.logprobs, first):
+                    done.stopped.append((state.request.request_id, index))
             except Exception as error:  # concerns this request only
-                logger.exception("the output of request %s could not be read", live.request.request_id)
-                live.fail(f"the output could not be read: {type(error).__name__}: {error}")
-                done.failed.append(live.request.request_id)
+                logger.exception("failed to process the output of request %s", state.request.request_id)
+                state.fail(f"the output could not be processed: {type(error).__name__}: {error}")
+                done.failed.append(state.request.request_id)
         for finish in outputs.finishes:
-            live = self._by_handle.get(finish.handle)
-            if live is not None:
-                live.metrics.num_preemptions = finish.num_preemptions
-            if live is not None and not live.branches[finish.sequence].is_done:
-                touched[finish.handle] = live
-                live.end_branch(finish)
-        for live in touched.values():
-            self._emit(live, now_s, done.outputs)
+            state = self._by_handle.get(finish.handle)
+            if state is not None:
+                state.metrics.num_preemptions = finish.num_preemptions
+            if state is not None and not state.sequences[finish.sequence].is_done:
+                touched[finish.handle] = state
+                state.end_sequence(finish)
+        for state in touched.values():
+            self._emit(state, now_s, done.outputs)
         return done
 
     def read_prompt_logprobs(self, outputs: EngineCoreOutputs) -> Iterator[None]:
-        """Take the log-probabilities of prompts, a few positions per step of the iterator.
+        """Process prompt log-probabilities, a few positions per iteration.
 
-        For callers with other work to do in between: thousands of positions take longer than others may wait. They then
-        give `process` the outputs without them.
+        For an event loop, which thousands of positions would block for too long. It then passes the outputs to
+        `process` without them.
         """
         for handle, columns in outputs.prompt_logprobs.items():
             for at in range(0, len(columns.ranks), _POSITIONS_AT_ONCE):
-                live = self._by_handle.get(handle)
-                if live is not None:
+                state = self._by_handle.get(handle)
+                if state is not None:
                     part = slice(at, at + _POSITIONS_AT_ONCE)
-                    live.add_prompt_logprobs(
+                    state.add_prompt_logprobs(
                         LogprobColumns(columns.token_ids[part], columns.logprobs[part], columns.ranks[part])
                     )
                 yield
 
     def abort(self, request_ids: Iterable[str], now_s: float) -> list[RequestOutput]:
-        """End these as aborted; their last outputs. Ids that are not live are ignored."""
+        """Finish requests as aborted and return their last outputs. Ignore unknown ids."""
         outputs: list[RequestOutput] = []
         for request_id in request_ids:
-            live = self._by_id.get(request_id)
-            if live is not None:
-                live.end_all(RequestStatus.FINISHED_ABORTED)
-                self._emit(live, now_s, outputs)
+            state = self._by_id.get(request_id)
+            if state is not None:
+                state.end_all(RequestStatus.FINISHED_ABORTED)
+                self._emit(state, now_s, outputs)
         return outputs
 
     def fail(self, request_id: str, message: str, now_s: float) -> list[RequestOutput]:
-        """End a request with an error; its last output, or nothing if it is not live."""
+        """Finish a request with an error and return its last output; ignore an unknown id."""
         outputs: list[RequestOutput] = []
-        live = self._by_id.get(request_id)
-        if live is not None:
-            live.error = message
-            live.end_all(RequestStatus.FINISHED_ERROR)
-            self._emit(live, now_s, outputs)
+        state = self._by_id.get(request_id)
+        if state is not None:
+            state.error = message
+            state.end_all(RequestStatus.FINISHED_ERROR)
+            self._emit(state, now_s, outputs)
         return outputs
 
     def close(self, request_id: str) -> None:
-        """Forget a request without a last output."""
-        live = self._by_id.pop(request_id, None)
-        if live is not None:
-            del self._by_handle[live.request.handle]
+        """Remove a request without a last output."""
+        state = self._by_id.pop(request_id, None)
+        if state is not None:
+            del self._by_handle[state.request.handle]
 
     @property
     def live_ids(self) -> list[str]:
         return list(self._by_id)
 
-    def _emit(self, live: "_LiveRequest", now_s: float, into: list[RequestOutput]) -> None:
-        if live.metrics.first_token_time is None and any(branch.token_ids for branch in live.branches):
-            live.metrics.first_token_time = now_s
-        finished = all(branch.is_done for branch in live.branches)
+    def _emit(self, state: "_RequestState", now_s: float, into: list[RequestOutput]) -> None:
+        if state.metrics.first_token_time is None and any(sequence.token_ids for sequence in state.sequences):
+            state.metrics.first_token_time = now_s
+        finished = all(sequence.is_done for sequence in state.sequences)
         if finished:
-            live.metrics.finished_time = now_s
-            self.close(live.request.request_id)
-        if finished or live.kind is not OutputKind.FINAL_ONLY:
-            into.append(live.output(finished))
+            state.metrics.finished_time = now_s
+            self.close(state.request.request_id)
+        if finished or state.kind is not OutputKind.FINAL_ONLY:
+            into.append(state.output(finished))
 
 
-class _LiveRequest:
-    """One request: its branches and what is told once."""
+class _RequestState:
+    """One request: its sequences, and what they share."""
 
     def __init__(self, request: Request, kind: OutputKind, prompt: str | None, tokenizer: Tokenizer) -> None:
         self.request = request
@@ -162,7 +162,7 @@ class _LiveRequest:
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
         stop = request.sampling.stop if request.sampling is not None else ()
         stops = StopStrings(stop) if stop else None
-        self.branches = [_Branch(request, index, kind, tokenizer, stops) for index in range(request.num_seqs)]
+        self.sequences = [_OutputSequence(request, index, kind, tokenizer, stops) for index in range(request.num_seqs)]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
@@ -172,7 +172,7 @@ class _LiveRequest:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if asked is not None else None
 
     def add_prompt_logprobs(self, columns: LogprobColumns) -> None:
-        """Rows of further prompt positions; they come in order, chunk by chunk."""
+        """Add the rows of the next prompt positions, which arrive in order."""
         rows, asked = self._prompt_logprobs, self._num_prompt_logprobs
         if rows is None or asked is None:
             return
@@ -181,36 +181,36 @@ class _LiveRequest:
             rows.append(logprob_entry(columns, row, asked, self._tokenizer))
 
     def first_scheduled(self, num_cached_tokens: int, queue_s: float | None) -> None:
-        """Told once; a request replayed into another engine keeps what the first said."""
+        """Record when the request was first scheduled. A replay on another engine does not change it."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_cached_tokens
             if queue_s is not None:
                 self.metrics.first_scheduled_time = self.metrics.arrival_time + queue_s
 
-    def end_branch(self, finish: Finish) -> None:
-        """An end that came without tokens, or with an error."""
+    def end_sequence(self, finish: Finish) -> None:
+        """Finish a sequence without new tokens, or with an error."""
         if finish.message is not None:
             self.error = finish.message
-        self.branches[finish.sequence].end(finish.status)
+        self.sequences[finish.sequence].end(finish.status)
 
     def fail(self, message: str) -> None:
-        """End with an error where the text itself may be what fails."""
+        """Finish with an error without touching the text, which may be what failed."""
         self.error = message
-        for branch in self.branches:
-            if not branch.is_done:
-                branch.finish_reason = RequestStatus.FINISHED_ERROR.finish_reason
+        for sequence in self.sequences:
+            if not sequence.is_done:
+                sequence.finish_reason = RequestStatus.FINISHED_ERROR.finish_reason
 
     def end_all(self, status: RequestStatus) -> None:
-        for branch in self.branches:
-            if not branch.is_done:
-                branch.end(status)
+        for sequence in self.sequences:
+            if not sequence.is_done:
+                sequence.end(status)
 
     def output(self, finished: bool) -> RequestOutput:
-        """What is to be told now. A delta names only branches that have news, and each end once."""
+        """Return the output to emit now. A delta has only sequences with something new, and each finish once."""
         if self.kind is OutputKind.DELTA:
-            parts = [part for branch in self.branches if (part := branch.delta()) is not None]
+            parts = [part for sequence in self.sequences if (part := sequence.delta()) is not None]
         else:
-            parts = [branch.whole() for branch in self.branches]
+            parts = [sequence.whole() for sequence in self.sequences]
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
@@ -224,13 +224,13 @@ class _LiveRequest:
         )
 
 
-class _Branch:
-    """One output sequence: all its tokens, their text as far as it is wanted now, its end."""
+class _OutputSequence:
+    """One output sequence: its tokens, its text and its finish reason."""
 
     def __init__(
         self, request: Request, index: int, kind: OutputKind, tokenizer: Tokenizer, stops: StopStrings | None
     ) -> None:
-        """stops: shared by all branches of the request; None if it has no stop strings."""
+        """stops: shared by all sequences of the request; None if it has no stop strings."""
         params = request.sampling
         self.index = index
         self.token_ids: list[int] = []
@@ -243,17 +243,17 @@ class _Branch:
         self._cumulative = 0.0
         wants_text = params is not None and params.detokenize
         self._detokenizer = Detokenizer(tokenizer, params, stops) if wants_text and params is not None else None
-        # Nobody looks before the end, and no stop string needs the text: one pass over all tokens then is cheapest.
+        # If only the final text is needed, and not for stop strings, one pass over all tokens at the end is cheapest.
         self._late = kind is OutputKind.FINAL_ONLY and params is not None and not params.stop
-        self._told_tokens = 0
-        self._told_end = False
+        self._num_emitted = 0
+        self._end_emitted = False
 
     @property
     def is_done(self) -> bool:
         return self.finish_reason is not None
 
     def append(self, new: list[int], end: Finish | None, logprobs: LogprobColumns | None, first_row: int) -> bool:
-        """Take tokens and, with them, the end if it came. True when a stop string was completed by one of them."""
+        """Add tokens, and finish if `end` is given. Return True if a stop string ended the sequence before the core."""
         ended_by_token = end is not None and end.status is RequestStatus.FINISHED_STOPPED
         kept, stopped_by = len(new), None
         if self._detokenizer is not None and not self._late:
@@ -279,7 +279,7 @@ class _Branch:
         return False
 
     def end(self, status: RequestStatus) -> None:
-        """An end without tokens."""
+        """Finish without new tokens."""
         if self._late and self._detokenizer is not None:
             self._detokenizer.append(self.token_ids)
         self._finish_text()
@@ -301,16 +301,16 @@ class _Branch:
         )
 
     def delta(self) -> CompletionOutput | None:
-        """What was not told yet; None when that is nothing. Tokens may be told before their text is certain."""
+        """Return what was not emitted yet, or None. Tokens may be emitted before their text is complete."""
         text = self._detokenizer.take() if self._detokenizer is not None else ""
-        tokens = self.token_ids[self._told_tokens :]
-        if not text and not tokens and (self._told_end or not self.is_done):
+        tokens = self.token_ids[self._num_emitted :]
+        if not text and not tokens and (self._end_emitted or not self.is_done):
             return None
         logprobs = self._logprobs
         if logprobs is not None:
-            self._logprobs = []  # what was read is not kept: it takes far more memory than the tokens
-        self._told_tokens = len(self.token_ids)
-        self._told_end = self.is_done
+            self._logprobs = []  # emitted log-probabilities are dropped: they take far more memory than tokens
+        self._num_emitted = len(self.token_ids)
+        self._end_emitted = self.is_done
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -323,7 +323,7 @@ class _Branch:
 
 
 def logprob_entry(columns: LogprobColumns, row: int, num_top: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """One position's candidates by token id: the chosen one first, then the `num_top` likeliest."""
+    """Return one position's candidates by token id: the sampled one, then the `num_top` most likely."""
     ids: Sequence[int] = columns.token_ids[row, : num_top + 1].tolist()
     values: Sequence[float] = columns.logprobs[row, : num_top + 1].tolist()
     entry = {ids[0]: Logprob(values[0], int(columns.ranks[row]), _shown(tokenizer, ids[0]))}

@@ -1,10 +1,10 @@
-"""ProcessClient: an engine core in a process of its own, which may die without a request being lost.
+"""ProcessClient: run an engine core in a child process, and restart it if it dies, without losing a request.
 
 It starts the process, sends it requests, and records every token in the Journal before a client gets it. When the
 process ends or hangs, it starts another one and replays the running requests. Suspects (requests in the step during
-which the engine died) re-enter one at a time, each after the one before has cleared itself, so that a request which
-kills the engine again is known for sure; only that one is refused. If no engine can be started any more, every caller
-gets WorkerDied.
+which the engine died) are replayed one at a time, each after the previous one has cleared itself, so that a request
+which kills the engine again is identified for certain; only that one is rejected. If no engine can be started any more,
+every caller gets WorkerDied.
 """
 
 import asyncio
@@ -74,9 +74,9 @@ class ProcessClient:
         self._num_handled_when_idle = 0
         self._supervisor: asyncio.Task[None] | None = None
         self._facts: asyncio.Future[wire.EngineFacts] | None = None
-        self._start_error: str | None = None  # what the last engine process said when it could not start
+        self._start_error: str | None = None  # the last engine process's error message if it could not start
         self.died: WorkerDied | None = None
-        """Set when the engine is gone for good."""
+        """Set once no engine can be started any more."""
         self.num_deaths = 0
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
@@ -110,10 +110,10 @@ class ProcessClient:
             self._send(wire.AbortRequests(tuple(gone)))
         self._probe_next()
 
-    def finish_branch(self, request_id: str, branch: int, status: RequestStatus) -> None:
-        engine_id, engine_branch = self._journal.engine_branch(request_id, branch)
-        self._journal.end_branch(request_id, branch)
-        self._send(wire.FinishBranch(engine_id, engine_branch, status))
+    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
+        engine_id, engine_sequence = self._journal.engine_sequence(request_id, sequence)
+        self._journal.end_sequence(request_id, sequence)
+        self._send(wire.FinishSequence(engine_id, engine_sequence, status))
         self._probe_next()
 
     async def next_outputs(self) -> EngineCoreOutputs:
@@ -123,7 +123,7 @@ class ProcessClient:
         return item
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Return False if blocks are in use, True also while the engine starts or dies: its cache is gone then."""
+        """Return False if blocks are in use. Return True while the engine is down: its cache is gone."""
         if self.died is not None:
             raise self.died
         if not self.is_up:
@@ -138,7 +138,7 @@ class ProcessClient:
         return self._stats
 
     async def wait_until_gone(self) -> None:
-        """Wait until the engine is gone for good (see `died`) or shut down."""
+        """Wait until the supervisor has given up (see `died`) or has been shut down."""
         if self._supervisor is not None:
             await asyncio.wait({self._supervisor})
 
@@ -157,7 +157,7 @@ class ProcessClient:
 
     @property
     def is_up(self) -> bool:
-        """The engine process is alive, also if its death was not noticed yet, and has said that it is ready."""
+        """Whether the engine process has reported ready and is running."""
         return self._engine is not None and self._engine.process.poll() is None
 
     @property
@@ -171,17 +171,17 @@ class ProcessClient:
     # ---- supervision
 
     async def _run_supervisor(self) -> None:
-        """Keep an engine process running; when that has become impossible, tell every caller."""
+        """Keep an engine process running; if that becomes impossible, fail every caller."""
         try:
             await self._supervise()
         except ConfigError as error:
             self._give_up(error)
         except Exception as error:
-            logger.exception("the watch over the engine process failed")
-            self._give_up(WorkerDied(f"a defect of the server: {type(error).__name__}: {error}"))
+            logger.exception("the supervisor of the engine process failed")
+            self._give_up(WorkerDied(f"internal error in the server: {type(error).__name__}: {error}"))
 
     async def _supervise(self) -> None:
-        """Run one engine process after another. Return after too many failed starts; raise ConfigError for settings."""
+        """Run one engine process after another, until too many starts fail. Raises ConfigError for invalid settings."""
         failed_starts = 0
         while True:
             self._process_number += 1
@@ -214,7 +214,7 @@ class ProcessClient:
                 await asyncio.sleep(START_PAUSE_S * failed_starts)
 
     async def _run_until_death(self, engine: EngineProcess) -> _ProcessEnd:
-        """Handle the messages of an engine process until it is dead or hung. Raises ConfigError for its settings."""
+        """Handle the messages of an engine process until it dies or hangs. Raises ConfigError for invalid settings."""
         watch = asyncio.create_task(self._watch(engine))
         was_ready = False
         try:
@@ -236,7 +236,7 @@ class ProcessClient:
             watch.cancel()
 
     async def _watch(self, engine: EngineProcess) -> bool:
-        """Return when the process has ended (False), or has work and makes no progress (True)."""
+        """Wait until the process has ended (return False), or has work but makes no progress (return True)."""
         steps_seen, was_late = (0, 0), False
         while engine.process.poll() is None:
             flight = engine.recorder.read()
@@ -245,9 +245,9 @@ class ProcessClient:
             if steps != steps_seen or not has_work:
                 self._progress_at_s, was_late = time.monotonic(), False
             elif (stuck_s := self.stuck_for_s()) > self._step_timeout_s:
-                # Twice, so that what the engine has said meanwhile is read first if this process was the slow one.
+                # Check twice: if this process was the slow one, it reads the engine's pending messages in between.
                 if was_late:
-                    logger.error("no progress for %.1f s: the engine counts as dead", stuck_s)
+                    logger.error("no progress for %.1f s: treating the engine as hung", stuck_s)
                     return True
                 was_late = True
             steps_seen = steps
@@ -258,7 +258,7 @@ class ProcessClient:
         """Replay all running requests to an engine that has become ready, suspects one at a time."""
         self._engine = engine
         self._num_sent = self._num_handled_when_idle = 0
-        engine.place.remove()  # both processes have it open, so nothing stays on the disk if one is killed
+        engine.place.remove()  # both processes have its files open, so nothing stays on disk if one is killed
         assert self._facts is not None
         if not self._facts.done():
             self._facts.set_result(facts)
@@ -275,8 +275,8 @@ class ProcessClient:
     def _assign_blame(self, flight: FlightRecord, killed_from_outside: bool) -> None:
         """Give a strike to each request in the step of a death; end those with too many.
 
-        A kill from outside (or by the kernel, out of memory) says little about the requests in the step: it makes them
-        suspects, but only MAX_DEATHS such deaths end a request. A kill between two steps blames none.
+        A SIGKILL from outside (or from the kernel, out of memory) says little about the requests in the step: they
+        become suspects, but only MAX_DEATHS such deaths end a request. A SIGKILL between two steps blames none.
         """
         if killed_from_outside and flight.steps_begun == flight.steps_ended:
             return
@@ -294,21 +294,21 @@ class ProcessClient:
             entry.strikes = 1 if killed_from_outside else entry.strikes + 1
             if entry.strikes >= MAX_STRIKES or entry.num_deaths >= MAX_DEATHS:
                 self._journal.close(request_id)
-                logger.error("request %s was in the step of %d engine deaths: refused", request_id, entry.num_deaths)
-                self._outputs.put_nowait(error_outputs(entry, "this request ended the engine process repeatedly"))
+                logger.error("request %s was running in %d engine deaths: rejected", request_id, entry.num_deaths)
+                self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
 
     def _give_up(self, error: ConfigError | WorkerDied) -> None:
         assert self._facts is not None
         self.died = error if isinstance(error, WorkerDied) else WorkerDied(str(error))
         if self._facts.done():
-            logger.error("the engine is gone for good: %s", error)
+            logger.error("the engine cannot be restarted: %s", error)
         else:
             self._facts.set_exception(error)
         self._settle_resets()
         self._outputs.put_nowait(self.died)
 
     def _settle_resets(self) -> None:
-        """Answer resets that a dead engine was asked for: its prefix cache is gone."""
+        """Complete the cache resets that were sent to a dead engine: its prefix cache is gone."""
         for reply in self._resets.values():
             if not reply.done():
                 reply.set_result(True)
@@ -318,11 +318,11 @@ class ProcessClient:
 
     @property
     def _engine_is_idle(self) -> bool:
-        """The engine has handled every message sent to it, and has no request left."""
+        """Whether the engine has handled every message sent to it and has no request left."""
         return self._num_handled_when_idle == self._num_sent
 
     def _enter(self, entry: JournalEntry) -> None:
-        """Send a request to the engine. If that fails, the request ends with an error, and no other is touched."""
+        """Send a request to the engine. If that fails, finish only this request, with an error."""
         is_new = entry.entered_process == 0
         entry.entered_process = self._process_number
         entry.num_since_entry = 0
@@ -339,7 +339,7 @@ class ProcessClient:
     def _end_entry(
         self, entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
     ) -> None:
-        """End one request with an error, here and in the engine, if parts of it have got there."""
+        """Finish a request with an error, and abort the parts of it that were sent to the engine."""
         request_id = entry.request.request_id
         parts = self._journal.engine_ids(request_id) if entry.aliases else []
         self._journal.close(request_id)
@@ -348,7 +348,7 @@ class ProcessClient:
             self._send(wire.AbortRequests(tuple(parts)))
 
     def _end_lost_entries(self) -> None:
-        """End with an error what an idle engine should have: it would wait for ever, here and at its client."""
+        """Finish requests with an error that an idle engine has lost: their clients would wait forever."""
         for entry in list(self._journal):
             if entry.entered_process == self._process_number:
                 logger.error("request %s: the engine is idle and does not have it", entry.request.request_id)
@@ -394,7 +394,7 @@ class ProcessClient:
                 self._probe_next()
             case wire.ResetReply(call_id, succeeded):
                 reply = self._resets.pop(call_id, None)
-                if reply is not None and not reply.done():  # the caller may have gone
+                if reply is not None and not reply.done():  # the caller may have been cancelled
                     reply.set_result(succeeded)
             case wire.StartFailed(text, config):
                 if config:
@@ -402,7 +402,7 @@ class ProcessClient:
                 self._start_error = text
                 logger.error("the engine could not start: %s", text)
             case wire.Ready():
-                raise AssertionError("an engine is ready once")
+                raise AssertionError("an engine sent Ready twice")
 
     def _send(self, message: wire.ToEngine) -> None:
         """Send a message that is not a request; a failure is logged."""
@@ -412,7 +412,7 @@ class ProcessClient:
             logger.exception("a message could not be sent to the engine: %r", message)
 
     def _send_bytes(self, data: bytes) -> None:
-        """Hand a message to ZeroMQ, which queues it; what a dead engine misses is replayed to its successor."""
+        """Queue a message in ZeroMQ. Requests that a dead engine did not receive are replayed to the next one."""
         if self._engine is None:
             return
         sent: asyncio.Future[object] = self._engine.socket.send(data)  # type: ignore[assignment]
@@ -429,7 +429,7 @@ def _log_failure(sent: "asyncio.Future[object]") -> None:
 
 
 def _failed_start(times: int, code: int | None, said: str | None) -> str:
-    """Return the message of an engine that cannot be started: how it ended, what it said, what may help."""
+    """Return the error message for an engine that cannot be started: how it ended, its own error, and a remedy."""
     message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
     if said is not None:
         return f"{message}: {said}"

@@ -15,12 +15,12 @@ import zmq.asyncio
 from pagoda.base.config import EngineConfig
 from pagoda.engine.flight_recorder import FlightRecorder
 
-# More than any scheduler has rows. If it were fewer, a suspect would be missed, and nothing else.
+# More rows than any scheduler has. Too few would only mean missing suspects after a crash.
 RECORDER_ROWS = 65536
 
 
 class RendezvousDir:
-    """The folder with what both processes share, until both have opened it. Only their user may enter."""
+    """The folder of the socket and the recorder, until both processes have opened them. Only their user has access."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class RendezvousDir:
         self.recorder = Path(folder, "flight")
 
     def remove(self) -> None:
-        """Remove it from the disk; what is open stays usable. Idempotent, from either process."""
+        """Delete the folder; open files and sockets stay usable. Idempotent, from either process."""
         with contextlib.suppress(OSError):
             for path in (self.recorder, Path(self.folder, "engine")):
                 path.unlink(missing_ok=True)
@@ -52,7 +52,7 @@ class EngineProcess:
         self.process.stdin.flush()  # left open: the engine exits when it is closed
 
     def close(self, grace_s: float = 0.0) -> int | None:
-        """End the process (by itself within `grace_s`, else by kill) and free what it had; return its exit code."""
+        """End the process, killing it after `grace_s`; free its socket and recorder; return its exit code."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:

@@ -1,4 +1,4 @@
-"""What a caller passed: one prompt or several, one conversation or several, or a mistake that is named."""
+"""Tell one prompt (or conversation) from a list of them, and name mistakes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from pagoda.base.errors import RequestError
 def is_one_prompt(prompts: Any) -> bool:
     """Return whether `prompts` is a single prompt: a string, an object, or a flat list of numbers.
 
-    An empty list is a batch of none.
+    An empty list is an empty batch.
     """
     if isinstance(prompts, str | bytes | Mapping):
         return True
@@ -25,9 +25,9 @@ def is_one_conversation(messages: Any) -> bool:
 
 
 def check_prompt(prompt: Any, index: int | None) -> None:
-    """Raise RequestError if `prompt` is no prompt at all; what is in it is checked later.
+    """Raise RequestError if `prompt` is not of a prompt's type; its content is checked later.
 
-    index: of the prompt in its list, for the message; None if it is the only one.
+    index: the prompt's position in its list, for the message; None if it is the only one.
     """
     name = "the prompt" if index is None else f"prompts[{index}]"
     if isinstance(prompt, Mapping):
@@ -52,7 +52,7 @@ def check_prompt(prompt: Any, index: int | None) -> None:
 
 
 def check_conversation(messages: Any, index: int | None) -> None:
-    """Raise RequestError if `messages` is no list of objects with a role; what is in them is checked later."""
+    """Raise RequestError if `messages` is not a list of objects; their content is checked later."""
     name = "messages" if index is None else f"messages[{index}]"
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
@@ -68,5 +68,5 @@ def check_conversation(messages: Any, index: int | None) -> None:
 
 
 def _is_item(value: Any) -> bool:
-    """Whether a list that begins with `value` is a list of prompts (or messages), not of token ids."""
+    """Return whether a list that begins with `value` is a list of prompts or messages, not of token ids."""
     return isinstance(value, str | bytes | Mapping) or hasattr(value, "__len__")

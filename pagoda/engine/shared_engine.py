@@ -1,8 +1,8 @@
-"""SharedEngine: an LLMEngine that several threads use at once. One of them steps it for all, the others wait.
+"""SharedEngine: share an LLMEngine between threads. One thread steps it for all of them, the others wait.
 
 The engine itself is not thread-safe, so every access holds one lock. A call that waits for outputs drives the engine if
-no other call does; it delivers what each step produces to the calls that own it, and passes the wheel on when it has
-what it came for. Requests of all threads are therefore batched together.
+no other call does: it delivers each step's outputs to the calls that own them, and hands over to another call when its
+own output is there. The requests of all threads are therefore batched together.
 """
 
 import contextlib
@@ -21,24 +21,24 @@ from pagoda.engine.input_processor import Prompt
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.output_processor import OutputKind
 
-_RETRY_S = 1.0  # a waiting call looks this often whether anybody drives, should a nudge be lost to an exception
+_RETRY_S = 1.0  # waiting calls check this often that a call drives, in case an exception lost a nudge
 
 
 class _Nudge:
-    """A message to a waiting call: nobody drives the engine."""
+    """A message to a waiting call: no call drives the engine."""
 
 
 _NUDGE = _Nudge()
 
 
 class Call:
-    """Requests that one caller waits for.   live: ids of those that have not finished.   mail: what came for them."""
+    """Requests that one caller waits for.   live: ids of unfinished requests.   mail: their undelivered outputs."""
 
     __slots__ = ("live", "mail")
 
     def __init__(self) -> None:
         self.live: set[str] = set()
-        # Its methods are atomic and may be interrupted by signal handlers and garbage collection.
+        # SimpleQueue's methods are atomic and reentrant: signal handlers and finalizers may interrupt them.
         self.mail: queue.SimpleQueue[RequestOutput | PagodaError | _Nudge] = queue.SimpleQueue()
 
 
@@ -51,9 +51,9 @@ class SharedEngine:
         self._inside: set[int] = set()  # threads in a call
         self._owners: dict[str, Call] = {}  # by request id
         self._waiting: dict[object, Call] = {}
-        self._wheel: dict[str, object] = {}  # "driver" -> who drives; dict operations cannot be torn by an exception
-        # A command takes the turnstile, then the engine. The driver passes the turnstile before each step, so commands
-        # enter between two steps; a plain lock would be taken again by the driver at once.
+        self._wheel: dict[str, object] = {}  # "driver" -> the driving call; dict operations are atomic
+        # A command locks the turnstile, then the engine. The driver passes the turnstile before each step, so commands
+        # run between two steps; with a single lock, the driver would take it again at once.
         self._turnstile = threading.Lock()
         self._held = threading.Lock()
         self._abandoned: deque[str] = deque()  # ids to abort when the engine is free
@@ -68,7 +68,7 @@ class SharedEngine:
         """Mark the calling thread as being in a call.
 
         Raises UsageError if the engine is closed, belongs to the parent of this process, or is already in use by this
-        thread (the caller is a signal handler); what ended the engine, if that happened.
+        thread (the caller is a signal handler). Raises the engine's own error if it has failed.
         """
         self._check_usable()
         me = threading.get_ident()
@@ -88,7 +88,7 @@ class SharedEngine:
     def add(
         self, call: Call, request_id: str, prompt: Prompt, params: SamplingParams, kind: OutputKind, priority: int = 0
     ) -> None:
-        """Queue a request whose outputs go to `call`. Raises RequestError or CapacityError; then nothing is left."""
+        """Queue a request whose outputs go to `call`. If it raises RequestError or CapacityError, nothing is queued."""
         prompt = self._tokenized(prompt)
         with self._commanding():
             self._owners[request_id] = call
@@ -100,7 +100,7 @@ class SharedEngine:
                 raise
 
     def next_output(self, call: Call) -> RequestOutput | None:
-        """Return the next output of the call's requests, stepping the engine or waiting; None if none is live.
+        """Return the next output of the call's requests, stepping the engine or waiting; None if all have finished.
 
         Raises UsageError if the engine is closed meanwhile, WorkerDied if it ends.
         """
@@ -116,14 +116,14 @@ class SharedEngine:
         return None
 
     def drop(self, call: Call) -> None:
-        """Abort the call's live requests."""
+        """Abort the call's unfinished requests."""
         live = [request_id for request_id in list(call.live) if self._forget(call, request_id)]
         if live and self._is_usable():
             with self._commanding():
                 self.engine.abort(live)
 
     def abandon(self, call: Call) -> None:
-        """As `drop`, from a finalizer: never waits. If the engine is busy, the next step aborts them."""
+        """Like `drop`, for finalizers: never blocks. If the engine is busy, the next step aborts the requests."""
         self._abandoned.extend([request_id for request_id in list(call.live) if self._forget(call, request_id)])
         if self._is_usable() and self._held.acquire(blocking=False):
             try:
@@ -132,7 +132,7 @@ class SharedEngine:
                 self._held.release()
 
     def close(self) -> None:
-        """Release the engine after the step in progress; calls of other threads raise UsageError. Idempotent.
+        """Shut down the engine after the current step; calls in other threads raise UsageError. Idempotent.
 
         From a signal handler that interrupts a call, the engine is released when that call ends. In a forked child
         nothing is released: the engine is the parent's.
@@ -158,21 +158,21 @@ class SharedEngine:
         return not self._closed and self._failure is None and os.getpid() == self._pid
 
     def _tokenized(self, prompt: Prompt) -> Prompt:
-        """A long text as token ids, made before the engine is held: steps of other calls go on meanwhile."""
+        """Tokenise a text before locking the engine if other calls are running, so that their steps continue."""
         if isinstance(prompt, str) and len(self._inside) > 1:
             return {"prompt": prompt, "prompt_token_ids": list(self.engine.input_processor.token_ids_of(prompt))}
         return prompt
 
     @contextlib.contextmanager
     def _commanding(self) -> Generator[None]:
-        """Hold the engine between two steps."""
+        """Lock the engine between two steps."""
         with _interrupt_afterwards(), self._turnstile, self._held:
             self._check_usable()
             self._abort_abandoned()
             yield
 
     def _wait(self, call: Call) -> "RequestOutput | PagodaError | _Nudge":
-        """Drive the engine until the call has mail; if another call drives, wait for what it delivers."""
+        """Drive the engine until the call has mail; if another call drives, wait for it to deliver."""
         me = object()
         try:
             self._waiting[me] = call
@@ -187,13 +187,13 @@ class SharedEngine:
             if self._wheel.get("driver") is me:
                 del self._wheel["driver"]
             self._waiting.pop(me, None)
-            # Also from a call that did not drive: it may have been the one that was nudged.
+            # Also if this call did not drive: it may have received the nudge and ended without driving.
             if not self._wheel and self._waiting:
                 for other in list(self._waiting.values())[:1]:
                     other.mail.put(_NUDGE)
 
     def _step(self) -> None:
-        """Run one step and deliver its outputs. Ctrl-C takes effect after the step, so that no step is torn."""
+        """Run one step and deliver its outputs. Ctrl-C takes effect after the step."""
         with _interrupt_afterwards():
             with self._turnstile:
                 pass
@@ -223,13 +223,13 @@ class SharedEngine:
         return self._owners.pop(request_id, None) is not None
 
     def _fail(self, error: BaseException) -> None:
-        """A step was torn: the engine's state is not to be trusted any more."""
+        """Fail all calls: an interrupted step leaves the engine in an unknown state."""
         if isinstance(error, PagodaError):
             self._failure = error
         elif isinstance(error, Exception):
             self._failure = WorkerDied(f"a step of this LLM failed: {type(error).__name__}: {error}; make a new LLM")
         else:
-            self._failure = UsageError(f"a step of this LLM was cut short by {type(error).__name__}; make a new LLM")
+            self._failure = UsageError(f"a step of this LLM was interrupted by {type(error).__name__}; make a new LLM")
         self._end_calls(self._failure)
 
     def _end_calls(self, error: PagodaError) -> None:
@@ -249,9 +249,9 @@ class SharedEngine:
 
 @contextlib.contextmanager
 def _interrupt_afterwards() -> Generator[None]:
-    """Hold Ctrl-C back until the block is left, so that no step is torn apart. The second one comes through at once.
+    """Delay Ctrl-C until the block ends, so that it does not interrupt a step. A second Ctrl-C takes effect at once.
 
-    Only where Ctrl-C means KeyboardInterrupt, and on the main thread, which alone receives it.
+    Does nothing off the main thread, which alone receives signals, or if the program handles SIGINT itself.
     """
     default = signal.default_int_handler
     is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is default

@@ -1,8 +1,8 @@
-"""Stop strings: find the first end of any of some strings in a growing text.
+"""Stop strings: find the first occurrence of any of several strings in a growing text.
 
-An Aho-Corasick automaton. A state stands for the longest end of the text that begins some string. Building it takes
-time and memory linear in the strings' total length, and each further character of text constant time on average,
-however long the strings are and however many of them there are.
+An Aho-Corasick automaton. A state represents the longest suffix of the text that is a prefix of some string. Building
+it takes time and memory linear in the strings' total length; each character of text takes amortised constant time,
+regardless of the number and length of the strings.
 """
 
 from array import array
@@ -14,22 +14,22 @@ _NO_CHAR = "\ud800"  # a lone surrogate, which no decoded text holds
 class StopStrings:
     """The automaton of one request's stop strings. Immutable: all outputs of the request share it.
 
-    States are numbers; 0 is the root. The first child of a state usually is the next number, so that a long string is
-    a run of consecutive states and costs a few bytes per character.
+    States are integers; 0 is the root. A state's first child usually has the next number, so that a long string is a
+    run of consecutive states and takes a few bytes per character.
 
-    labels: str, per state the character that leads to it from the state before it; _NO_CHAR if its parent is another.
-    jumps: (state, character) -> child, for children that are not the next state.
-    fallback: int32 per state, the longest proper end of what it stands for that is a state too.
-    found: int32 per state, index in `strings` of the longest string that ends there, -1 for none.
-    held: int32 per state, length of the longest end of the text there that a further character may complete.
-    first_chars: the characters with which some string begins.
+    labels: str, per state the character that leads to it from state - 1; _NO_CHAR if that is not its parent.
+    jumps: (state, character) -> child, for children other than state + 1.
+    fallback: int32 per state, the state of its longest proper suffix that is also a state.
+    found: int32 per state, index in `strings` of the longest string that ends there, -1 if none.
+    held: int32 per state, length of the longest suffix that further characters may complete to a string.
+    first_chars: first characters of the strings.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         """strings: at least one, none of them empty."""
         self.strings = tuple(dict.fromkeys(strings))
         self.first_chars = frozenset(string[0] for string in self.strings)
-        labels = [_NO_CHAR, _NO_CHAR]  # one more than states: the last state has a next one to look at
+        labels = [_NO_CHAR, _NO_CHAR]  # one more than there are states, so that labels[state + 1] always exists
         parents, chars = array("i", [0]), [""]
         self.jumps: dict[tuple[int, str], int] = {}
         self.found = array("i", [-1])
@@ -59,7 +59,7 @@ class StopStrings:
         self._link(parents, chars, has_child)
 
     def _link(self, parents: Sequence[int], chars: Sequence[str], has_child: bytearray) -> None:
-        """Set the fallbacks, and what follows from them, from short states to long ones."""
+        """Set `fallback`, and update `found` and `held` from it, in order of depth."""
         fallback, found, held = self.fallback, self.found, self.held
         order = sorted(range(1, len(parents)), key=held.__getitem__)
         for state in order:
@@ -72,7 +72,7 @@ class StopStrings:
                 held[state] = held[fallback[state]]
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         labels, jumps, fallback = self.labels, self.jumps, self.fallback
         while True:
             if labels[state + 1] == char:
@@ -86,10 +86,10 @@ class StopStrings:
 
 
 class StopSearch:
-    """Looks for a request's stop strings in the text of one output.
+    """Searches for a request's stop strings in the text of one output.
 
     found: the string that ended the output.
-    num_held: length of the longest end of the text that some string begins with and does not end with.
+    num_held: length of the longest suffix of the text that is a proper prefix of a string.
     """
 
     __slots__ = ("_state", "_strings", "found", "num_held")
@@ -101,9 +101,9 @@ class StopSearch:
         self.num_held = 0
 
     def feed(self, text: str, may_stop: bool = True) -> int | None:
-        """Take more text. When a string is complete: how many characters follow its end, and `found` is set.
+        """Add text. If it completes a string, set `found` and return the number of characters after its end.
 
-        may_stop: False lets strings that end within `text` pass. Of several that end at once, the longest counts.
+        may_stop: if False, ignore strings that end within `text`. If several end at once, the longest counts.
         """
         strings = self._strings
         labels, jumps, fallback, ends = strings.labels, strings.jumps, strings.fallback, strings.found
@@ -111,7 +111,7 @@ class StopSearch:
         if not state and strings.first_chars.isdisjoint(text):
             return None
         for at, char in enumerate(text, 1):
-            # StopStrings.step, written out: this loop runs for every character of every output.
+            # StopStrings.step, inlined: this loop runs for every character of every output.
             while labels[state + 1] != char:
                 child = jumps.get((state, char))
                 if child is not None:

@@ -1,4 +1,4 @@
-"""TemplateJob: everything that rendering one conversation needs, as plain values that another process can be given."""
+"""TemplateJob: everything needed to render one conversation, as plain values that can be sent to another process."""
 
 import functools
 import hashlib
@@ -11,10 +11,10 @@ from pagoda.engine.special_marks import SpecialMarks
 
 
 class TemplateSource:
-    """A chat template that nothing has compiled yet.
+    """A chat template that has not been compiled yet.
 
     texts: by name ("default", "tool_use", ...).   special_tokens, marks: see ChatTemplate.
-    key: the same for equal sources of one tokenizer.
+    key: hash of the texts; sources of one tokenizer are equal if their keys are.
     """
 
     def __init__(self, texts: Mapping[str, str], special_tokens: Mapping[str, str], marks: SpecialMarks) -> None:
@@ -30,14 +30,15 @@ class TemplateSource:
         return hash(self.key)
 
     def compile(self) -> ChatTemplate:
-        """Raises ConfigError for a template that is not Jinja."""
+        """Compile the template. Raises ConfigError if it is not valid Jinja."""
         return ChatTemplate(self.texts, self.special_tokens, self.marks)
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateJob:
-    """is_own: the template is the model's or the operator's, not a caller's.
+    """A template and the values to render it with.
 
+    is_own: the template is the model's or the operator's, not a caller's.
     is_marked: special tokens of the template are rendered as marks.   The others: see ChatTemplate.render.
     """
 
@@ -51,7 +52,7 @@ class TemplateJob:
     template_kwargs: Mapping[str, Any] | None = None
 
     def values(self) -> tuple[Any, ...]:
-        """The arguments of `render_with`, after the template."""
+        """Return the arguments of `render_with`, after the template."""
         return (
             self.is_marked,
             self.messages,
@@ -63,31 +64,31 @@ class TemplateJob:
 
 
 class Renderer(Protocol):
-    """Makes prompts of conversations."""
+    """Renders conversations to prompts."""
 
     def render(self, job: TemplateJob) -> str:
-        """Raises RequestError, or ConfigError for a template that is not Jinja."""
+        """Return the prompt. Raises RequestError, or ConfigError for a template that is not valid Jinja."""
         ...
 
     def close(self) -> None:
-        """Free what it holds. Idempotent."""
+        """Free the renderer's resources. Idempotent."""
         ...
 
 
 def render_with(template: ChatTemplate, is_marked: bool, *arguments: Any) -> str:
-    """The prompt of a job's values. Raises RequestError."""
+    """Render a job's values with a compiled template. Raises RequestError."""
     return (template.render_marked if is_marked else template.render)(*arguments)
 
 
 class InProcessRenderer:
-    """Renders where it is called, without a deadline. Keeps the templates that it compiled last."""
+    """Renders on the calling thread, without a deadline. Caches the most recently used compiled templates."""
 
     def __init__(self, num_kept: int = 8) -> None:
         self._compiled = functools.lru_cache(num_kept)(TemplateSource.compile)
 
     def render(self, job: TemplateJob) -> str:
-        """Raises RequestError, or ConfigError for a template that is not Jinja."""
+        """Return the prompt. Raises RequestError, or ConfigError for a template that is not valid Jinja."""
         return render_with(self._compiled(job.source), *job.values())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to free."""

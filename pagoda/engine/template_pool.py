@@ -1,4 +1,4 @@
-"""TemplatePool: template processes for an event loop; whoever stops waiting ends the rendering."""
+"""TemplatePool: template processes for an event loop; cancelling a call stops its rendering."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ _CALLERS_NICENESS = 10
 
 
 class _Lane:
-    """A few processes, the one that was used last first, and a thread for each."""
+    """A few processes; the most recently used idle one is taken first."""
 
     def __init__(self, limits: TemplateLimits, niceness: int) -> None:
         self.processes = [TemplateProcess(limits, niceness) for _ in range(_NUM_PROCESSES)]
@@ -22,7 +22,7 @@ class _Lane:
 
 
 class TemplatePool:
-    """Renders templates of the model and of callers in processes of their own, so that the latter can only delay
+    """Renders the model's own and callers' templates in separate processes, so that callers' templates can only delay
     each other. For one event loop.
     """
 
@@ -32,7 +32,10 @@ class TemplatePool:
         self._threads = ThreadPoolExecutor(2 * _NUM_PROCESSES, "pagoda-template")
 
     async def render(self, job: TemplateJob) -> str:
-        """Raises RequestError, or ConfigError for a template that is not Jinja. Cancelling it ends the rendering."""
+        """Return the prompt. Raises RequestError, or ConfigError for a template that is not valid Jinja.
+
+        Cancelling the call stops the rendering.
+        """
         lane = self._own if job.is_own else self._callers
         process = await lane.idle.get()
         loop = asyncio.get_running_loop()
@@ -54,7 +57,7 @@ class TemplatePool:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._own.processes[-1].start)
 
     def close(self) -> None:
-        """End all processes, whatever they do. Idempotent."""
+        """Kill all processes, even if they are rendering. Idempotent."""
         for lane in (self._own, self._callers):
             for process in lane.processes:
                 process.close()

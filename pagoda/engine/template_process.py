@@ -1,4 +1,4 @@
-"""TemplateProcess: renders chat templates in another process, which is killed at the deadline."""
+"""TemplateProcess: render chat templates in another process, which is killed at the deadline."""
 
 import json
 import os
@@ -25,25 +25,25 @@ from pagoda.engine.template_worker import (
     receive_exactly,
 )
 
-_START_S = 30.0  # a new process: imports may be slow on a busy machine, and are not the template's fault
+_START_S = 30.0  # for starting a process: imports can be slow on a busy machine, and do not count for the template
 
 
 class ForeignValues(Exception):
-    """Values that cannot be sent to another process: objects of a caller's own classes."""
+    """The values cannot be sent to another process: they contain objects of a caller's own classes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """timeout_s: for rendering one conversation.   memory_bytes: that the template may take meanwhile."""
+    """timeout_s: for rendering one conversation.   memory_bytes: for the template while it renders."""
 
     timeout_s: float = 10.0
     memory_bytes: int = 512 * 2**20
 
 
 class TemplateProcess:
-    """One worker process, started at the first job and again after a kill. Threads may share it: one job at a time.
+    """One worker process, started on first use and after a kill. Thread-safe; runs one job at a time.
 
-    niceness: its process gives way to others by so much.
+    niceness: added to the process's nice value.
     """
 
     def __init__(self, limits: TemplateLimits, niceness: int = 0) -> None:
@@ -55,7 +55,7 @@ class TemplateProcess:
         self._cancelled: TemplateJob | None = None
 
     def render(self, job: TemplateJob) -> str:
-        """Raises RequestError, ConfigError for a template that is not Jinja, ForeignValues."""
+        """Return the prompt. Raises RequestError, ForeignValues, or ConfigError for a template that is not Jinja."""
         with self._lock:
             self._job = job
             try:
@@ -65,17 +65,17 @@ class TemplateProcess:
                     # Something else may have killed the process, before or after it got the job.
                     return self._try(job)
             except TimeoutError:
-                said = f"the chat template was stopped after {self._limits.timeout_s:g} s: it did not come to an end"
+                said = f"the chat template was stopped after {self._limits.timeout_s:g} s: it did not finish"
                 raise RequestError(said, _culprit(job)) from None
             except (EOFError, ConnectionError):
-                raise RequestError("the chat template ended the process that rendered it", _culprit(job)) from None
+                raise RequestError("the chat template crashed the process that rendered it", _culprit(job)) from None
             finally:
                 self._job = self._cancelled = None
 
     def _try(self, job: TemplateJob) -> str:
-        """As `render`. Raises TimeoutError, EOFError or ConnectionError when the process is of no more use."""
+        """Like `render`, once. Raises TimeoutError, EOFError or ConnectionError if the process is no longer usable."""
         worker = self._running()
-        if self._cancelled is job:  # looked at last: from here on, cancelling kills this worker
+        if self._cancelled is job:  # checked last: from here on, `cancel` kills this worker
             raise RequestError("the rendering was cancelled", _culprit(job))
         try:
             return worker.exchange(worker.pickle(job), self._limits.timeout_s)
@@ -87,7 +87,7 @@ class TemplateProcess:
                 self._end()
 
     def cancel(self, job: TemplateJob) -> None:
-        """Kill the process if it is rendering this job: `render` then raises. From any thread."""
+        """Kill the process if it is rendering this job; `render` then raises. Thread-safe."""
         self._cancelled = job
         worker = self._worker
         if self._job is job and worker is not None:
@@ -99,7 +99,7 @@ class TemplateProcess:
             self._running()
 
     def close(self) -> None:
-        """End the process, also in the middle of a job. Idempotent; another job starts a new one."""
+        """Kill the process, even during a job. Idempotent; another job starts a new one."""
         worker = self._worker
         if worker is not None:
             worker.process.kill()
@@ -120,9 +120,9 @@ class TemplateProcess:
 
 
 class ProtectedRenderer:
-    """A Renderer with one worker process, for programs that run one conversation after the other.
+    """A Renderer with one worker process, for programs that render one conversation at a time.
 
-    Values that only this process understands (objects of a caller's own classes) are rendered here, unprotected.
+    Values that cannot be sent to it (objects of a caller's own classes) are rendered in this process, unprotected.
     """
 
     def __init__(self, limits: TemplateLimits | None = None) -> None:
@@ -130,10 +130,10 @@ class ProtectedRenderer:
         self._here = InProcessRenderer()
 
     def render(self, job: TemplateJob) -> str:
-        """Raises RequestError, or ConfigError for a template that is not Jinja."""
+        """Return the prompt. Raises RequestError, or ConfigError for a template that is not valid Jinja."""
         try:
             return self._process.render(job)
-        except (ForeignValues, OSError):  # OSError: no process can be started
+        except (ForeignValues, OSError):  # OSError: the process could not be started
             return self._here.render(job)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class ProtectedRenderer:
 
 
 class _Worker:
-    """One life of the process.   has_ended: its last reply said that it ends."""
+    """A running worker process.   has_ended: it exits, by its last reply or because it failed."""
 
     def __init__(self, memory_bytes: int, niceness: int) -> None:
         self._connection, theirs = socket.socketpair()
@@ -161,7 +161,7 @@ class _Worker:
         self._finalizer = weakref.finalize(self, _kill, self.process, self._connection, self._owner)
 
     def is_usable(self) -> bool:
-        """False once the process is gone, and in a process that was forked from the one that started it."""
+        """Return False if the process has exited, or if this is a fork of the process that started it."""
         return os.getpid() == self._owner and self.process.poll() is None
 
     def pickle(self, job: TemplateJob) -> bytes:
@@ -179,7 +179,7 @@ class _Worker:
         return data
 
     def exchange(self, data: bytes, timeout_s: float) -> str:
-        """Raises TimeoutError, EOFError or ConnectionError: the worker is of no more use then."""
+        """Send a job, return the prompt. Raises TimeoutError, EOFError or ConnectionError if the worker is unusable."""
         if self._is_new:
             self._receive(len(READY), time.monotonic() + _START_S)
             self._is_new = False

@@ -1,9 +1,9 @@
 """The process that renders chat templates: `python -m pagoda.engine.template_worker MEMORY_BYTES NICENESS PARENT_PID`.
 
-A template is a program from a stranger. Here it may loop and allocate as it likes: the parent kills this process at the
-deadline, the kernel refuses memory beyond the limit, and kills it should the parent be gone. Requests come on standard
-input, a socket, pickled by the parent, which is trusted; replies are plain bytes. Imports are few, so that a killed
-worker is replaced in about a tenth of a second.
+A template is an untrusted program, so it runs in this process, where it may loop and allocate: the parent kills the
+process at the deadline, the kernel enforces the memory limit, and an alarm kills it shortly after the deadline if the
+parent does not. Requests arrive on standard input, a socket, pickled by the parent, which is trusted; replies are plain
+bytes. Imports are few, so that a killed worker is replaced in about a tenth of a second.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from pagoda.engine.chat_template import ChatTemplate
 from pagoda.engine.template_job import render_with
 
 NUM_KEPT = 16
-"""Compiled templates that a worker keeps. The parent keeps the same list of keys, by the same rule."""
+"""Size of the worker's LRU cache of compiled templates. The parent tracks the cached keys by the same rule."""
 REQUEST = struct.Struct("<dQ")  # timeout in seconds, size of the pickle
 REPLY = struct.Struct("<BBQ")  # outcome, whether the worker ends after it, size of the text
 RENDERED, REFUSED, NOT_A_TEMPLATE, CANNOT_READ = range(4)
@@ -32,12 +32,12 @@ READY = b"R"
 
 _MAX_TEXT_CHARS = 64 * 2**20
 _MAX_GROWTH_BYTES = 64 * 2**20  # of resident memory: a worker that has grown by more is replaced
-_KILL_AFTER_S = 1.0  # after the deadline: the parent has had its chance
+_KILL_AFTER_S = 1.0  # after the deadline, in case the parent does not kill this process
 _PARENT_CHECK_S = 0.5
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """Return `size` bytes. Raises EOFError when the other end closes before."""
+    """Return `size` bytes. Raises EOFError if the other end closes the connection first."""
     data = bytearray(size)
     view, at = memoryview(data), 0
     while at < size:
@@ -69,7 +69,7 @@ class _Worker:
         except _CannotRead as error:
             return CANNOT_READ, str(error).encode(errors="replace")
         except MemoryError:
-            said = f"the chat template needs more than the {self._memory_bytes >> 20} MiB of memory that it may take"
+            said = f"the chat template needs more memory than its limit of {self._memory_bytes >> 20} MiB"
             return REFUSED, json.dumps([said, "messages"]).encode()
         except RecursionError:
             return REFUSED, json.dumps(["the chat template or the messages are nested too deeply", "messages"]).encode()
@@ -86,12 +86,12 @@ class _Worker:
             self._templates.popitem(last=False)
         if template is None:
             if source is None:
-                raise RuntimeError("the parent takes a template for known that is not")
+                raise RuntimeError("the parent sent the key of a template that is not cached")
             template = self._templates[key] = source.compile()
         text = render_with(template, *values)
         if len(text) > _MAX_TEXT_CHARS:
             raise RequestError(
-                f"the chat template renders {len(text)} characters; at most {_MAX_TEXT_CHARS} are taken", "messages"
+                f"the chat template renders {len(text)} characters; at most {_MAX_TEXT_CHARS} are allowed", "messages"
             )
         return text
 
@@ -100,7 +100,7 @@ class _Worker:
 
 
 def _peak_kb() -> int:
-    """Most resident memory so far; getrusage would count the parent's, from before this program was loaded."""
+    """Return the peak resident memory in KiB. (getrusage would include the parent's, from before exec.)"""
     if sys.platform != "linux":
         return 0
     with open("/proc/self/status") as file:
@@ -108,14 +108,14 @@ def _peak_kb() -> int:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Of address space, beyond what the interpreter has already."""
+    """Limit the address space to what the interpreter uses now plus `memory_bytes`."""
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (present + memory_bytes, present + memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
     os._exit(1)
@@ -124,10 +124,10 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     memory_bytes, niceness, parent = map(int, sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills, whatever the interpreter is doing
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, even inside a long C call
     os.nice(niceness)
     connection = socket.socket(fileno=os.dup(0))
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     if sys.platform == "linux":
         _limit_memory(memory_bytes)
     worker = _Worker(memory_bytes)

@@ -1,4 +1,4 @@
-"""TextThreads: where long texts are tokenised and decoded while an event loop goes on."""
+"""TextThreads: tokenise and decode long texts on threads, so that they do not block an event loop."""
 
 import asyncio
 import ctypes
@@ -14,16 +14,16 @@ _NUM_THREADS = 2
 
 
 def _trim_memory() -> None:
-    """Give freed memory back to the system: tokenising takes a hundred times the text's size, which malloc keeps."""
+    """Return freed memory to the system: tokenising takes a hundred times the text's size, which malloc would keep."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 class TextThreads:
-    """Two small pools, so that short texts never queue after very long ones, and the event loop after neither.
+    """Two small thread pools, so that short texts do not queue after very long ones.
 
-    Tokenising releases the interpreter lock; a pool of few threads bounds what the rest costs the event loop.
+    Tokenising releases the GIL; few threads bound how often its other parts compete with the event loop for it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class TextThreads:
         self._long = ThreadPoolExecutor(_NUM_THREADS, "pagoda-long-text")
 
     async def run(self, num_chars: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Return function(*args, **options), called on a thread. A caller that is cancelled leaves the queue."""
+        """Return function(*args, **options), called on a thread. Cancelling removes a call that is still queued."""
         if num_chars < _VERY_LONG_CHARS:
             return await asyncio.wrap_future(self._short.submit(function, *args, **options))
 
@@ -44,6 +44,6 @@ class TextThreads:
         return await asyncio.wrap_future(self._long.submit(run_and_trim))
 
     def shutdown(self) -> None:
-        """End the threads when they are done with what they do; what waits is dropped. Idempotent."""
+        """Drop queued calls, and end the threads after their current ones. Idempotent."""
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)

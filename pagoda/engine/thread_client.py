@@ -1,4 +1,4 @@
-"""ThreadClient: an engine core on a thread of this process, for AsyncEngine without a second process."""
+"""ThreadClient: run an engine core on a thread of this process, for AsyncEngine without a second process."""
 
 import asyncio
 import logging
@@ -24,9 +24,9 @@ _Command = Callable[[EngineCore], None]
 
 
 class ThreadClient:
-    """An EngineCoreClient whose core steps on a thread of its own. The thread sleeps while there is nothing to do.
+    """An EngineCoreClient whose core runs on its own thread, which sleeps while there is no work.
 
-    build: makes the core; called on that thread, so that the event loop stays free while a model loads.
+    build: makes the core; called on that thread, so that loading a model does not block the event loop.
     """
 
     def __init__(self, build: Callable[[], EngineCore]) -> None:
@@ -39,7 +39,7 @@ class ThreadClient:
         self._stats_at_s = 0.0
 
     async def start(self) -> wire.EngineFacts:
-        """Returns when requests can be served; what `build` raises is raised here."""
+        """Start the thread; return when requests can be served. Raises what `build` raises."""
         assert self._thread is None, "a client is started once"
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[wire.EngineFacts] = self._loop.create_future()
@@ -53,13 +53,13 @@ class ThreadClient:
     def abort(self, request_ids: list[str]) -> None:
         self._commands.put(lambda core: core.abort(request_ids))
 
-    def finish_branch(self, request_id: str, branch: int, status: RequestStatus) -> None:
-        self._commands.put(lambda core: core.finish_branch(request_id, branch, status))
+    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
+        self._commands.put(lambda core: core.finish_sequence(request_id, sequence, status))
 
     async def next_outputs(self) -> EngineCoreOutputs:
         item = await self._outputs.get()
         if isinstance(item, WorkerDied):
-            self._outputs.put_nowait(item)  # whoever asks again hears it again
+            self._outputs.put_nowait(item)  # so that the next call raises it again
             raise item
         return item
 
@@ -78,7 +78,7 @@ class ThreadClient:
         return self._stats
 
     async def shutdown(self) -> None:
-        """End the thread after the step it is in. Idempotent."""
+        """End the thread after its current step. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._commands.put(None)
@@ -89,27 +89,29 @@ class ThreadClient:
     def _run(self, ready: "asyncio.Future[wire.EngineFacts]") -> None:
         try:
             core = self._build()
-        except BaseException as error:  # whatever it is, the caller of start() must hear it
-            self._tell(_fail, ready, error)
+        except BaseException as error:  # passed on to the caller of start()
+            self._call_on_loop(_fail, ready, error)
             return
-        self._tell(_settle, ready, core.facts)
+        self._call_on_loop(_settle, ready, core.facts)
         try:
-            while self._obey(core):
+            while self._run_commands(core):
                 for outputs in core.step().values():
-                    self._tell(self._outputs.put_nowait, outputs)
+                    self._call_on_loop(self._outputs.put_nowait, outputs)
                 if time.monotonic() - self._stats_at_s > _STATS_INTERVAL_S:
                     self._refresh_stats(core)
         except (WorkerDied, InvariantBroken) as error:
-            died = error if isinstance(error, WorkerDied) else WorkerDied(f"a defect of the engine: {error}")
-            self._tell(self._outputs.put_nowait, died)
+            died = error if isinstance(error, WorkerDied) else WorkerDied(f"internal error in the engine: {error}")
+            self._call_on_loop(self._outputs.put_nowait, died)
         except Exception as error:
-            self._tell(self._outputs.put_nowait, WorkerDied(f"the engine failed: {type(error).__name__}: {error}"))
+            self._call_on_loop(
+                self._outputs.put_nowait, WorkerDied(f"the engine failed: {type(error).__name__}: {error}")
+            )
             raise
         finally:
             core.shutdown()
 
-    def _obey(self, core: EngineCore) -> bool:
-        """Take all commands there are, waiting for one when there is nothing to compute. False: shut down."""
+    def _run_commands(self, core: EngineCore) -> bool:
+        """Run all queued commands; wait for one if the core is idle. Return False to shut down."""
         while True:
             is_idle = not core.has_unfinished_requests()
             if is_idle:
@@ -131,19 +133,19 @@ class ThreadClient:
             raise
         except PagodaError as error:
             reason = str(error)
-        except Exception as error:  # concerns this request only: the core has forgotten it
-            logger.exception("request %s could not enter the engine", request.request_id)
-            reason = f"the engine could not take this request: {type(error).__name__}: {error}"
+        except Exception as error:  # only this request fails: the core has removed it
+            logger.exception("request %s could not be queued", request.request_id)
+            reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             status = RequestStatus.FINISHED_ERROR
         entry = JournalEntry(request, [[] for _ in range(request.num_seqs)], set(range(request.num_seqs)))
-        self._tell(self._outputs.put_nowait, error_outputs(entry, reason, status))
+        self._call_on_loop(self._outputs.put_nowait, error_outputs(entry, reason, status))
 
     def _refresh_stats(self, core: EngineCore) -> None:
         self._stats_at_s = time.monotonic()
         self._stats = wire.EngineStats.of(core.make_stats())
 
-    def _tell(self, call: Callable[..., object], *args: object) -> None:
-        """Run `call` on the event loop; nothing when that has ended."""
+    def _call_on_loop(self, call: Callable[..., object], *args: object) -> None:
+        """Run `call` on the event loop; do nothing if the loop is closed."""
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)

@@ -1,4 +1,4 @@
-"""How much text one token can stand for: an upper bound that refuses hopeless prompts before they are tokenised."""
+"""Upper bound of the text per token, to reject far too long prompts before tokenising them."""
 
 import json
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from pagoda.engine.byte_letters import BYTE_LETTERS
 
 @dataclass(frozen=True, slots=True)
 class TokenLengthBound:
-    """max_chars: characters of input text that one token can stand for.
+    """max_chars: most characters of input text per token.
 
-    dropped: characters that the tokenizer leaves out, because its vocabulary cannot spell them.
+    dropped: characters that the tokenizer drops, because they are not in its vocabulary.
     """
 
     max_chars: int
     dropped: str = ""
 
     def min_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, without tokenising it."""
+        """Return a lower bound of the number of tokens in `text`, without tokenising it."""
         kept = len(text) - sum(map(text.count, self.dropped))
         return -(-kept // self.max_chars)
 
 
-_NFC_SHRINKS = 4  # a precomposed character stands for at most four characters
+_NFC_SHRINKS = 4  # NFC composes at most four characters into one
 _KEEPS_EVERY_CHARACTER = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 
 
 def token_length_bound(backend: tokenizers.Tokenizer) -> TokenLengthBound | None:
-    """Return how much text a token of this tokenizer can stand for.
+    """Return the bound of a tokenizer.
 
-    None where there is no bound: unknown words of any length become one token, or a normaliser drops characters.
+    None if there is no bound: unknown words of any length become one token, or a normaliser drops characters.
     """
     normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
     shrinks = _shrinking(normalizer)
@@ -40,7 +40,7 @@ def token_length_bound(backend: tokenizers.Tokenizer) -> TokenLengthBound | None
     if shrinks is None or dropped is None or not _keeps_characters(pre_tokenizer):
         return None
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
-        return None  # such a token takes all the white space around it
+        return None  # such a token absorbs all adjacent white space
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
     return TokenLengthBound(shrinks * longest, dropped)
 
@@ -56,7 +56,7 @@ def _steps(described: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(normalizer: Any) -> int | None:
-    """By how much a normaliser can at most shorten a text; None if by any amount."""
+    """Return the largest factor by which a normaliser can shorten a text; None if unbounded."""
     factor = 1
     for step in _steps(normalizer, "normalizers"):
         match step:
@@ -79,7 +79,7 @@ def _keeps_characters(pre_tokenizer: Any) -> bool:
 
 
 def _dropped(backend: tokenizers.Tokenizer, pre_tokenizer: Any) -> str | None:
-    """The characters that a byte-level vocabulary cannot spell; None if whole runs of text can be one token or none."""
+    """Return the ASCII characters that the vocabulary drops; None if the number of dropped characters is unbounded."""
     if not isinstance(backend.model, tokenizers.models.BPE):
         return None
     if backend.model.byte_fallback:
@@ -89,10 +89,10 @@ def _dropped(backend: tokenizers.Tokenizer, pre_tokenizer: Any) -> str | None:
     if backend.model.unk_token is not None and backend.model.fuse_unk:
         return None
     missing = [byte for byte, letter in enumerate(BYTE_LETTERS) if backend.token_to_id(letter) is None]
-    # A character of several bytes is dropped only if all of them are missing: none is while those inside are known.
+    # A multi-byte character is only dropped if all its bytes are missing, so not if all continuation bytes are known.
     return "".join(map(chr, (byte for byte in missing if byte < 0x80))) if not any(map(_is_inner, missing)) else None
 
 
 def _is_inner(byte: int) -> bool:
-    """Whether UTF-8 has this byte after the first of a character."""
+    """Return whether this is a UTF-8 continuation byte."""
     return 0x80 <= byte < 0xC0

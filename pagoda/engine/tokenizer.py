@@ -1,4 +1,4 @@
-"""Tokenizer: between text and token ids. Bytes are the truth: every token stands for some, text is their UTF-8."""
+"""Tokenizer: convert between text and token ids. Each token has its bytes; the text is their UTF-8 decoding."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,40 +16,40 @@ from pagoda.engine.special_marks import SpecialMarks
 from pagoda.engine.token_length import TokenLengthBound, token_length_bound
 
 LONG_TEXT_CHARS = 1024
-"""Texts of this length are tokenised on a thread where other work must not wait: about half a millisecond."""
+"""From this length on, an event loop tokenises texts on a thread: they take about half a millisecond or more."""
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer. Objects are shared by threads: all methods only read."""
+    """The tokenizer interface of the engine. Implementations are thread-safe."""
 
     @property
     def facts(self) -> "TokenizerFacts": ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens written out in the text become their ids."""
+        """Return the token ids of `text`. Special tokens written in the text become their ids."""
         ...
 
     def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of what ChatTemplate.render_marked gave: its marks become special tokens, and nothing else does."""
+        """Return the token ids of ChatTemplate.render_marked's text: only its marks become special tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text, when it is not the first. Empty for ids that do not exist."""
+        """Return the bytes the token adds to the text if it is not the first. Empty for unknown ids."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What a tokenizer knows of its model.
+    """The properties of a model's tokenizer.
 
     vocab_size: largest id + 1.   eos_token_ids: ids that end an output, the main one first.
-    special_token_ids: ids that skip_special_tokens leaves out of the text.
-    special_names: bos_token, eos_token, ... -> how it is written.
-    length_bound: how much text a token can stand for, if that is known.
+    special_token_ids: ids that skip_special_tokens removes from the text.
+    special_names: text of bos_token, eos_token, ...
+    length_bound: upper bound of the text per token, if known.
     """
 
     vocab_size: int
@@ -63,10 +63,10 @@ class TokenizerFacts:
 
 
 class LibraryTokenizer:
-    """A Tokenizer of the `tokenizers` library."""
+    """A Tokenizer that uses the `tokenizers` library."""
 
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
-        """Raises ConfigError when its decoder is of a kind whose tokens have no bytes of their own."""
+        """Raises ConfigError for a decoder with an unsupported step."""
         self.facts = facts
         self.backend = backend
         self._special = facts.special_token_ids
@@ -85,7 +85,7 @@ class LibraryTokenizer:
         return self._marked.encode(text, _encode, add_special_tokens)
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode` for each, on all cores."""
+        """Like `encode` for each text, on all cores."""
         return [item.ids for item in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -105,7 +105,7 @@ class LibraryTokenizer:
     def _read_bytes(self, token_id: int) -> bytes:
         token = self._added.get(token_id)
         if token is None:
-            # Beyond the vocabulary are only the marks' stand-ins, which must stay unknown.
+            # Ids beyond the vocabulary are the marks' stand-ins, which must stay unknown.
             token = self.backend.id_to_token(token_id) if 0 <= token_id < self.facts.vocab_size else None
         return b"" if token is None else self._spelling.to_bytes(token)
 
@@ -114,9 +114,9 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool =
     try:
         if len(text) < LONG_TEXT_CHARS:
             return backend.encode(text, add_special_tokens=add_special_tokens)
-        # Unlike `encode`, this releases the interpreter lock, and leaves out the tokens' positions in the text.
+        # Unlike `encode`, this releases the GIL, and does not compute the tokens' offsets in the text.
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-    except BaseException as error:  # its regular expressions give up after so many steps, by a panic
+    except BaseException as error:  # its regular expression engine panics after too many steps
         if not is_panic(error):
             raise
         raise RequestError(f"the tokenizer cannot split this text: {shorten(str(error))}", "prompt") from None
@@ -127,7 +127,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool =
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How a vocabulary writes bytes as text: `byte_level` letters, or `replace` and <0xNN> for single bytes."""
+    """How a vocabulary spells bytes: as `byte_level` characters, or with `space` for spaces and <0xNN> for bytes."""
 
     byte_level: bool = False
     space: str = ""
@@ -154,7 +154,7 @@ class _Spelling:
 
 
 def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
-    """Reads the decoder's own description. Raises ConfigError for one that is not understood."""
+    """Derive the spelling from the decoder's description. Raises ConfigError for an unsupported decoder."""
     if backend.decoder is None:
         return _Spelling(word_prefix="\0")  # tokens are words, joined by spaces
     described: dict[str, Any] = json.loads(backend.decoder.__getstate__())
@@ -183,16 +183,16 @@ def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
     return _Spelling(**spelling)
 
 
-# ---- what every way of loading ends with
+# ---- shared by all loaders
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether `error` is a panic of a Rust library, which is no Exception and cannot be imported by name."""
+    """Return whether `error` is a panic of a Rust library: not an Exception, and its class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def library_failure(error: BaseException, where: str) -> BaseException:
-    """Return the ConfigError for what the tokenizers library raised while loading; other exceptions as they are."""
+    """Return a ConfigError for what the tokenizers library raised while loading; other exceptions unchanged."""
     if isinstance(error, PagodaError) or not (isinstance(error, Exception) or is_panic(error)):
         return error
     return ConfigError(f"{where}: {shorten(str(error), 300)}")
@@ -205,7 +205,7 @@ def make_facts(
     template_text: "str | dict[str, str] | None",
     special_names: dict[str, str],
 ) -> TokenizerFacts:
-    """Facts of a backend whose special tokens are all added. Raises ConfigError for a broken chat template."""
+    """Return the facts of a backend with its special tokens added. Raises ConfigError for an invalid template."""
     added = backend.get_added_tokens_decoder()
     size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
     special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -216,7 +216,7 @@ def make_facts(
 
 
 def _template_of(source: object, special_names: dict[str, str], marks: SpecialMarks) -> ChatTemplate:
-    """Compile a chat template. Raises ConfigError for one that is no template at all, or that no compiler can take."""
+    """Compile a chat template. Raises ConfigError if it is not a string or strings by name, or cannot be compiled."""
     named = {"default": source} if isinstance(source, str) else source
     if not isinstance(named, dict) or not all(isinstance(text, str) for text in named.values()):
         raise ConfigError(f"the chat template is {abbreviate(source)}, expected a string or strings by name")
@@ -229,7 +229,7 @@ def _template_of(source: object, special_names: dict[str, str], marks: SpecialMa
 def bos_eos_template(
     backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
 ) -> tokenizers.processors.TemplateProcessing:
-    """A post-processor that puts these around a text (None: nothing)."""
+    """Return a post-processor that adds BOS and EOS to a text. None: do not add that token."""
     before, after = ([bos] if bos else []), ([eos] if eos else [])
     specials = [(token, backend.token_to_id(token)) for token in {*before, *after}]
     for token, token_id in specials:

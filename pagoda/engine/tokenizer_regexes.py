@@ -1,8 +1,8 @@
-"""Regular expressions of a tokenizer: ones that nobody published are tried out before the tokenizer is used.
+"""Regular expressions of a tokenizer: patterns other than the well-known ones are tested before use.
 
-The `tokenizers` library matches with a backtracking engine, so a pattern from a hostile file can take time exponential
-in the length of a text. There is no way to stop a match from within a process; hence unknown patterns run once in a
-child process with a deadline, over texts that make bad patterns explode.
+The `tokenizers` library uses a backtracking engine, so a pattern from a hostile file can take time exponential in the
+length of a text. A match cannot be interrupted from within the process, so unknown patterns first run in a child
+process with a deadline, on texts that trigger catastrophic backtracking.
 """
 
 import json
@@ -27,7 +27,7 @@ _CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = _CASED_WORD.replace("SUFFIX", "") + r"|\p{N}" + _CASED_REST
 GPT4O = _CASED_WORD.replace("SUFFIX", CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_REST
 PUBLISHED = frozenset({LLAMA3, QWEN2, GPT2, TEKKEN, GPT4O})
-"""Patterns by which published models cut text into words."""
+"""Patterns with which published models split text into words."""
 
 DEADLINE_S = 10.0
 _MAX_PATTERN_CHARS = 20_000
@@ -36,7 +36,7 @@ _MAX_PATTERN_CHARS = 20_000
 def check_regexes(backend: tokenizers.Tokenizer, origin: str, deadline_s: float = DEADLINE_S) -> None:
     """Raise ConfigError for a pattern of the tokenizer's normalizer or pre-tokenizer that takes too long to match.
 
-    origin: the file, for the message.   deadline_s: for one unknown pattern, start of the child process included.
+    origin: the file, for the message.   deadline_s: per unknown pattern, including the start of the child process.
     """
     for step in (backend.normalizer, backend.pre_tokenizer):
         if step is None:
@@ -47,7 +47,7 @@ def check_regexes(backend: tokenizers.Tokenizer, origin: str, deadline_s: float 
 
 
 def _patterns(described: object) -> Iterator[str]:
-    """All values of a key "Regex", at any depth."""
+    """Yield all values of the key "Regex", at any depth."""
     stack = [described]
     while stack:
         item = stack.pop()
@@ -82,7 +82,7 @@ def _try_out(pattern: str, origin: str, deadline_s: float) -> None:
     raise ConfigError(f"{named} {why}; correct it, or name another tokenizer (option tokenizer)")
 
 
-# Runs of one character are what nested repetitions explode on: of the usual kinds, and of what the pattern names.
+# Nested repetitions backtrack on runs of one character: try common ones, and those that occur in the pattern.
 _PROBE = r"""
 import json, sys
 given = json.load(sys.stdin)

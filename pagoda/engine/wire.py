@@ -1,6 +1,6 @@
 """Messages between an API process and an engine process: msgpack, typed at both ends.
 
-The frozen records of core/ travel as they are; numpy arrays as (dtype, shape, bytes). Nothing is pickled.
+The frozen records of core/ are sent as they are, numpy arrays as (dtype, shape, bytes). Nothing is pickled.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A new request, encoded on its own: one that cannot be decoded is refused under its id, and nothing else."""
+    """A new request, encoded separately, so that a malformed one can be rejected by its id."""
 
     request_id: str
     handle: int
@@ -25,11 +25,11 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: tuple[str, ...]
 
 
-class FinishBranch(msgspec.Struct, frozen=True, tag="finish_branch"):
-    """A stop string was found in the text of this branch: it ends, its siblings go on."""
+class FinishSequence(msgspec.Struct, frozen=True, tag="finish_sequence"):
+    """Finish a sequence (a stop string was found in its text); the request's other sequences continue."""
 
     request_id: str
-    branch: int
+    sequence: int
     status: RequestStatus
 
 
@@ -38,11 +38,11 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     preempt_running: bool = False
 
 
-ToEngine = AddRequest | AbortRequests | FinishBranch | ResetPrefixCache
+ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What an engine knows once its model is loaded."""
+    """Properties of an engine that are known once its model is loaded."""
 
     max_model_len: int
     block_size: int
@@ -52,7 +52,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The first message of an engine process: steps can run from now on."""
+    """The first message of an engine process: it can run steps."""
 
     facts: EngineFacts
 
@@ -60,7 +60,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     """The last message of an engine that could not start.
 
-    `config`: the caller's settings are to blame, a retry won't help.
+    config: the settings are invalid, so that another start would fail too.
     """
 
     message: str
@@ -68,7 +68,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """The scheduler's gauges and running totals, as of one moment of this engine's life."""
+    """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -84,7 +84,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, stats: SchedulerStats) -> "EngineStats":
-        """The part of the scheduler's statistics that operators read."""
+        """Select the statistics that are exported as metrics."""
         return cls(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -101,9 +101,9 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """What one step gave its client.
+    """One step's outputs for a client.
 
-    step_tokens: tokens computed in each step since the last message.   stats: rides along from time to time.
+    step_tokens: tokens computed in each step since the last message.   stats: included from time to time.
     """
 
     outputs: EngineCoreOutputs
@@ -112,7 +112,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine did not take this request; it never entered a queue.
+    """The engine rejected this request; it was never queued.
 
     status: FINISHED_IGNORED where the request is at fault, FINISHED_ERROR where the engine is.
     """
@@ -126,8 +126,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
 class IdleReport(msgspec.Struct, frozen=True, tag="idle"):
     """The engine has no request and waits for a message.
 
-    num_handled: messages of this client it has handled since it started. If the client has sent no more than those,
-    there is no work anywhere.
+    num_handled: messages of this client handled since the start. If the client has sent no more, there is no work left.
     """
 
     stats: EngineStats
@@ -158,10 +157,7 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 class Codec:
-    """Encodes any message, decodes those of one direction. Arrays come out read-only.
-
-    Not for use by two threads at once.
-    """
+    """Encodes any message; decodes those of one direction. Decoded arrays are read-only. Not thread-safe."""
 
     def __init__(self, incoming: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
@@ -172,17 +168,17 @@ class Codec:
         return self._encoder.encode(message)
 
     def encode_request(self, request: Request) -> bytes:
-        """An AddRequest message.
+        """Encode an AddRequest message.
 
         Raises UnicodeEncodeError for a string that is not valid Unicode, OverflowError for an integer beyond 64 bits,
-        TypeError or NotImplementedError for a value that has no wire form.
+        TypeError or NotImplementedError for a value of an unsupported type.
         """
         return self.encode(AddRequest(request.request_id, request.handle, msgspec.Raw(self._encoder.encode(request))))
 
     def decode(self, data: bytes) -> Any:
-        """The message. Raises msgspec.DecodeError for bytes that are none."""
+        """Decode a message. Raises msgspec.DecodeError if it is malformed."""
         return self._decoder.decode(data)
 
     def decode_request(self, message: AddRequest) -> Request:
-        """The request of an AddRequest message. Raises msgspec.DecodeError if it is malformed."""
+        """Decode the request of an AddRequest message. Raises msgspec.DecodeError if it is malformed."""
         return self._request_decoder.decode(message.request)

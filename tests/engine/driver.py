@@ -23,7 +23,7 @@ MAX_STEPS = 20_000
 
 @dataclass
 class Answers:
-    """tokens: (request id, branch) -> emitted tokens.   finishes: the same key -> Finish."""
+    """tokens: (request id, sequence) -> emitted tokens.   finishes: the same key -> Finish."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finishes: dict[tuple[str, int], Finish] = field(default_factory=dict)
@@ -31,8 +31,8 @@ class Answers:
 
     def take(self, outputs: EngineCoreOutputs, ids: Sequence[str]) -> None:
         at = 0
-        for handle, branch, count in zip(outputs.handles, outputs.sequences, outputs.counts, strict=True):
-            key = (ids[handle], int(branch))
+        for handle, sequence, count in zip(outputs.handles, outputs.sequences, outputs.counts, strict=True):
+            key = (ids[handle], int(sequence))
             assert key not in self.finishes, f"{key} emits after its end"
             self.tokens.setdefault(key, []).extend(outputs.token_ids[at : at + count].tolist())
             at += count

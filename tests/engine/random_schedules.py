@@ -38,7 +38,7 @@ class Watched:
 
 @dataclass
 class Trace:
-    """What requests got, by the seed of each branch.
+    """What requests got, by the seed of each sequence.
 
     logits: (seed, position of the token that was drawn) -> digest of the logits' bits.   tokens: seed -> emitted.
     prompt_logprobs: seed -> the bytes of the prompt's columns: token ids, logprobs, ranks.
@@ -147,8 +147,8 @@ def play(core: EngineCore, trace: Trace, script: Script) -> None:
 def _take(core: EngineCore, trace: Trace, script: Script) -> None:
     for outputs in core.step().values():
         at = 0
-        for handle, branch, count in zip(outputs.handles, outputs.sequences, outputs.counts, strict=True):
-            seed = script.requests[handle].seed + int(branch)
+        for handle, sequence, count in zip(outputs.handles, outputs.sequences, outputs.counts, strict=True):
+            seed = script.requests[handle].seed + int(sequence)
             trace.tokens.setdefault(seed, []).extend(outputs.token_ids[at : at + count].tolist())
             at += count
         for handle, told in outputs.prompt_logprobs.items():
@@ -161,13 +161,13 @@ def _take(core: EngineCore, trace: Trace, script: Script) -> None:
 
 
 def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping[str, object]) -> Trace:
-    """Every branch as a request of its own, prompts whole, one thread, one after the other, nothing cached."""
+    """Every sequence as a request of its own, prompts whole, one thread, one after the other, nothing cached."""
     quiet = {"threads": 1, "max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 1024}
     core, trace = make_engine(model, Counter(), {**options, **quiet})
     for each in watched:
-        for branch in range(each.params.n):
+        for sequence in range(each.params.n):
             params = _single(each.params)
-            play(core, trace, Script([Watched(each.prompt, params, each.seed + branch)], [0], {}, set()))
+            play(core, trace, Script([Watched(each.prompt, params, each.seed + sequence)], [0], {}, set()))
     core.shutdown()
     return trace
 

@@ -21,12 +21,12 @@ VICTIM = list(range(100, 160))
 MAX_STEPS_TO_FREE = 2
 ALL_BLOCKS = BLOCK * NUM_BLOCKS - 3  # tokens that fill the pool behind a prompt of three
 
-# state -> (scheduler's settings, the victim's prompt, how many branches it has, how that state shows)
+# state -> (scheduler's settings, the victim's prompt, how many sequences it has, how that state shows)
 STATES: dict[str, tuple[dict[str, object], list[int], int, Callable[[SchedulerStats], bool]]] = {
     "queued": ({"max_num_seqs": 1}, VICTIM, 1, lambda s: s.num_running == 1 and s.num_waiting == 1),
     "prefilling": ({"max_num_seqs": 4, "max_num_batched_tokens": 8}, VICTIM, 1, lambda s: s.num_free_blocks < 14),
     "decoding": ({}, VICTIM[:20], 1, lambda s: s.generation_tokens > 10),
-    "decoding in branches": ({}, VICTIM[:20], 3, lambda s: s.generation_tokens > 16),
+    "decoding several sequences": ({}, VICTIM[:20], 3, lambda s: s.generation_tokens > 16),
     "swapped": ({"preemption_mode": PreemptionMode.SWAP}, VICTIM[:20], 1, lambda s: s.num_swapped == 1),
     "preempted": ({"preemption_mode": PreemptionMode.RECOMPUTE}, VICTIM[:20], 1, lambda s: s.preemptions == 1),
 }

@@ -57,9 +57,9 @@ def test_any_schedule_gives_each_request_its_own_tokens(settings: dict[str, obje
     ]
     answers = drive(core, requests)
     for i, text in enumerate(texts):
-        for branch in range(1 + (i % 3 == 0)):
-            assert answers.tokens[f"r{i}", branch] == expected(text, 5 + 3 * i, 10 * i + branch)
-            assert answers.finishes[f"r{i}", branch].status is RequestStatus.FINISHED_LENGTH_CAPPED
+        for sequence in range(1 + (i % 3 == 0)):
+            assert answers.tokens[f"r{i}", sequence] == expected(text, 5 + 3 * i, 10 * i + sequence)
+            assert answers.finishes[f"r{i}", sequence].status is RequestStatus.FINISHED_LENGTH_CAPPED
     assert not core.has_unfinished_requests()
 
 
@@ -75,7 +75,7 @@ def test_ends_by_stop_token_eos_and_from_outside() -> None:
 
     def stop_third(num_steps: int, answers: Answers) -> None:
         if len(answers.tokens.get(("r2", 0), ())) == 10:
-            core.finish_branch("r2", 0, RequestStatus.FINISHED_STOPPED)
+            core.finish_sequence("r2", 0, RequestStatus.FINISHED_STOPPED)
 
     answers = drive(core, requests, stop_third)
     assert answers.tokens["r0", 0] == truth[:5]

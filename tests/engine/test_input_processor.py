@@ -13,7 +13,7 @@ MAX_LEN = 32
 
 
 def processor(**limits: int) -> InputProcessor:
-    known = {"vocab_size": 258, "max_model_len": MAX_LEN, "max_num_branches": 4, "max_logprobs": 5}
+    known = {"vocab_size": 258, "max_model_len": MAX_LEN, "max_num_seqs": 4, "max_logprobs": 5}
     return InputProcessor(ByteTokenizer(), InputLimits(**{**known, **limits}))
 
 
@@ -46,7 +46,7 @@ def test_all_ways_to_write_a_prompt(prompt: Prompt) -> None:
         ("", "empty"),
         ([], "empty"),
         ({"prompt_token_ids": []}, "empty"),
-        ("x" * MAX_LEN, f"has {MAX_LEN} tokens, the model takes {MAX_LEN}"),
+        ("x" * MAX_LEN, f"has {MAX_LEN} tokens, but max_model_len is {MAX_LEN}"),
         ([5, 258], "prompt token 1 is 258, outside the vocabulary of 258"),
         ([-1], "prompt token 0 is -1"),
         ([2**40], "outside the vocabulary"),

@@ -44,7 +44,7 @@ def test_tokens_clear_the_suspicion() -> None:
     assert not entry.is_on_probation
 
 
-def test_branches_come_back_as_requests_of_their_own_and_look_like_branches() -> None:
+def test_sequences_are_replayed_as_separate_requests_and_mapped_back() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=3))
     journal.record(outputs((1, 0, [5]), (1, 1, [6]), (1, 2, [7])))
@@ -55,7 +55,7 @@ def test_branches_come_back_as_requests_of_their_own_and_look_like_branches() ->
     assert (first.request_id, first.seed, first.prior_output) == (Journal.part_id("a", 0), 40, ((5,),))
     assert (last.request_id, last.seed, last.prior_output) == (Journal.part_id("a", 2), 42, ((7,),))
     assert first.num_seqs == last.num_seqs == 1
-    assert journal.engine_branch("a", 2) == (Journal.part_id("a", 2), 0)
+    assert journal.engine_sequence("a", 2) == (Journal.part_id("a", 2), 0)
     assert set(journal.engine_ids("a")) >= {Journal.part_id("a", 0), Journal.part_id("a", 2)}
 
     stop = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -78,7 +78,7 @@ def test_branches_come_back_as_requests_of_their_own_and_look_like_branches() ->
     assert len(journal) == 0
 
 
-def test_a_branched_request_without_tokens_is_replayed_whole() -> None:
+def test_a_request_with_n_without_tokens_is_replayed_whole() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
     assert journal.replay(entry) == [entry.request]
@@ -95,7 +95,7 @@ def test_aborted_requests_are_forgotten_with_their_aliases() -> None:
     assert journal.engine_ids("a") == ["a"]
 
 
-def test_an_error_ends_every_live_branch_once() -> None:
+def test_an_error_ends_every_live_sequence_once() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
     finishes = error_outputs(entry, "no").finishes

@@ -1,4 +1,4 @@
-"""Columns of tokens to outputs: cumulative, delta and final, ends of every kind, log-probabilities, branches."""
+"""Columns of tokens to outputs: cumulative, delta and final, ends of every kind, log-probabilities, sequences."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def core_outputs(
 ) -> EngineCoreOutputs:
     return EngineCoreOutputs(
         handles=np.array([handle for handle, _, _ in emitted], np.int64),
-        sequences=np.array([branch for _, branch, _ in emitted], np.int32),
+        sequences=np.array([sequence for _, sequence, _ in emitted], np.int32),
         counts=np.array([len(ids) for _, _, ids in emitted], np.int32),
         token_ids=np.array([token for _, _, ids in emitted for token in ids], np.int32),
         finishes=finishes,
@@ -31,8 +31,8 @@ def core_outputs(
     )
 
 
-def end(handle: int, status: RequestStatus, branch: int = 0, **more: object) -> Finish:
-    return Finish(f"r{handle}", handle, branch, status, **more)  # type: ignore[arg-type]
+def end(handle: int, status: RequestStatus, sequence: int = 0, **more: object) -> Finish:
+    return Finish(f"r{handle}", handle, sequence, status, **more)  # type: ignore[arg-type]
 
 
 def run(
@@ -90,7 +90,7 @@ def test_eos_is_no_text_even_where_special_tokens_are_shown() -> None:
 
 
 @pytest.mark.parametrize("kind", list(OutputKind))
-def test_a_stop_string_ends_the_branch_and_the_core_is_told(kind: OutputKind) -> None:
+def test_a_stop_string_ends_the_sequence_and_the_core_is_told(kind: OutputKind) -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(stop="lo w"), kind)
     told: list[RequestOutput] = []
@@ -121,7 +121,7 @@ def test_text_held_back_comes_with_the_end() -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [[97], [98], [99]]
 
 
-def test_branches_end_one_by_one() -> None:
+def test_sequences_end_one_by_one() -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(n=3), OutputKind.DELTA)
     first = processor.process(core_outputs([(1, 0, [97]), (1, 1, [98]), (1, 2, [99])]), 0.0).outputs
@@ -206,5 +206,5 @@ def test_logprobs_that_a_stream_has_read_are_not_kept() -> None:
         (delta,) = processor.process(outputs, 0.0).outputs
         assert len(delta.outputs[0].logprobs or ()) == 1
         assert delta.outputs[0].cumulative_logprob == -1.0 - step
-    branch = processor._by_id["a"].branches[0]
-    assert branch._logprobs == []
+    sequence = processor._by_id["a"].sequences[0]
+    assert sequence._logprobs == []

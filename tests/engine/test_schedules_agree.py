@@ -90,16 +90,16 @@ def run(core: EngineCore) -> Answers:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[tuple[str, int], list[int]]:
-    """Each branch as a request of its own, with the seed of the branch, nothing else running, nothing cached."""
+    """Each sequence as a request of its own, with the seed of the sequence, nothing else running, nothing cached."""
     core = engine(model, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=128)
     expected = {}
     for i, (prompt, params, seed) in enumerate(traffic()):
-        for branch in range(params.n):
+        for sequence in range(params.n):
             one = SamplingParams(
                 **{name: getattr(params, name) for name in params.__dataclass_fields__ if name != "n"}  # type: ignore[arg-type]
             )
-            answers = drive(core, [request(0, prompt, one, seed + branch, eos=(2,))])
-            expected[f"r{i}", branch] = answers.tokens["r0", 0]
+            answers = drive(core, [request(0, prompt, one, seed + sequence, eos=(2,))])
+            expected[f"r{i}", sequence] = answers.tokens["r0", 0]
     core.shutdown()
     assert len({tuple(tokens) for tokens in expected.values()}) > 10  # the model says something
     return expected
@@ -169,12 +169,12 @@ def test_drafts_right_or_wrong_change_nothing(
 
     def draft(num_steps: int, answers: Answers) -> None:
         drafts = {}
-        for (name, branch), tokens in answers.tokens.items():
-            if (name, branch) not in answers.finishes and rng.random() < 0.6:
-                guess = alone[name, branch][len(tokens) : len(tokens) + 3]
+        for (name, sequence), tokens in answers.tokens.items():
+            if (name, sequence) not in answers.finishes and rng.random() < 0.6:
+                guess = alone[name, sequence][len(tokens) : len(tokens) + 3]
                 if guess and rng.random() < 0.5:
                     guess[rng.integers(len(guess))] ^= 1
-                drafts[name, branch] = guess
+                drafts[name, sequence] = guess
         scheduler.update_draft_token_ids(drafts)
 
     answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())], draft)

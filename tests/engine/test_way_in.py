@@ -86,9 +86,9 @@ def test_whatever_fails_on_the_way_in_leaves_nothing_behind(monkeypatch: pytest.
             "in-outputs": "raised injected",
             "in-send": "could not be sent to the engine: RuntimeError: injected",
             "encode": "cannot be encoded: 'utf-8' codec can't encode character",
-            "decode": "could not take this request: DecodeError",
-            "early": "could not take this request: RuntimeError: injected",
-            "late": "could not take this request: RuntimeError: injected",
+            "decode": "could not queue this request: DecodeError",
+            "early": "could not queue this request: RuntimeError: injected",
+            "late": "could not queue this request: RuntimeError: injected",
             "lost": "the engine has lost this request",
         }
         assert errors.keys() == expected.keys()

@@ -199,7 +199,7 @@ def test_nested_tokenizer_json(tmp_path: Path) -> None:
         ({"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}, "expected a token id"),
         ({"added_tokens_decoder": {"10": 5}}, "added_tokens_decoder[10] = 5"),
         ({"added_tokens_decoder": {"10": {"content": "x", "lstrip": LONG}}}, "added_tokens_decoder[10]"),
-        ({"added_tokens_decoder": {"99": {"content": LONG}}}, "has room for it only at 10"),
+        ({"added_tokens_decoder": {"99": {"content": LONG}}}, "with tokenizer.json it gets 10"),
         (
             {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": LONG},
             "is not in the vocabulary",

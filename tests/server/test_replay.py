@@ -80,14 +80,14 @@ async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[
 
 
 def asks_that_end_in_many_ways(told_without: Sequence[dict[str, Any]]) -> list[Ask]:
-    """By length, a stop string, one of a branch's own, a stop token, and the same where `min_tokens` forbids the first.
+    """By length, a stop string, one of a sequence's own, a stop token, and the same if `min_tokens` forbids the first.
 
     told_without: what the same requests say that all end by length; their stops are taken from there.
     """
     asks: list[Ask] = []
     for i, whole in enumerate(told_without):
         body = plain(i)
-        texts, ids = [whole[branch]["text"] for branch in range(body["n"])], whole[0]["token_ids"]
+        texts, ids = [whole[sequence]["text"] for sequence in range(body["n"])], whole[0]["token_ids"]
         if i % 6 == 1:
             body["stop"] = texts[0][600:604]
         elif i % 6 == 2:
