@@ -1,6 +1,6 @@
-"""FakeExecutor: everything an executor does but computing. No torch.
+"""FakeExecutor: an executor that computes tokens without a model or torch.
 
-For tests, and for measuring what stands above an executor.
+For tests, and for measuring the layers above an executor.
 """
 
 import time
@@ -17,19 +17,19 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 
 def fake_token(token_ids: np.ndarray, seed: int, vocab_size: int) -> int:
-    """The token that follows `token_ids` (int [n]) in a row with this seed: a function of both and of nothing else."""
+    """Return the token after `token_ids` (int [n]) in a row with this seed, a function of these only."""
     return int(_tokens(_digest(token_ids), np.array([seed & (2**64 - 1)], np.uint64), vocab_size)[0])
 
 
 def _digest(token_ids: np.ndarray) -> np.ndarray:
-    """uint64 [1]: polynomial of all tokens and their places, so that one lost or swapped token changes it."""
+    """Return a polynomial hash, uint64 [1]: a lost or swapped token changes it."""
     with np.errstate(over="ignore"):
         powers = np.cumprod(np.full(len(token_ids), _BASE, np.uint64))
         return np.array([(powers[::-1] * (token_ids.astype(np.uint64) + np.uint64(1))).sum()], np.uint64)
 
 
 def _extend(digests: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Digests of the same sequences with one token more."""
+    """Return the digests of the sequences extended by one token each."""
     with np.errstate(over="ignore"):
         return (digests + tokens.astype(np.uint64) + np.uint64(1)) * _BASE
 
@@ -42,10 +42,10 @@ def _tokens(digests: np.ndarray, seeds: np.ndarray, vocab_size: int) -> np.ndarr
 
 
 class FakeExecutor:
-    """Gives tokens that depend on the row's own tokens and seed alone (`fake_token`), whatever the batch or schedule.
+    """Returns tokens that depend only on the row's tokens and seed (`fake_token`), not on the batch or schedule.
 
-    It keeps a DeviceTable like a worker, so it sees exactly what a worker would. Logprobs and pooling are not covered.
-    step_s: how long a step takes (it sleeps); the result says the same.
+    It keeps a DeviceTable, like a worker. Does not support logprobs and pooling.
+    step_s: duration of a step, which sleeps.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FakeExecutor:
             return future
         try:
             future.set_result(self._run(output))
-        except Exception as error:  # belongs to the caller, as with a real executor
+        except Exception as error:  # passed to the caller, as by a real executor
             future.set_exception(error)
         return future
 
@@ -101,7 +101,7 @@ class FakeExecutor:
         return ModelRunnerOutput(output.step, tokens[:, None], np.ones(len(rows), np.int32), duration_s=self._step_s)
 
     def _verify(self, output: SchedulerOutput, ends: np.ndarray) -> ModelRunnerOutput:
-        """One row after the other: tokens up to the first that is not the draft at its place."""
+        """Sample each row up to and including the first token that differs from its draft."""
         longest = 1 + max(len(drafts) for drafts in output.drafts.values())
         sampled = np.full((len(ends), longest), -1, np.int32)
         num_sampled = np.zeros(len(ends), np.int32)

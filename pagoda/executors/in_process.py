@@ -1,4 +1,4 @@
-"""InProcessExecutor: steps run in this process, on the calling thread or on one of their own."""
+"""InProcessExecutor: run steps in this process, on the calling thread or on a separate one."""
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +11,7 @@ logger = logging.getLogger("pagoda")
 
 
 class StepRunner(Protocol):
-    """What executes steps: worker.Worker, or a fake."""
+    """Executes steps: worker.Worker, or a fake."""
 
     def start(self) -> None: ...
 
@@ -23,8 +23,8 @@ class StepRunner(Protocol):
 class InProcessExecutor:
     """See core.executor.Executor.
 
-    overlap: run steps on one thread of their own, in order, so that the caller plans the next step meanwhile; without
-        it `submit` returns when the step is done, which saves two thread switches a step.
+    overlap: run steps on a separate thread, in order, so that the caller can schedule the next step meanwhile.
+        Otherwise, `submit` returns when the step is done, which saves two thread switches per step.
     """
 
     def __init__(self, worker: StepRunner, overlap: bool = False) -> None:
@@ -37,7 +37,7 @@ class InProcessExecutor:
         if self._overlap:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagoda-worker")
             try:
-                # On that thread, because thread settings of math libraries belong to the thread that makes them.
+                # On that thread, because thread settings of math libraries apply to the calling thread.
                 self._thread.submit(self.worker.start).result()
             except BaseException:
                 self._thread.shutdown()
@@ -54,7 +54,7 @@ class InProcessExecutor:
         future: Future[ModelRunnerOutput] = Future()
         try:
             future.set_result(self._run(output))
-        except Exception as error:  # whatever it was, the caller gets it where the result would have been
+        except Exception as error:  # the future passes it to the caller
             future.set_exception(error)
         return future
 
@@ -63,7 +63,7 @@ class InProcessExecutor:
             return
         self._alive = False
         if self._thread is not None:
-            # The step that runs may finish, since the memory it uses must not go; later ones fail in `_run`.
+            # Wait for the current step, because it uses the worker's memory; later ones fail in `_run`.
             self._thread.shutdown(wait=True)
         self.worker.shutdown()
 

@@ -1,4 +1,4 @@
-"""RecordedExecutor: any executor, with a flight recorder on board."""
+"""RecordedExecutor: wrap an executor with a flight recorder."""
 
 from concurrent.futures import Future
 
@@ -10,7 +10,7 @@ from pagoda.engine.flight_recorder import FlightRecorder, request_key
 
 
 class RecordedExecutor:
-    """Writes down which requests are in a step before `inner` runs it.
+    """Records which requests are in a step before `inner` runs it.
 
     max_rows: rows of the scheduler's table.
     """
@@ -37,7 +37,7 @@ class RecordedExecutor:
         return future
 
     def take_step_tokens(self) -> tuple[int, ...]:
-        """Tokens computed in each step since the last call."""
+        """Return the number of tokens computed in each step since the last call."""
         taken = tuple(self._step_tokens)
         self._step_tokens.clear()
         return taken

@@ -1,4 +1,4 @@
-"""Metrics under the names that the field's dashboards and load generators read."""
+"""Prometheus metrics, with the names that existing dashboards and load generators use."""
 
 from collections.abc import Callable, Iterator
 
@@ -43,10 +43,9 @@ _COUNTS = (1, 2, 5, 10, 20)
 
 
 class ServerMetrics:
-    """All of /metrics for one engine. Requests are observed as they pass; the engine's gauges are asked for at each
-    scrape.
+    """The metrics of one engine. Requests update them as they run; the engine's gauges are read at each scrape.
 
-    stats: the engine's last known state.   cache_config: static labels of cache_config_info.
+    stats: returns the engine's latest statistics.   cache_config: static labels of cache_config_info.
     """
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats], cache_config: dict[str, str]) -> None:
@@ -61,11 +60,11 @@ class ServerMetrics:
         )
         self.rejections = Counter(
             "vllm:admission_rejections",
-            "Requests refused at the door, by reason.",
+            "Requests rejected by admission, by reason.",
             (*_LABELS, "reason"),
             registry=self.registry,
         )
-        # Rates of a series that appears with its first event begin with that event lost.
+        # Create all series now: rate() misses the first event of a series that appears with it.
         for reason in REJECTION_REASONS:
             self.rejections.labels(*self._values, reason)
         for reason in FINISH_REASONS:
@@ -86,7 +85,7 @@ class ServerMetrics:
         self.registry.register(_EngineCollector(self._values, stats, cache_config))
 
     def on_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt has been computed, `num_cached` of its tokens from the prefix cache."""
+        """Count a prompt, of which `num_cached` tokens were found in the prefix cache."""
         self.prompt_tokens.inc(num_tokens)
         self.prompt_tokens_cached.inc(num_cached)
 
@@ -94,7 +93,7 @@ class ServerMetrics:
         self._ttft.observe(seconds)
 
     def on_gap(self, seconds: float) -> None:
-        """Between two tokens of one output."""
+        """Observe the time between two tokens of one output."""
         self._itl.observe(seconds)
         self._tpot.observe(seconds)
 
@@ -102,11 +101,11 @@ class ServerMetrics:
         self.rejections.labels(*self._values, reason).inc()
 
     def on_finish(self, reason: str) -> None:
-        """One output of a request ended."""
+        """Count the end of one output of a request."""
         self.request_success.labels(*self._values, reason).inc()
 
     def on_end(self, request: Request, num_output_tokens: int, times: RequestMetrics | None, now_s: float) -> None:
-        """A request ended `now_s`, served or not.   times: what is known of its way."""
+        """Observe the end of a request at `now_s`, successful or not.   times: its known timestamps."""
         self._prompt_len.observe(request.num_prompt_tokens)
         self._output_len.observe(num_output_tokens)
         if request.sampling is not None:
@@ -129,7 +128,7 @@ class ServerMetrics:
 
 
 class RequestObserver:
-    """Follows one request for the metrics: fed with its deltas, told of its end, however it came."""
+    """Updates the metrics for one request: call `on_delta` for each delta, then `on_end`."""
 
     def __init__(self, metrics: ServerMetrics, request: Request) -> None:
         self._metrics = metrics
@@ -139,7 +138,7 @@ class RequestObserver:
         self.num_output_tokens = 0
 
     def on_delta(self, delta: RequestOutput, now_s: float) -> int:
-        """How many tokens it brought."""
+        """Observe a delta; return its number of tokens."""
         metrics = self._metrics
         count = 0
         for part in delta.outputs:
@@ -160,7 +159,7 @@ class RequestObserver:
         return count
 
     def on_end(self, last: RequestOutput | None, now_s: float) -> None:
-        """No more deltas; outputs that have not ended are aborted.   last: the last delta, if there was one."""
+        """Observe the end of the request; count unfinished outputs as aborted.   last: the last delta, if any."""
         for _ in self._open:
             self._metrics.on_finish("abort")
         self._open.clear()
@@ -168,7 +167,7 @@ class RequestObserver:
 
 
 class _EngineCollector:
-    """Gauges and totals that the scheduler keeps itself."""
+    """Exports the gauges and counters that the scheduler keeps."""
 
     def __init__(self, values: tuple[str, str], stats: Callable[[], EngineStats], cache_config: dict[str, str]) -> None:
         self._values = values
@@ -179,8 +178,8 @@ class _EngineCollector:
         stats = self._stats()
         for name, text, value in (
             ("num_requests_running", "Requests in the running queue.", stats.num_running),
-            ("num_requests_waiting", "Requests waiting for a seat.", stats.num_waiting),
-            ("num_requests_swapped", "Requests parked in host memory.", stats.num_swapped),
+            ("num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting),
+            ("num_requests_swapped", "Requests swapped out to host memory.", stats.num_swapped),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage),
             ("gpu_cache_usage_perc", "Share of KV blocks in use (older name).", stats.kv_usage),
         ):

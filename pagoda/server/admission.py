@@ -1,4 +1,4 @@
-"""Admission: how much work the server takes on, in all and per API key. Beyond it callers hear 429, at once."""
+"""Admission: limit the server's running work, in total and per API key. Further requests get 429 immediately."""
 
 import math
 import time
@@ -12,10 +12,10 @@ from pagoda.base.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """0 switches a limit off.
+    """Limits of admission; 0 means no limit.
 
-    max_requests, max_tokens: live requests, and their prompt + asked output tokens, in all.
-    max_requests_per_key: live at once.   requests_per_minute_per_key: started, by a token bucket of one minute's size.
+    max_requests, max_tokens: unfinished requests in total, and the sum of their prompt and maximum output tokens.
+    max_requests_per_key: unfinished requests.   requests_per_minute_per_key: a token bucket that holds one minute's.
     """
 
     max_requests: int = 1024
@@ -25,7 +25,7 @@ class AdmissionLimits:
 
 
 class Refusal(Exception):
-    """No room for this request now. `reason`: requests, tokens, key_concurrency or key_rate."""
+    """The request exceeds a limit now. `reason`: requests, tokens, key_concurrency or key_rate."""
 
     def __init__(self, reason: str, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -34,10 +34,9 @@ class Refusal(Exception):
 
 
 class Admission:
-    """Counts live requests. One event loop uses it, so nothing is locked.
+    """Counts unfinished requests. For one event loop, so it needs no lock.
 
-    A request whose tokens alone exceed max_tokens is let in when nothing else is live: it would wait for ever
-    otherwise.
+    A request whose tokens alone exceed max_tokens is admitted if no other is running: otherwise it never would be.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:
@@ -50,16 +49,16 @@ class Admission:
         )
 
     def check_size(self, num_requests: int) -> None:
-        """Before any work is spent on it: raises RequestError for what could not be admitted even alone."""
+        """Raise RequestError for a request that could not be admitted even alone, before any work on it."""
         limits = self._limits
         bounds = (limits.max_requests, limits.max_requests_per_key, limits.requests_per_minute_per_key)
         most = min((bound for bound in bounds if bound), default=num_requests)
         if num_requests > most:
-            raise RequestError(f"{num_requests} outputs at once are more than this server takes ({most})", "prompt")
+            raise RequestError(f"{num_requests} outputs are more than this server admits at once ({most})", "prompt")
 
     @contextmanager
     def admit(self, num_requests: int, num_tokens: int, key: str) -> Iterator[None]:
-        """Hold a place while the block runs. Raises Refusal."""
+        """Count the requests as running during the block. Raises Refusal."""
         self._check(num_requests, num_tokens, key)
         self.num_requests += num_requests
         self.num_tokens += num_tokens
@@ -94,5 +93,5 @@ class Admission:
         if level < num_requests:
             self._bucket_of_key[key] = (level, now_s)
             wait_s = math.ceil((num_requests - level) * 60 / per_minute)
-            raise Refusal("key_rate", f"this key may start {per_minute} requests a minute", wait_s)
+            raise Refusal("key_rate", f"this key may start {per_minute} requests per minute", wait_s)
         self._bucket_of_key[key] = (level - num_requests, now_s)

@@ -27,17 +27,17 @@ from pagoda.server.state import ServerState
 
 
 def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
-    """An ASGI app over a started engine. The caller owns engine and sockets.
+    """Create the ASGI app of a started engine. The caller owns the engine and the sockets.
 
-    The layers lie around FastAPI's app, not in it, so that also what nobody expected (a 500) leaves through them.
+    The middleware wraps FastAPI's app from outside, so that responses to unexpected errors (500) pass through it too.
     """
     app = create_api(has_keys=bool(config.api_keys))
     app.state.server = state
     bounded = QueuedBytes(app, config.max_queued_bytes, lambda: state.generator.metrics.on_refusal("bytes"))
     layers: ASGIApp = Gate(bounded, config, state.drain)
     if config.cors_origins:
-        # Around the gate: a browser shows a page only answers that carry these headers, refusals included, and asks
-        # for them (OPTIONS) without the key.
+        # Outside the gate: browsers hide responses without these headers from a page, including error responses, and
+        # send preflight requests (OPTIONS) without the key.
         layers = CORSMiddleware(
             layers,
             allow_origins=list(config.cors_origins),
@@ -54,7 +54,7 @@ def create_api(has_keys: bool) -> FastAPI:
         title="pagoda",
         version=version("pagoda-llm"),
         description="OpenAI-compatible API of the pagoda engine",
-        redirect_slashes=False,  # "/v1/models/" is a 404 that says so, not an empty redirect
+        redirect_slashes=False,  # "/v1/models/" gets a 404 with a message, not an empty redirect
     )
     errors.install(app)
     for part in (chat, completions, tokens, operations, planned):
@@ -64,7 +64,7 @@ def create_api(has_keys: bool) -> FastAPI:
 
 
 def _describe(app: FastAPI, has_keys: bool) -> None:
-    """Add to the OpenAPI page what the routes read themselves (their bodies) and what the gate asks for."""
+    """Add to the OpenAPI schema the request bodies, which routes read themselves, and the gate's authentication."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -85,13 +85,13 @@ def _describe(app: FastAPI, has_keys: bool) -> None:
 
 
 LAST_ANSWERS_S = 1.0
-"""After the drain's deadline: how long clients have to read that their requests were ended."""
+"""How long clients have, after the drain's deadline, to read that their requests were aborted."""
 
 
 class _Server(uvicorn.Server):
-    """Drains at SIGTERM and Ctrl-C before uvicorn, which closes its listener first, shuts down.
+    """Drains on SIGTERM and Ctrl-C before uvicorn shuts down (which would close the listener first).
 
-    A second signal ends the process at once; the engine and template processes see that and end, too.
+    A second signal ends the process at once; the engine and template processes notice that and exit, too.
     """
 
     def __init__(self, config: uvicorn.Config, state: ServerState, url: str, drain_timeout_s: float) -> None:
@@ -111,8 +111,8 @@ class _Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Not the parent's: it would raise the signal again after the drain, and the engine would not be shut down.
-        # The next signal ends the process at once, whatever hangs: no code of ours has to run for that.
+        # uvicorn's own handler would raise the signal again after the drain, before the engine is shut down.
+        # With the default handlers, the next signal ends the process at once, even if Python code hangs.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if self._state.drain.is_draining:
@@ -129,10 +129,10 @@ class _Server(uvicorn.Server):
     async def _drain_then_exit(self) -> None:
         drain = self._state.drain
         if not await drain.wait_until_idle(self._drain_timeout_s):
-            text = "the server is shutting down; the request was ended before it was complete"
+            text = "the server is shutting down; the request was aborted before it was complete"
             self._state.generator.llm.fail_running(ApiError(503, text, retry_after_s=RETRY_AFTER_S))
             if not await drain.wait_until_idle(LAST_ANSWERS_S):
-                # What is left is either a stream whose client does not read, or a request that has not begun to run.
+                # The remaining ones are streams whose clients do not read, and requests that have not started to run.
                 for connection in list(self.server_state.connections):
                     if connection.cycle is not None and connection.cycle.response_started:  # type: ignore[union-attr]
                         connection.transport.abort()  # type: ignore[union-attr]
@@ -147,14 +147,14 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         deadline_s = self._loop.time() + LAST_ANSWERS_S
         while self.server_state.connections and not self.force_exit and self._loop.time() < deadline_s:
-            await asyncio.sleep(0.01)  # the last bytes leave
+            await asyncio.sleep(0.01)  # while the last bytes are sent
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 
 async def serve(state: ServerState, config: ServerConfig, listener: socket.socket) -> None:
-    """Answer on `listener` until told to end; returns when drained. Raises WorkerDied when no engine can be had."""
+    """Serve on `listener` until a signal; return when drained. Raises WorkerDied if the engine cannot be restarted."""
     if config.access_log:
         _log_plainly("pagoda.access", sys.stdout)
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -188,14 +188,14 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
 
 
 async def _end_with_engine(server: _Server, state: ServerState) -> None:
-    """A server without an engine is of no use: whoever supervises it should see it end, and start it again."""
+    """Drain and exit if the engine cannot be restarted, so that a process manager restarts the server."""
     if state.engine is not None:
         await state.engine.wait_until_gone()
         server.drain()
 
 
 def _log_plainly(name: str, stream: "object") -> None:
-    """A logger whose lines are nothing but their message."""
+    """Configure a logger whose lines consist only of the message."""
     logger = logging.getLogger(name)
     handler = logging.StreamHandler(stream)  # type: ignore[type-var]
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -1,4 +1,4 @@
-"""Puts a server together: settings and an engine client in, the state that all routes share out."""
+"""Build the state that all routes share from the settings and an engine client."""
 
 import asyncio
 
@@ -19,11 +19,11 @@ from pagoda.server.tool_parsers import TOOL_PARSERS
 async def build_state(
     config: EngineConfig, client: ProcessClient, starting: "asyncio.Task[EngineFacts]"
 ) -> ServerState:
-    """The state of a server whose engine is being started by `starting`; ready when that is.
+    """Build the state of a server while the task `starting` starts its engine; return when that is ready.
 
-    Raises ConfigError or CapacityError for settings that cannot work, WorkerDied when the engine does not start.
+    Raises ConfigError or CapacityError for invalid settings, WorkerDied if the engine does not start.
     """
-    # The tokenizer is read here while the engine process loads the weights there.
+    # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(
         build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
@@ -38,7 +38,7 @@ async def build_state(
     sources = template.sources if template is not None else {}
     source = sources.get("default") or next(iter(sources.values()), None)
     if server.tool_call_parser not in ("auto", "none"):
-        TOOL_PARSERS[server.tool_call_parser]  # an unknown name is an error here, not at the first request
+        TOOL_PARSERS[server.tool_call_parser]  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs, template_limits=_template_limits(server))
     if template is not None:
         await llm.start_text()

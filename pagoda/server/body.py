@@ -1,4 +1,4 @@
-"""Request bodies: from bytes to a typed struct, or an error that names the innermost input."""
+"""Parse request bodies into typed structs, with errors that name the innermost invalid input."""
 
 import functools
 import json
@@ -17,9 +17,9 @@ from pagoda.server.protocol import REQUEST_BODIES, Body, ChatMessage
 B = TypeVar("B", bound=Body)
 
 MAX_SHOWN_CHARS = 100
-"""How much of a caller's own text an error may repeat."""
+"""Most characters of a caller's text that an error message repeats."""
 _SEARCHED_BYTES = 64 * 2**10
-"""Bodies up to this size are searched for the string to blame."""
+"""Only in bodies up to this size is the invalid string searched for."""
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 _PLACE = re.compile(r" - at `(?P<path>.*)`$", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
@@ -37,7 +37,7 @@ _TYPE_NAMES = {
 
 
 async def read_body(http: Request, kind: type[B], limits: RequestLimits) -> B:
-    """The request's body. Raises RequestError that names what is wrong with it, HTTPException as the Gate does."""
+    """Read and parse the request's body. Raises RequestError if it is invalid, HTTPException as the Gate does."""
     data = await http.body()
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (content_type == "application/json" or content_type.endswith("+json")):
@@ -47,7 +47,7 @@ async def read_body(http: Request, kind: type[B], limits: RequestLimits) -> B:
 
 
 def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
-    """As `read_body`, for bytes."""
+    """Like `read_body`, for bytes."""
     try:
         body: B = _decoder(kind).decode(data)
         body.check(limits)
@@ -62,18 +62,18 @@ def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
 
 @functools.cache
 def _decoder(kind: type[Any]) -> "msgspec.json.Decoder[Any]":
-    # Not strict: clients send "5" for 5 and 1 for true.
+    # Lenient, because clients send "5" for 5 and 1 for true.
     return msgspec.json.Decoder(kind, strict=False)
 
 
 def described_body(kind: type[Body]) -> dict[str, Any]:
-    """For a route's `openapi_extra`: what it reads."""
+    """Return the request body's description for a route's `openapi_extra`."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def body_schemas() -> dict[str, Any]:
-    """The OpenAPI page's components of all bodies, by name."""
+    """Return the OpenAPI schema components of all bodies, by name."""
     return msgspec.json.schema_components([*REQUEST_BODIES, ChatMessage], ref_template="#/components/schemas/{name}")[1]
 
 
@@ -81,7 +81,7 @@ def body_schemas() -> dict[str, Any]:
 
 
 def _explained(said: str, kind: type[Body]) -> RequestError:
-    """msgspec's "Expected `int`, got `str` - at `$.messages[3].role`" with the input named first."""
+    """Turn msgspec's "Expected `int`, got `str` - at `$.messages[3].role`" into an error that names the input first."""
     where = ""
     if match := _PLACE.search(said):
         where, said = _clip(match["path"].removeprefix("$").removeprefix(".")), said[: match.start()]
@@ -101,7 +101,7 @@ def _explained(said: str, kind: type[Body]) -> RequestError:
 
 
 def _undecodable(data: bytes, error: Exception) -> RequestError:
-    """For bytes that are not JSON. A lone surrogate is, by the grammar, but is no text: name the string that has it."""
+    """Return the error for undecodable bytes. If they contain a lone surrogate, name the string that has it."""
     if len(data) <= _SEARCHED_BYTES and _SURROGATE_ESCAPE.search(data):
         try:
             where = _lone_surrogate(json.loads(data), "")
@@ -115,7 +115,7 @@ def _undecodable(data: bytes, error: Exception) -> RequestError:
 
 
 def _lone_surrogate(value: Any, path: str) -> str | None:
-    """The path of the first string (or object with a key) that UTF-8 cannot encode; None if there is none."""
+    """Return the path of the first string (or object with a key) that UTF-8 cannot encode, or None."""
     match value:
         case str() if not is_encodable(value):
             return path
@@ -131,7 +131,7 @@ def _lone_surrogate(value: Any, path: str) -> str | None:
 
 
 def _plain(said: str) -> str:
-    """Types by their JSON names, in lower case."""
+    """Replace msgspec's type names with those of JSON, and begin in lower case."""
 
     def in_words(match: re.Match[str]) -> str:
         *most, last = [_TYPE_NAMES.get(name, name) for name in match[1].split(" | ")]

@@ -19,7 +19,7 @@ from pagoda.server.logprobs import chat_logprobs, prompt_logprobs_in_slices
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning, template_reasons
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.streams import EventStream, event, unless_gone
+from pagoda.server.streams import EventStream, cancel_on_disconnect, event
 from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser
 from pagoda.server.usage import usage_of
 
@@ -33,7 +33,7 @@ router = APIRouter()
     openapi_extra=described_body(ChatCompletionRequest),
 )
 async def create_chat_completion(http: Request) -> Response:
-    """Answer a conversation."""
+    """Generate the assistant's next message in a conversation."""
     state = state_of(http)
     body = await read_body(http, ChatCompletionRequest, state.request_limits)
     state.check_model(body.model)
@@ -46,7 +46,7 @@ async def create_chat_completion(http: Request) -> Response:
     tools = [tool.as_dict() for tool in body.tools or []] if body.tool_choice != "none" else []
     template = body.chat_template or (state.tool_template if tools else state.chat_template)
     if body.documents and "documents" not in (template or ""):
-        raise ApiError(400, "documents: the chat template of this model has no place for them", "documents")
+        raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
     rendering = state.generator.llm.render_chat(
         body.rendered_messages(),
         chat_template=body.chat_template,
@@ -58,7 +58,7 @@ async def create_chat_completion(http: Request) -> Response:
         must_fit=body.truncate_prompt_tokens is None,
         is_bounded=True,
     )
-    prompt = await unless_gone(http, rendering)
+    prompt = await cancel_on_disconnect(http, rendering)
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
     generation = await state.generator.begin(http, body, [prompt.token_ids], params, request_id)
@@ -79,11 +79,11 @@ async def create_chat_completion(http: Request) -> Response:
         if body.stream:
             at_end.pop_all()
             return EventStream(answer.events(), generation.close)
-        return JsonAnswer(await unless_gone(http, answer.whole()))
+        return JsonAnswer(await cancel_on_disconnect(http, answer.whole()))
 
 
 class _Reader:
-    """Sorts one choice's text into reasoning, content and tool calls."""
+    """Splits one choice's text into reasoning, content and tool calls."""
 
     def __init__(self, tools: ToolParser | None, reasoning: ReasoningSplitter | None) -> None:
         self._tools = tools
@@ -91,7 +91,7 @@ class _Reader:
         self.num_calls = 0
 
     def read(self, text: str, is_last: bool) -> tuple[str, str, list[ToolCall]]:
-        """(reasoning, content, calls) that became certain."""
+        """Add text; return the (reasoning, content, calls) that are complete now."""
         thought = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(text)
@@ -109,7 +109,7 @@ class _Reader:
 
 
 class _Answer:
-    """One answer in the making."""
+    """Builds one answer, whole or as events."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Answer:
             yield event(tail)
 
     def _delta(self, output: CompletionOutput) -> dict[str, Any] | None:
-        """A choice of one chunk; None when nothing of it is certain yet."""
+        """Return the choice of one chunk, or None if there is nothing to send yet."""
         reader = self._readers[output.index]
         thought, content, calls = reader.read(output.text, output.finished)
         delta: dict[str, Any] = {}
@@ -243,7 +243,7 @@ class _Answer:
         return chat_logprobs(output.token_ids, output.logprobs, self._body.top_logprobs or 0, as_ids)
 
     def _kept(self, reader: _Reader, calls: list[ToolCall]) -> list[ToolCall]:
-        """All calls, or the first one where parallel calls were ruled out."""
+        """Return all calls, or only the first one if parallel_tool_calls is false."""
         if self._body.parallel_tool_calls is False:
             return calls[: max(0, 1 - reader.num_calls)]
         return calls

@@ -16,7 +16,7 @@ from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.logprobs import completion_logprobs_in_slices, prompt_logprobs_in_slices
 from pagoda.server.protocol import CompletionRequest
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.streams import EventStream, event, unless_gone
+from pagoda.server.streams import EventStream, cancel_on_disconnect, event
 from pagoda.server.usage import usage_of
 
 router = APIRouter()
@@ -29,12 +29,12 @@ router = APIRouter()
     openapi_extra=described_body(CompletionRequest),
 )
 async def create_completion(http: Request) -> Response:
-    """Continue a text, token ids, or a list of either."""
+    """Continue a text, a list of token ids, or several of either."""
     state = state_of(http)
     body = await read_body(http, CompletionRequest, state.request_limits)
     state.check_model(body.model)
     request_id = state.request_id(http, body.request_id, "cmpl")
-    # With max_tokens 0 only the prompt is scored; the engine computes it by sampling one token, which is not shown.
+    # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
     asked = body.asked_tokens[1]
     of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     params = body.sampling_params(1 if asked == 0 else asked, body.num_logprobs, of_prompt)
@@ -47,11 +47,11 @@ async def create_completion(http: Request) -> Response:
         if body.stream:
             at_end.pop_all()
             return EventStream(answer.events(), generation.close)
-        return JsonAnswer(await unless_gone(http, answer.whole()))
+        return JsonAnswer(await cancel_on_disconnect(http, answer.whole()))
 
 
 class _Answer:
-    """One answer in the making: text so far per choice, and what every chunk has in common."""
+    """Builds one answer, whole or as events. Tracks the text offset of each choice."""
 
     def __init__(self, state: ServerState, body: CompletionRequest, generation: Generation, request_id: str) -> None:
         self._body = body
@@ -103,7 +103,7 @@ class _Answer:
     async def _choice(
         self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool
     ) -> dict[str, Any]:
-        """A choice of one chunk: what is new, and, first of all, what was asked about the prompt."""
+        """Return the choice of one chunk. The first one also has what was requested about the prompt."""
         body, request = self._body, self._generation.requests[index]
         num_logprobs, as_ids = body.num_logprobs, body.return_tokens_as_token_ids
         hidden = body.asked_tokens[1] == 0
@@ -144,7 +144,7 @@ class _Answer:
 
 
 def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Two consecutive pieces of one choice as one."""
+    """Merge two consecutive pieces of one choice."""
     joined = {**before, "text": before["text"] + more["text"]}
     joined["finish_reason"], joined["stop_reason"] = more["finish_reason"], more["stop_reason"]
     if before["logprobs"] is not None and more["logprobs"] is not None:

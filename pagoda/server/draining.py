@@ -1,20 +1,20 @@
-"""Draining: a server that shuts down finishes the requests it has and refuses new ones."""
+"""Draining: on shutdown, finish running requests and refuse new ones."""
 
 import asyncio
 import contextlib
 from collections.abc import Iterator
 
 RETRY_AFTER_S = 5
-"""What clients are told to wait before they try again: another server, or this one restarted."""
+"""Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
 
 OPEN_WHILE_DRAINING = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/abort_requests"})
-"""Routes that watch or shorten the drain."""
+"""Routes for observing or shortening the drain."""
 
 
 class Drain:
-    """Counts the requests that are being answered, and ends the last of them when the deadline has passed.
+    """Tracks the requests in progress, and cancels the remaining ones after the deadline.
 
-    Used by one event loop; `begin` may be called from a signal handler.
+    For one event loop; `begin` may be called from a signal handler.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Drain:
         self._idle.set()
 
     def begin(self) -> None:
-        """From now on new requests are refused. Idempotent."""
+        """Refuse new requests from now on. Idempotent."""
         self.is_draining = True
 
     def refuses(self, path: str) -> bool:
@@ -46,14 +46,14 @@ class Drain:
                 self._idle.set()
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
-        """Return True once no request is being answered, False after `timeout_s`."""
+        """Return True once no request is in progress, or False after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         return self._idle.is_set()
 
     def cancel_rest(self) -> None:
-        """Cancel what is still being answered; `is_over` tells the tasks why."""
+        """Cancel the tasks of requests still in progress, which see from `is_over` why."""
         self.is_over = True
         for task in self._tasks:
             task.cancel()

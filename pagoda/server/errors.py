@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape."""
+"""Error responses in OpenAI's format."""
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,7 +27,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200, decided by a route."""
+    """An error response raised by a route."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -38,11 +38,11 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed its connection before it was answered. Nobody reads the answer; the access log says 499."""
+    """The client closed its connection before the response. Only the access log shows it, as status 499."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, object]:
-    """An error in OpenAI's shape, smaller than 4 kB whatever of a request its message quotes."""
+    """Return an error in OpenAI's format. It stays below 4 kB even if its message quotes the request."""
     message = shorten(message, MAX_MESSAGE_CHARACTERS)
     param = param if param is None else shorten(param, MAX_PARAM_CHARACTERS)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
@@ -61,7 +61,7 @@ def error_response(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a caller is told of an error that a route met."""
+    """Return the error response for an exception raised in a route."""
     match error:
         case ApiError():
             return error
@@ -80,7 +80,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-    """The answer to what the web framework, or a layer that reads a body for it, found wrong."""
+    """Return the response for an HTTPException of the web framework or of a layer that limits bodies."""
     response = error_response(error.status_code, _in_words(request, error))
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
@@ -88,7 +88,7 @@ async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
 
 
 def _in_words(request: Request, error: HTTPException) -> str:
-    """The framework's errors about paths and methods say no more than their status line."""
+    """Return a message: for unknown paths and methods, the framework's own only repeats the status line."""
     path = request.url.path[:100]
     if error.status_code == 404:
         return f"there is no route {request.method} {path}; /docs lists them all"
@@ -98,11 +98,11 @@ def _in_words(request: Request, error: HTTPException) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Every error of every route leaves in this shape."""
+    """Register handlers that give every error of every route this format."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        """A parameter in the URL; bodies are read by the routes."""
+        """Handle an invalid URL parameter; routes parse bodies themselves."""
         first = error.errors()[0]
         where = str(first["loc"][-1])
         return error_response(400, f"{where}: {first['msg']}", where)
@@ -113,6 +113,6 @@ def install(app: FastAPI) -> None:
         known = as_api_error(error)
         return error_response(known.status, known.message, known.param, known.retry_after_s)
 
-    # Exception: what nobody expected leaves as a 500 in the same shape; starlette logs it with its traceback.
+    # Exception: unexpected errors become a 500 in the same format; starlette logs their traceback.
     for kind in (ApiError, ClientGone, Refusal, RequestError, CapacityError, WorkerDied, Exception):
         app.add_exception_handler(kind, on_known)

@@ -1,7 +1,7 @@
-"""Generation: from validated prompts to a stream of outputs, with everything a served request needs around it.
+"""Generation: run the prompts of one HTTP request, with all that serving needs around it.
 
-Admission, cache salts, metrics, timings and the end of it all (a client gone, an error, the last token) are dealt with
-here, so that routes only speak their API's language.
+Admission, cache salts, metrics, timings and the cleanup after a disconnect, an error or the last token are handled
+here, so that routes only deal with their API's format.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from pagoda.server.protocol import SamplingBody
 Prompt = str | list[int]
 
 _PROMPTS_PER_TURN = 16
-"""Prompts of one HTTP request that are prepared or started in one turn of the event loop, which others wait for."""
+"""Prompts of one HTTP request to prepare or start per turn of the event loop, so that others are not delayed."""
 
 
 class Generation:
-    """One HTTP request's work: some prompts under the same parameters. Made by Generator.begin, iterated once.
+    """The prompts of one HTTP request, with common parameters. Created by Generator.begin, iterated once.
 
-    It holds a place from its making on: whoever got it closes it, iterated or not.
+    It counts against admission from its creation, so its owner must close it, iterated or not.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Generation:
         self._place = place
 
     def close(self) -> None:
-        """Give the place back, and note what there is to note. Idempotent; `outputs` must not be running."""
+        """Release its admission and record its timings. Idempotent; `outputs` must not be running."""
         self._place.close()
         self._timings.update(self.timings)
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
-        """(index of the prompt, delta) as they come; prompts interleave. Leaving the block early aborts what is live.
+        """Iterate over (index of the prompt, delta); prompts interleave. Leaving the block aborts unfinished requests.
 
-        Iterating raises ApiError when the engine ended a request with an error.
+        Iterating raises ApiError if the engine ends a request with an error.
         """
         return contextlib.aclosing(self._only() if len(self.requests) == 1 else self._merged())
 
@@ -87,11 +87,11 @@ class Generation:
                         self.num_cached_tokens += delta.num_cached_tokens or 0
                     self.last[index] = delta
                     if delta.finished and delta.error is not None:
-                        # An end of "error" is ours; any other with a message is a request that can never be served.
+                        # "error" is a failure of the engine; otherwise, the request can never be served.
                         is_ours = any(part.finish_reason == "error" for part in delta.outputs)
                         raise ApiError(500 if is_ours else 400, delta.error)
                     yield delta
-        except RequestError:  # refused before it ran: it counts nowhere
+        except RequestError:  # rejected before it ran: not counted in the metrics
             has_run = False
             raise
         finally:
@@ -99,7 +99,7 @@ class Generation:
                 observed.on_end(self.last[index], time.perf_counter())
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        # One slot a prompt: a reader that stops stops them all.
+        # One slot per prompt: backpressure from a slow reader reaches all of them.
         queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(len(self.requests))
 
         async def pump(index: int) -> None:
@@ -133,7 +133,7 @@ class Generation:
 
     @property
     def timings(self) -> dict[str, Any]:
-        """For the access log, and for callers who asked for them; milliseconds are those of the first prompt."""
+        """Statistics for the access log and for return_timings; the durations are those of the first prompt."""
         noted: dict[str, Any] = {
             "id": self._request_id,
             "prompt_tokens": self.num_prompt_tokens,
@@ -155,9 +155,9 @@ class Generation:
 
 
 class LiveIds:
-    """Ids of running generations, by API key: two keys may use the same id, and neither sees the other's.
+    """Ids of running generations, by API key. Different keys may use the same id, and cannot see each other's.
 
-    The engine knows one id per prompt, made of the key's digest, the request's id and the prompt's number.
+    The engine's ids are per prompt, made of the key's digest, the request's id and the prompt's number.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class LiveIds:
 
     @contextlib.contextmanager
     def reserve(self, key: str, request_id: str, num_prompts: int) -> Iterator[tuple[str, ...]]:
-        """Hold the id while the block runs; yields the engine's id of each prompt. ApiError (400) if it is in use."""
+        """Reserve an id during the block; yield the engine's id of each prompt. Raises ApiError (400) if in use."""
         names = [f"{request_id}-{index}" for index in range(num_prompts)] if num_prompts > 1 else []
         for name in (request_id, *names):
             if (key, name) in self:
@@ -186,7 +186,7 @@ class LiveIds:
                 del self._prompts[key, name]
 
     def find(self, request_ids: Sequence[str] | None, key: str | None) -> list[tuple[str, tuple[str, ...]]]:
-        """(id, engine ids) of those that run: a request's, or a single prompt's. None stands for all of them."""
+        """Return (id, engine ids) of the running requests or single prompts with these ids. None: all requests."""
         if request_ids is None:
             return [(name, ids) for (owner, name), ids in self._engine_ids.items() if key in (None, owner)]
         wanted = set(request_ids)
@@ -195,7 +195,7 @@ class LiveIds:
 
 
 class Generator:
-    """Begins generations on one AsyncEngine."""
+    """Starts generations on one AsyncEngine."""
 
     def __init__(self, llm: AsyncEngine, admission: Admission, metrics: ServerMetrics) -> None:
         self.llm = llm
@@ -205,13 +205,13 @@ class Generator:
         self._live = LiveIds()
 
     def is_live(self, key: str, request_id: str) -> bool:
-        """A generation of this API key under this id has not ended."""
+        """Return whether a generation of this API key with this id is running."""
         return (key, request_id) in self._live
 
     async def abort(self, request_ids: Sequence[str] | None, key: str | None) -> list[str]:
-        """End running generations, all where `request_ids` is None; return the ids of those that were running.
+        """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
 
-        key: only generations of this API key; None: of every key.
+        key: only abort generations of this API key; None: of every key.
         """
         found = self._live.find(request_ids, key)
         running = set(await self.llm.abort([engine_id for _, engine_ids in found for engine_id in engine_ids]))
@@ -226,11 +226,10 @@ class Generator:
         request_id: str,
         add_special_tokens: bool = True,
     ) -> Generation:
-        """Tokenise, validate and find a place for all of `prompts`.
+        """Tokenise, validate and admit all of `prompts`. The caller must close the Generation.
 
-        add_special_tokens: those that the tokenizer puts around a prompt that is text.
-
-        Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied. The caller closes what it gets.
+        add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
+        Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied.
         """
         if self.llm.died is not None:
             raise self.llm.died
@@ -267,14 +266,14 @@ class Generator:
             return Generation(self, http, request_id, requests, place.pop_all())
 
     def _check_lengths(self, body: SamplingBody, params: SamplingParams) -> None:
-        """400 for more tokens than the model's context. An answer that fits only without the prompt is cut instead."""
+        """Raise ApiError (400) if more tokens are requested than the model's context; the prompt is not considered."""
         most = self.llm.input_processor.limits.max_model_len
         for name, asked in (body.asked_tokens, ("min_tokens", params.min_tokens)):
             if asked is not None and asked > most:
                 raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
 
     def _salt(self, key: str, asked: str | None) -> str | None:
-        """Prefixes are shared among requests of one API key only, and under it by the salt asked for."""
+        """Return the cache salt: prefixes are only shared between requests with the same API key and cache_salt."""
         if not key:
             return asked
         text = f"{key}:{asked or ''}".encode()

@@ -1,4 +1,4 @@
-"""The HTTP/1.1 protocol with bounds: uvicorn's parser limits no sizes, and uvicorn no times."""
+"""HTTP/1.1 with size and time limits, which uvicorn and its parser do not have."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ LINGER_S = 1.0
 
 
 class _LingeringTransport:
-    """What a request's cycle writes to: its `close` gives the client time to read."""
+    """The transport of a request's cycle; its `close` gives the client time to read the response."""
 
     def __init__(self, protocol: "BoundedHttpProtocol") -> None:
         self._transport = protocol.transport
@@ -27,18 +27,18 @@ class _LingeringTransport:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. What it refuses itself is answered in OpenAI's shape, and closed.
+    """One connection. Its own error responses are in OpenAI's format, and close the connection.
 
-    limits.max_header_bytes: a request head may take so much and one read more; then 431.
-    limits.header_timeout_s: seconds until a request's head is complete, from the begin of the connection, or from where
-    uvicorn would end an idle one. Then 408; who has sent nothing is just closed. So is who still sends a body, so long
-    after its answer. While an answer is being written no such clock runs: that connection is somebody's.
-    limits.max_connections: one that would be more hears 503 as soon as it speaks, so that its client reads it, and has
-    REFUSAL_WAIT_S to do so. on_refusal is told of it.
+    limits.max_header_bytes: a request head may exceed this by at most one read; then 431.
+    limits.header_timeout_s: time for a request's head to arrive, from the start of the connection, or from when uvicorn
+        would close an idle one. Then 408, or just a close if nothing was received. A client still sending its body that
+        long after the response is also disconnected. There is no timeout while responding.
+    limits.max_connections: further connections get 503 in response to their first bytes (so that the client reads it),
+        and are closed after REFUSAL_WAIT_S if they send none. Each calls on_refusal.
 
-    Bytes that are no HTTP, and the end of input within a request, get 400, where an answer to it has not begun. If they
-    follow a complete request, that one is still answered; then the connection is closed, and they are not.
-    The end of input after a complete request counts as the client leaving: nothing tells the two apart.
+    Invalid HTTP and an end of input within a request get 400, unless the response to that request has begun. If invalid
+    bytes follow a complete request, only that request is answered; then the connection is closed.
+    An end of input after a complete request counts as a disconnect: the two cannot be distinguished.
     """
 
     def __init__(self, limits: ServerConfig, on_refusal: Callable[[], None], *args: Any, **options: Any) -> None:
@@ -46,9 +46,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._on_refusal = on_refusal
         self._is_refused = False
-        self._is_deaf = False  # input is ignored; the connection closes after the last answer
+        self._ignores_input = False  # the connection closes after the last response
         self._is_lingering = False
-        self._is_resuming = False  # what the parser reports is known already
+        self._is_resuming = False  # ignore the parser's callbacks: they repeat a head already seen
         self._in_head = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -91,13 +91,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.transport = _LingeringTransport(self)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():  # else its body is still to come
+        if not self.parser.should_upgrade():  # otherwise its body has not been parsed yet
             super().on_message_complete()
 
     def linger(self) -> None:
         """Close once the client has closed, or after LINGER_S.
 
-        Closing while input is unread would reset the connection, and the client would lose the answer.
+        Closing while input is unread would reset the connection, and the client would lose the response.
         """
         transport = self.transport
         if transport.is_closing() or self._is_lingering:
@@ -105,7 +105,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not transport.can_write_eof():  # TLS has no half-closed connections
             transport.close()
             return
-        self._is_deaf = self._is_lingering = True
+        self._ignores_input = self._is_lingering = True
         transport.write_eof()
         self.flow.resume_reading()
         self._stop_clock()
@@ -120,10 +120,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._expect_head(self.timeout_keep_alive)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._ignores_input:
             return None
         if self._is_refused:
-            many = f"the server has {self._limits.max_connections} connections already"
+            many = f"the server already has {self._limits.max_connections} connections"
             return self._refuse(503, many, "retry-after: 1\r\n")
         had_begun = self._in_head
         self._feed(data)
@@ -136,7 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
-            while data and not self._is_deaf:
+            while data and not self._ignores_input:
                 try:
                     self.parser.feed_data(data)
                     return
@@ -147,7 +147,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse_bytes("the request is not valid HTTP/1.1")
 
     def _decline_upgrade(self) -> None:
-        """Go on with HTTP/1.1. The parser has stopped before the request's body: another one reads on from there."""
+        """Continue with HTTP/1.1. The parser has stopped before the request's body: a new one parses the rest."""
         self.parser = httptools.HttpRequestParser(self)
         framing = [(k, v) for k, v in self.headers if k in (b"content-length", b"transfer-encoding")]
         head = b"".join(b"%b: %b\r\n" % header for header in framing)
@@ -156,20 +156,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_resuming = False
 
     def eof_received(self) -> None:
-        """Answer a request that ends early. The transport closes after this returns."""
+        """Respond to an incomplete request. The transport closes after this returns."""
         in_body = self.cycle is not None and self.cycle.more_body
-        if (self._in_head or in_body) and not self._is_deaf:
+        if (self._in_head or in_body) and not self._ignores_input:
             self._refuse_bytes("the connection ended within the request")
 
     def _refuse_bytes(self, message: str) -> None:
-        """Answer 400 to what was read last, after the requests before it."""
-        self._is_deaf = True
+        """Respond with 400 to the invalid bytes, after the responses to the requests before them."""
+        self._ignores_input = True
         cycle = self.cycle
         if cycle is None or (cycle.response_complete and not cycle.more_body):
             self._refuse(400, message)
-        elif not cycle.more_body:  # it is complete, what is wrong comes after it
+        elif not cycle.more_body:  # the request is complete, the invalid bytes follow it
             cycle.keep_alive = False
-        elif self.pipeline and self.pipeline[0][0] is cycle:  # its turn has not come
+        elif self.pipeline and self.pipeline[0][0] is cycle:  # still queued after other requests
             cycle.keep_alive = False
             self.pipeline[0] = (cycle, error_response(400, message))  # type: ignore[assignment, arg-type]
         elif cycle.response_started:
@@ -177,7 +177,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._write(400, message)
             self.linger()
-            cycle.disconnected = True  # whoever reads the body learns that it will not come
+            cycle.disconnected = True  # the route reading the body gets a disconnect
             cycle.message_event.set()
 
     def _expect_head(self, idle_s: float) -> None:
@@ -200,7 +200,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, message: str, more: str = "") -> None:
-        """Answer and close; in the middle of another answer, only close."""
+        """Respond and close; only close if another response is in progress."""
         if self.transport.is_closing() or self._is_lingering:
             return
         self._in_head = False

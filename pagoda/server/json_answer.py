@@ -1,4 +1,4 @@
-"""JSON answers of any size, encoded in small pieces: the event loop serves others in between."""
+"""JSON responses of any size, encoded in small pieces, so that they do not block the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class JsonAnswer(Response):
-    """A plain value as JSON. Small ones leave in one message with their length; larger ones as they are encoded."""
+    """A plain value as JSON. Small ones are sent in one message with their length, larger ones while being encoded."""
 
     media_type = "application/json"
 
@@ -46,9 +46,9 @@ class JsonAnswer(Response):
 
 
 async def json_pieces(value: Any, depth: int = _CHOICE_LOGPROBS_DEPTH) -> AsyncIterator[bytes]:
-    """The JSON text of `value`, in pieces of about a millisecond of encoding; the event loop runs between them.
+    """Yield the JSON text of `value` in pieces that take about 1 ms to encode; the event loop runs between them.
 
-    depth: how many levels of objects, and of lists of objects, are taken apart. Lists below are cut into slices.
+    depth: how many levels of objects and lists of objects to split. Lists below that level are encoded in slices.
     """
     if isinstance(value, dict) and depth:
         for index, (key, item) in enumerate(value.items()):

@@ -1,7 +1,7 @@
-"""How much structure a JSON text has, and how many slow numbers, counted without decoding it.
+"""Count the values, objects and slow numbers in a JSON text without decoding it.
 
-Decoding holds the interpreter lock from beginning to end. Long strings and long lists of numbers are decoded quickly;
-millions of small objects are not, and take fifty times their size in memory. numpy counts them without the lock.
+Decoding holds the GIL from beginning to end. Long strings and long lists of numbers decode quickly; millions of small
+objects do not, and take fifty times their size in memory. numpy counts them without holding the GIL.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _QUICK_NUMBERS_BYTES = 8 * 1024  # no more than 1,500 of the slowest numbers: 15
 
 
 async def check_structure(data: bytes, limits: RequestLimits) -> None:
-    """Raise RequestError if `data` holds more values than `limits` allow. Text that is not JSON passes."""
+    """Raise RequestError if `data` contains more values than `limits` allow. Does not reject invalid JSON."""
     if len(data) > _ALWAYS_QUICK_BYTES:
         limits.check("body_exponents", await asyncio.to_thread(count_large_exponents, data), None)
     elif len(data) > _QUICK_NUMBERS_BYTES:
@@ -28,7 +28,7 @@ async def check_structure(data: bytes, limits: RequestLimits) -> None:
 
 
 def _quick_bound(data: bytes) -> int:
-    """At least as many as there are values, objects, lists and keys: the characters in strings count as well."""
+    """Return an upper bound of the values, objects, lists and keys: it also counts characters inside strings."""
     text = np.frombuffer(data, np.uint8)
     return 1 + sum(int(np.count_nonzero(text == ord(mark))) for mark in ",[{:")
 
@@ -60,16 +60,16 @@ def count_large_exponents(data: bytes) -> int:
 
 
 def _outside_strings(data: bytes) -> np.ndarray:
-    """bool [n]: the characters of a JSON text that are not inside a string."""
+    """Return which characters of a JSON text are outside of strings: bool [n]."""
     text = np.frombuffer(data, np.uint8)
     quotes = text == ord('"')
     if b"\\" in data:
         quotes &= ~_escaped(text == ord("\\"))
-    return np.bitwise_and(np.cumsum(quotes, dtype=np.uint8), 1) == 0  # modulo 256 keeps what is even
+    return np.bitwise_and(np.cumsum(quotes, dtype=np.uint8), 1) == 0  # overflow modulo 256 preserves parity
 
 
 def _escaped(backslashes: np.ndarray) -> np.ndarray:
-    """bool [n]: the characters after a run of backslashes of odd length."""
+    """Return which characters follow a run of backslashes of odd length: bool [n]."""
     index = np.arange(len(backslashes), dtype=np.int32)
     last_other = np.maximum.accumulate(np.where(backslashes, np.int32(-1), index))
     escaped = np.zeros(len(backslashes), bool)

@@ -1,4 +1,4 @@
-"""The server's socket and certificate, taken before anything slow begins: what is wrong with them is said at once."""
+"""Bind the server's socket and check its certificate before anything slow, so that errors are reported at once."""
 
 import logging
 import math
@@ -11,18 +11,18 @@ from pagoda.base.errors import ConfigError
 
 logger = logging.getLogger("pagoda.server")
 
-OWN_FILES = 256  # what this process opens besides connections, with much to spare
+OWN_FILES = 256  # generous allowance for open files other than connections
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """A bound socket that does not accept yet. Raises ConfigError for an address or a certificate of no use."""
+    """Return a bound socket that does not listen yet. Raises ConfigError for an unusable address or certificate."""
     _check_certificate(config)
     _allow_files(config.max_connections + OWN_FILES)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it. It counts while nothing of what was sent is taken: by a client that does not read
-    # (it would hold its place for ever), and by one that vanished without a word.
+    # Accepted connections inherit it. It closes a connection whose sent data is not acknowledged for this long: the
+    # client does not read (and would count against the limits forever), or has vanished.
     send_timeout_ms = math.ceil(min(config.send_timeout_s * 1000, 2**31 - 1))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_timeout_ms)
     try:
@@ -49,8 +49,9 @@ def _check_certificate(config: ServerConfig) -> None:
 
 
 def _allow_files(count: int) -> None:
-    """Raise this process' own limit of open files, as far as the system lets it: a connection that cannot be accepted
-    cannot be refused either, and an engine that dies then could not be started again.
+    """Raise this process's limit of open files as far as the system allows.
+
+    At the limit, connections could be neither accepted nor refused, and a dead engine could not be restarted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
@@ -59,5 +60,5 @@ def _allow_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < count:
         logger.warning(
-            "only %d files may be open (ulimit -n): --max-connections above %d means little", hard, hard - OWN_FILES
+            "only %d files may be open (ulimit -n): --max-connections above %d has no effect", hard, hard - OWN_FILES
         )

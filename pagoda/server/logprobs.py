@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's two APIs."""
+"""Log-probabilities in the formats of OpenAI's two APIs."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ LogprobDicts = Sequence[dict[int, Logprob] | None]
 
 
 _SLICE_TOKENS = 64
-"""The log-probabilities of a prompt are written so many tokens at a time: about a millisecond with 20 entries each."""
+"""Tokens per slice of log-probabilities: about 1 ms of work with 20 entries each."""
 
 
 async def completion_logprobs_in_slices(
@@ -21,7 +21,7 @@ async def completion_logprobs_in_slices(
     text_of: Callable[[int], str],
     as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """As `completion_logprobs`, for any number of tokens: the event loop runs between slices."""
+    """Like `completion_logprobs`, but let the event loop run between slices."""
     first = slice(_SLICE_TOKENS)
     whole, offset = completion_logprobs(token_ids[first], logprobs[first], num_top, offset, text_of, as_ids)
     for start in range(_SLICE_TOKENS, len(token_ids), _SLICE_TOKENS):
@@ -34,7 +34,7 @@ async def completion_logprobs_in_slices(
 
 
 async def prompt_logprobs_in_slices(logprobs: LogprobDicts) -> list[dict[str, Any] | None]:
-    """As `prompt_logprobs`, for any number of tokens: the event loop runs between slices."""
+    """Like `prompt_logprobs`, but let the event loop run between slices."""
     whole: list[dict[str, Any] | None] = []
     for start in range(0, len(logprobs), _SLICE_TOKENS):
         whole += prompt_logprobs(logprobs[start : start + _SLICE_TOKENS])
@@ -50,10 +50,10 @@ def completion_logprobs(
     text_of: Callable[[int], str],
     as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """The `logprobs` object of a text completion, and the text offset after it.
+    """Return the `logprobs` object of a text completion, and the text offset after it.
 
-    offset: of the first token's text.   text_of: the text of a token whose entry is None, as a prompt's first one.
-    as_ids: tokens are written as "token_id:ID"; offsets stay those of their texts.
+    offset: of the first token's text.   text_of: returns the text of a token without an entry (a prompt's first one).
+    as_ids: write tokens as "token_id:ID"; offsets are still those of their texts.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -77,7 +77,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, as_ids: bool = False
 ) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice.   as_ids: tokens are written as "token_id:ID"; `bytes` is their text."""
+    """Return the `logprobs` object of a chat choice.   as_ids: write tokens as "token_id:ID"; `bytes` is the text."""
     content: list[dict[str, Any]] = []
     for token_id, entry in zip(token_ids, logprobs, strict=False):
         if entry is None:
@@ -93,7 +93,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(logprobs: LogprobDicts) -> list[dict[str, Any] | None]:
-    """Per prompt token: token id -> {logprob, rank, decoded_token}; None for the first."""
+    """Return, per prompt token, token id -> {logprob, rank, decoded_token}; None for the first."""
     return [
         None
         if entry is None
@@ -128,5 +128,5 @@ def _id_text(token_id: int) -> str:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI uses -9999.0 for it."""
+    """Return the value with -inf replaced by -9999.0, as OpenAI does: JSON has no infinity."""
     return max(value, -9999.0)

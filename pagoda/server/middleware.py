@@ -1,6 +1,6 @@
-"""What every HTTP request passes: an id, limits, the API key, and one line in the access log.
+"""Middleware for every HTTP request: request id, size and time limits, API key, access log.
 
-Plain ASGI, so streams pay nothing.
+Plain ASGI, so it adds no overhead to streams.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class AccessLog:
-    """Outermost layer of the app: gives every request an id, and one line in the log when it has ended.
+    """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
-    It leaves in scope["state"]: request_id, key and is_admin (see Gate) and timings (a dict that routes may fill).
+    Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -63,14 +63,14 @@ class AccessLog:
 
 
 class Gate:
-    """What a request must pass before a route sees it, and its body while one reads it.
+    """Checks requests before their route runs, and limits the body while the route reads it.
 
-    config.api_keys: if empty, every request passes. Keys are compared in constant time.   config.admin_api_key: passes
-    like any of them, and sets is_admin.
+    config.api_keys: if empty, every request passes. Keys are compared in constant time.
+    config.admin_api_key: also accepted as an API key, and sets is_admin.
     config.max_body_bytes, max_header_bytes: larger requests get 413 and 431.
     config.body_timeout_s: a body that is not complete by then gets 408, and its connection is closed.
-    drain: while the server drains, new requests get 503; what outlives the drain's deadline without an answer, too.
-    It leaves in scope["state"]: key, "" or the key's digest, safe to log; is_admin.
+    drain: while the server drains, new requests get 503; so do unanswered ones at the drain's deadline.
+    Sets in scope["state"]: key ("" or the key's digest, safe to log) and is_admin.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, drain: Drain) -> None:
@@ -94,7 +94,7 @@ class Gate:
             return await self._run(scope, self._limited(receive), send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the drain's deadline passes before the answer begins."""
+        """Run the route; respond with 503 if the drain's deadline passes before its response begins."""
         has_begun = False
 
         async def noting_send(message: Message) -> None:
@@ -129,9 +129,9 @@ class Gate:
         return _shutting_down() if self._drain.refuses(scope["path"]) else None
 
     def _key_digest(self, headers: list[tuple[bytes, bytes]]) -> tuple[bytes | None, bool]:
-        """Return the digest of the key given, None for an unknown one, and whether it is the admin's.
+        """Return the digest of the request's key (None if unknown), and whether it is the admin key.
 
-        All keys are compared, whichever matches, so that the time taken tells nothing.
+        All keys are compared even after a match, so that timing reveals nothing.
         """
         given = next((v for k, v in headers if k == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
@@ -143,9 +143,9 @@ class Gate:
         return digest, is_admin
 
     def _limited(self, receive: Receive) -> Receive:
-        """Bounds the body in size, also one that came without its length, and in time.
+        """Limit the body's size, even without a Content-Length, and the time for receiving it.
 
-        What it raises is an HTTPException: FastAPI, which reads bodies, lets nothing else through.
+        Raises only HTTPException, because FastAPI, which reads bodies, converts all other errors.
         """
         left = self._max_body_bytes
         is_complete = False
@@ -177,7 +177,7 @@ def _digest(key: str) -> bytes:
 
 
 def _shutting_down() -> ASGIApp:
-    """503 on a connection that closes: its client should go to another server."""
+    """Return a 503 response that closes the connection, so that the client connects to another server."""
     response = error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
     response.headers["Connection"] = "close"
     return response

@@ -16,7 +16,7 @@ from pagoda.server.state import state_of
 
 router = APIRouter()
 
-# Work without a new step for so long is no longer progress (the watchdog ends it later).
+# An engine with work but no new step for this long is reported as stuck (the supervisor kills it later).
 STUCK_AFTER_S = 30.0
 
 
@@ -28,7 +28,7 @@ async def health(http: Request) -> Response:
     if state.generator.llm.died is not None:  # the engine is gone, or its outputs cannot be read any more
         return error_response(503, f"no request can be served any more: {state.generator.llm.died}")
     if state.engine is not None and state.engine.died is not None:
-        return error_response(503, f"the engine is gone for good: {state.engine.died}")
+        return error_response(503, f"the engine cannot be restarted: {state.engine.died}")
     if state.engine is not None and not state.engine.is_up:
         return error_response(503, "the engine process is starting", retry_after_s=2)
     if state.engine is not None and state.engine.stuck_for_s() > STUCK_AFTER_S:
@@ -46,7 +46,7 @@ async def show_version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(http: Request) -> dict[str, Any]:
-    """Live requests and tokens as admission counts them, and the scheduler's queues."""
+    """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
     admission, stats = state.generator.admission, state.generator.llm.stats()
     return {
@@ -63,7 +63,7 @@ async def load(http: Request) -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(http: Request) -> Response:
-    """Prometheus text."""
+    """Metrics in Prometheus's text format."""
     return Response(generate_latest(state_of(http).generator.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -98,9 +98,9 @@ async def model(name: str, http: Request) -> dict[str, Any]:
 
 @router.post("/abort_requests", responses=ERRORS, openapi_extra=described_body(AbortRequest))
 async def abort_requests(http: Request) -> dict[str, Any]:
-    """End these requests of the caller's; unknown ids are ignored. They are answered with what there was, as aborted.
+    """Abort these requests of the caller; ignore unknown ids. They return their output so far, marked as aborted.
 
-    Without ids: all requests, for which the admin key is needed where the server has one; else all of the caller's.
+    Without ids: abort all requests. If the server has an admin key, this needs it.
     """
     state = state_of(http)
     body = await read_body(http, AbortRequest, state.request_limits)
@@ -113,7 +113,7 @@ async def abort_requests(http: Request) -> dict[str, Any]:
 
 @router.post("/reset_prefix_cache", responses=ERRORS)
 async def reset_prefix_cache(http: Request, reset_running_requests: bool = False) -> Response:
-    """Forget all cached prefixes. 409 while blocks are in use, unless running requests are to be preempted."""
+    """Empty the prefix cache. 409 if blocks are in use, unless running requests may be preempted."""
     state = state_of(http)
     state.check_admin(http)
     if await state.generator.llm.reset_prefix_cache(reset_running_requests):

@@ -1,4 +1,4 @@
-"""Routes that are planned: they answer 501, so that a client can tell them from a mistyped path and does not retry."""
+"""Planned routes: they return 501, so that clients can distinguish them from a mistyped path and do not retry."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRoute:
-    """paths: all of them, with everything below.   needs_admin: it will operate the server for all its users."""
+    """paths: including all paths below them.   needs_admin: the route will affect all users of the server."""
 
     feature: str
     paths: tuple[str, ...]

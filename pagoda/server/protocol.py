@@ -1,10 +1,9 @@
-"""The HTTP API's request bodies, in OpenAI's shape with the engine's sampling parameters as extra fields.
+"""The HTTP API's request bodies, in OpenAI's format with the engine's sampling parameters as extra fields.
 
-The types say what a value may be on its own: msgspec checks them while it decodes and stops at the first error
-(body.py). What types cannot say is in `check`: fields against each other, counts and sizes against RequestLimits. A
-field that is not declared is refused, so nothing a caller asks for is dropped in silence; unserved.py declares OpenAI's
-and vLLM's fields that cannot be served, to say so in words. Answers are built as plain dicts by the routes, and
-described in answers.py for the OpenAPI page.
+msgspec checks the types of single values while decoding, and stops at the first error (body.py). `check` does what
+types cannot: it checks fields against each other, and counts and sizes against RequestLimits. Undeclared fields are
+rejected, so that nothing a caller asks for is silently ignored; unserved.py declares the fields of OpenAI and vLLM that
+are not supported, to say so. Routes build answers as plain dicts; answers.py describes them for the OpenAPI page.
 """
 
 import functools
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     Flag = bool
     Priority = int
 else:
-    # null stands for the default: Body puts it in, so that readers meet no None.
+    # null stands for the default: Body replaces it, so that readers never see None.
     Flag = bool | None
     Priority = Int32 | None
 
@@ -50,7 +49,7 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def _defaults(kind: type[Body]) -> tuple[tuple[str, Any], ...]:
-    """Fields whose default is a value other than None."""
+    """Return the fields whose default is not None, with that default."""
     fields = ((field.name, field.default) for field in msgspec.structs.fields(kind))
     none = (None, UNSET, msgspec.NODEFAULT)
     return tuple((name, value) for name, value in fields if not any(value is one for one in none))
@@ -67,7 +66,7 @@ class ResponseFormat(Body, kw_only=True, frozen=True):
 
 
 class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
-    """What chat and text completions share."""
+    """The fields common to chat and text completions."""
 
     model: str | None = None
     frequency_penalty: float | None = None
@@ -103,7 +102,7 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     return_timings: Flag = False
-    # accepted because it asks nothing of the answer
+    # accepted because it does not affect the response
     session_id: str | None = None
 
     def check(self, limits: RequestLimits) -> None:
@@ -158,7 +157,7 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
 
     @property
     def wants_structure(self) -> bool:
-        """A grammar or schema was asked for."""
+        """Whether the request asks for structured output."""
         shaped = self.response_format is not None and self.response_format.type != "text"
         return shaped or any(value is not None for value in (self.structured_outputs or {}).values())
 
@@ -167,7 +166,7 @@ def _token_bias(bias: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError:
-        raise RequestError("logit_bias: keys are token ids, written as numbers", "logit_bias") from None
+        raise RequestError("logit_bias: keys must be token ids", "logit_bias") from None
 
 
 class ToolFunction(Body, kw_only=True, frozen=True):
@@ -182,7 +181,7 @@ class Tool(Body, kw_only=True, frozen=True):
     type: Literal["function"] = "function"
 
     def as_dict(self) -> dict[str, Any]:
-        """What chat templates read: the fields that have a value, `type` first."""
+        """Return the tool for chat templates: its fields that are not None, `type` first."""
         fields = ((name, getattr(self.function, name)) for name in self.function.__struct_fields__)
         return {"type": self.type, "function": {name: value for name, value in fields if value is not None}}
 
@@ -193,7 +192,7 @@ class NamedTool(Body, kw_only=True, frozen=True):
 
 
 class ChatMessage(Struct, kw_only=True, frozen=True):
-    """A message; content may be text or a list of text parts. Other fields are kept: a template may read them."""
+    """A message; content is a string or a list of text parts. Other fields are kept for the chat template."""
 
     role: Name
     content: str | list[dict[str, Any]] | None = None
@@ -203,12 +202,12 @@ class ChatMessage(Struct, kw_only=True, frozen=True):
 
 
 Messages = list[dict[str, Any]]
-"""As sent, with every field; `check_messages` holds them to ChatMessage."""
+"""Messages as sent, with every field; `check_messages` validates them as ChatMessage."""
 _DESCRIBED = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
 
 
 def check_messages(messages: Messages) -> None:
-    """Raise msgspec.ValidationError, with a path below `messages`, for a message that is no ChatMessage."""
+    """Raise msgspec.ValidationError, with a path below `messages`, for a message that is not a ChatMessage."""
     msgspec.convert(messages, list[ChatMessage])
 
 
@@ -219,7 +218,7 @@ def _check_chat(
     template: str | None,
     template_kwargs: dict[str, Any] | None,
 ) -> None:
-    """Hold a conversation to the bounds first, then to its types."""
+    """Check a conversation's sizes, then its types."""
     schemas = [tool.function.parameters for tool in tools or ()]
     limits.check_chat(messages, schemas, template, template_kwargs)
     check_messages(messages)
@@ -249,7 +248,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     continue_final_message: Flag = False
     echo: Flag = False
     include_reasoning: Flag = True
-    # accepted because they ask nothing of the answer
+    # accepted because they do not affect the response
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
@@ -277,7 +276,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt is True:
-            raise RequestError("continue_final_message: cannot go with add_generation_prompt", "continue_final_message")
+            raise RequestError("continue_final_message: excludes add_generation_prompt", "continue_final_message")
         if self.tool_choice is not None and self.tool_choice != "none" and not self.tools:
             raise RequestError("tool_choice: needs tools", "tool_choice")
 
@@ -292,7 +291,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables for the chat template besides messages and tools."""
+        """Variables for the chat template other than messages and tools."""
         given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents or None}
         return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 
@@ -328,7 +327,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
             raise RequestError("prompt: expected strings only, token ids only, or lists of token ids only", "prompt")
         field, asked = self.asked_tokens
         if asked == 0 and not self.echo:
-            raise RequestError(f"{field}: 0 is of use only with echo", field)
+            raise RequestError(f"{field}: 0 is only allowed with echo", field)
         if self.logprobs is True:
             raise RequestError("logprobs: expected an integer >= 0, got true", "logprobs")
 
@@ -341,7 +340,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many log-probabilities per token; None for none, which false stands for too."""
+        """Number of log-probabilities per token; None for null and false."""
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
@@ -395,7 +394,7 @@ class DetokenizeRequest(Body, kw_only=True, frozen=True):
 
 
 class AbortRequest(Body, kw_only=True, frozen=True):
-    """POST /abort_requests: without ids, all of the caller's requests."""
+    """POST /abort_requests. Without ids: all requests (of the caller, unless it has the admin key)."""
 
     request_ids: list[str] | None = None
 

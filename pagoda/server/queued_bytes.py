@@ -1,4 +1,4 @@
-"""QueuedBytes: bounds the bytes of all request bodies that the server holds at once."""
+"""QueuedBytes: limit the total size of all request bodies that the server holds at once."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ RETRY_AFTER_S = 1
 
 
 class QueuedBytes:
-    """A layer of the app that counts body bytes from their arrival until their request has been answered.
+    """A layer of the app that counts body bytes from their arrival until the end of the response.
 
-    max_bytes: beyond it requests get 429; 0: no limit. A request is let in, whatever its size, while no other has a
+    max_bytes: requests that would exceed it get 429; 0: no limit. A request of any size is admitted if no other has a
     body.   on_refusal: called for each refusal.
     """
 
@@ -26,7 +26,7 @@ class QueuedBytes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        # A stated length is not counted before it has arrived: it would hold room for a client that sends nothing.
+        # Bytes only count when they arrive: a client could reserve room with a Content-Length and send nothing.
         length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         if length.isdigit() and self._is_too_much(int(length), own=0):
             self._on_refusal()
@@ -54,4 +54,4 @@ class QueuedBytes:
         return bool(self._max_bytes and size) and not is_alone and self.num_bytes + size > self._max_bytes
 
     def _message(self) -> str:
-        return f"the server is full: request bodies take {self.num_bytes} bytes of {self._max_bytes}"
+        return f"the server is full: request bodies use {self.num_bytes} of {self._max_bytes} bytes"

@@ -1,4 +1,4 @@
-"""Splits a model's marked reasoning (<think> ... </think>) from its answer, as the text streams in."""
+"""Split a model's reasoning (<think> ... </think>) from its answer while the text streams."""
 
 from pagoda.server.tool_parsers import held_back
 
@@ -6,15 +6,15 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    """Feeds on text, gives (reasoning, answer) pieces. Reasoning is recognised at the beginning of the answer only.
+    """Splits text into (reasoning, answer) pieces. Reasoning is only recognised at the beginning of the answer.
 
-    inside: the prompt's own end has opened the reasoning already (some templates do).
+    inside: the prompt ends with <think>, as with some templates.
     """
 
     def __init__(self, inside: bool = False) -> None:
         self._text = ""
         self._state = "inside" if inside else "before"
-        self._at_line_start = False  # newlines right behind a mark belong to it
+        self._at_line_start = False  # newlines right after a tag belong to the tag
 
     def feed(self, text: str) -> tuple[str, str]:
         self._text += text
@@ -47,16 +47,16 @@ class ReasoningSplitter:
         self._at_line_start = not self._text
 
     def end(self) -> tuple[str, str]:
-        """What was held back."""
+        """Return the text that was held back."""
         text, self._text = self._text, ""
         return (text, "") if self._state == "inside" else ("", text)
 
 
 def template_reasons(template: str | None) -> bool:
-    """Whether a chat template marks reasoning."""
+    """Return whether a chat template uses reasoning tags."""
     return template is not None and CLOSE in template
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside an open <think>."""
+    """Return whether a rendered prompt ends with <think>."""
     return prompt.rstrip().endswith(OPEN)

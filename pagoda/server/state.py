@@ -1,4 +1,4 @@
-"""What all routes share, kept on the app and never global."""
+"""The state that all routes share, kept in app.state."""
 
 import time
 import uuid
@@ -17,10 +17,11 @@ from pagoda.server.tool_parsers import parser_for_template
 
 @dataclass(slots=True)
 class ServerState:
-    """model_names: the first is the one we answer with.   chat_template: the model's own.
+    """The state that all routes share.
 
-    tool_template: the one it uses with tools.   tool_parser: a name in TOOL_PARSERS, "none", or "auto".
-    trusts_templates: callers may send chat templates of their own.   request_limits: what one body may hold.
+    model_names: the first is the default in responses.   chat_template: the model's own.
+    tool_template: the model's template for requests with tools.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
+    trusts_templates: callers may send their own chat templates.   request_limits: bounds of one body's content.
     """
 
     generator: Generator
@@ -37,32 +38,32 @@ class ServerState:
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
-        """404 for a model we do not serve."""
+        """Raise ApiError (404) for a model that is not served."""
         if name is not None and name not in self.model_names:
             known = ", ".join(self.model_names)
-            raise ApiError(404, f"no model {abbreviate(name)} here; this server has {known}", "model")
+            raise ApiError(404, f"unknown model {abbreviate(name)}; this server has {known}", "model")
 
     def check_admin(self, http: Request) -> None:
-        """403 for a caller without the admin key, where the server has one."""
+        """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
         if self.has_admin_key and not http.scope["state"]["is_admin"]:
-            raise ApiError(403, "this operates the server for all its users: send the admin key (--admin-api-key)")
+            raise ApiError(403, "this affects all users of the server: send the admin key (--admin-api-key)")
 
     def check_template(self, template: str | None) -> None:
-        """400 for a template of the caller's where those are not trusted: the sandbox cannot keep one from looping."""
+        """Raise ApiError (400) for a caller's template if those are not trusted: the sandbox does not prevent loops."""
         if template is not None and not self.trusts_templates:
-            hint = "start the server with --trust-request-chat-template to render those of callers"
-            raise ApiError(400, f"chat_template: only the model's own is rendered here; {hint}", "chat_template")
+            hint = "start the server with --trust-request-chat-template to allow templates in requests"
+            raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
 
     def tool_parser_for(self, template: str | None) -> str | None:
-        """The parser of what a model says under this template; None: its text is all there is."""
+        """Return the name of the parser for the output of this template, or None for plain text."""
         if self.tool_parser == "auto":
             return parser_for_template(template)
         return None if self.tool_parser == "none" else self.tool_parser
 
     def request_id(self, http: Request, asked: str | None, prefix: str) -> str:
-        """The id of this request and its answer: the one the body asks for, else the one in the access log.
+        """Return the id of this request and its response: from the body, or else the access log's.
 
-        Several requests may carry the same X-Request-Id header: while one runs, others get a suffix.
+        Several requests may have the same X-Request-Id header: while one is running, others get a suffix.
         """
         if asked is not None:
             return f"{prefix}-{asked}"

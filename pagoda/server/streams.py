@@ -1,4 +1,4 @@
-"""Answers that end when their client goes away: server-sent events, and single answers that take long."""
+"""Cancel work when the client disconnects: for server-sent events, and for slow single responses."""
 
 import asyncio
 import logging
@@ -20,16 +20,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event with a JSON body."""
+    """Return a server-sent event with a JSON body."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
 class EventStream(Response):
     """Server-sent events from an async generator of ready-made bytes, then [DONE].
 
-    A client that goes away closes the generator (its `finally` runs), also while nothing is being sent. `send` waits
-    for a slow reader, so a stream holds back only itself. An error before the end is sent as an event, since the
-    status is already out.   on_end: called once at the end, also when the generator was never begun.
+    A disconnect closes the generator (its `finally` runs), even while nothing is being sent. `send` waits for a slow
+    reader, which only delays its own stream. Errors are sent as an event, because the status has already been sent.
+    on_end: called once at the end, even if the generator never started.
     """
 
     media_type = "text/event-stream"
@@ -59,7 +59,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             known = as_api_error(error)
-            if known.status == 500:  # others are refusals that a client may meet at any time
+            if known.status == 500:  # other statuses are not failures of the server
                 logger.error("a stream ended with an error", exc_info=error)
             await send(
                 {
@@ -76,8 +76,8 @@ async def _wait_until_gone(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientGone when the client goes away first."""
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel it and raise ClientGone."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_until_gone(request.receive))
     try:

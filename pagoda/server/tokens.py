@@ -10,14 +10,14 @@ from pagoda.server.body import described_body, read_body
 from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.server.state import state_of
-from pagoda.server.streams import unless_gone
+from pagoda.server.streams import cancel_on_disconnect
 
 router = APIRouter()
 
 
 @router.post("/tokenize", responses=ERRORS, openapi_extra=described_body(TokenizeRequest))
 async def tokenize(http: Request) -> Response:
-    """Token ids of a text, or of a conversation through the chat template."""
+    """Return the token ids of a text, or of a conversation rendered with the chat template."""
     state = state_of(http)
     body = await read_body(http, TokenizeRequest, state.request_limits)
     state.check_model(body.model)
@@ -34,7 +34,7 @@ async def tokenize(http: Request) -> Response:
             add_special_tokens=body.add_special_tokens is True,
             is_bounded=True,
         )
-        prompt = await unless_gone(http, rendering)
+        prompt = await cancel_on_disconnect(http, rendering)
         token_ids = prompt.token_ids
     else:
         token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -46,7 +46,7 @@ async def tokenize(http: Request) -> Response:
 
 @router.post("/detokenize", responses=ERRORS, openapi_extra=described_body(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.check_model(body.model)
@@ -55,7 +55,7 @@ async def detokenize(http: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(http: Request) -> dict[str, Any]:
-    """The tokenizer's settings under the names of tokenizer_config.json, chat template included."""
+    """Return the tokenizer's settings, named as in tokenizer_config.json, including the chat template."""
     state = state_of(http)
     facts = state.generator.llm.tokenizer_facts()
     return {

@@ -1,4 +1,4 @@
-"""Tool calls out of generated text, as it streams in.
+"""Parse tool calls in generated text while it streams.
 
 A parser is fed text and says what of it is content and which calls are complete. It holds back only what may be the
 beginning of a call. A malformed call comes out as the text it was: none of it is lost.
@@ -14,7 +14,7 @@ from pagoda.base.text import is_encodable
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """arguments: JSON text, as OpenAI wants it."""
+    """A tool call.   arguments: a string with JSON, as in OpenAI's format."""
 
     name: str
     arguments: str
@@ -28,16 +28,16 @@ class Parsed:
 
 class ToolParser(Protocol):
     def feed(self, text: str) -> Parsed:
-        """More text; returns what is certain now."""
+        """Add text; return the content and calls that are complete now."""
         ...
 
     def end(self) -> Parsed:
-        """No more text; returns what was held back."""
+        """End the text; return what was held back."""
         ...
 
 
 def held_back(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `marker`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:size]):
             return size
@@ -45,9 +45,9 @@ def held_back(text: str, marker: str) -> int:
 
 
 def _as_call(value: object) -> ToolCall | None:
-    """A call from {"name": ..., "arguments" or "parameters": ...}; None if it is none, or cannot be encoded.
+    """Return the call in {"name": ..., "arguments" or "parameters": ...}; None if it is not a call or not encodable.
 
-    Models may write half a surrogate pair as an escape, which JSON allows and UTF-8 does not.
+    Models may write an escaped lone surrogate, which JSON allows and UTF-8 does not.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
@@ -172,7 +172,7 @@ TOOL_PARSERS: Registry[type[HermesParser] | type[LlamaJsonParser]] = Registry(
 
 
 def parser_for_template(template: str | None) -> str | None:
-    """The parser whose marks a chat template speaks of; None when it knows no tools."""
+    """Return the parser for the tool call format in a chat template, or None if it has none."""
     if template is None:
         return None
     if HermesParser.OPEN in template:

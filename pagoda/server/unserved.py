@@ -1,6 +1,6 @@
-"""Fields of OpenAI's and vLLM's APIs that are known and not served.
+"""Fields of OpenAI's and vLLM's APIs that are known but not supported.
 
-Clients send many of them at a value that asks for nothing; that is accepted. Any other value is refused in words.
+Clients send many of them with a neutral value, which is accepted. Any other value is rejected with an explanation.
 """
 
 from dataclasses import dataclass
@@ -57,9 +57,9 @@ class UnservedFields(Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class UnservedField:
-    """what: completes "this server does not support ...".   neutral: values that ask for nothing, besides NEUTRAL.
+    """what: completes "this server does not support ...".   neutral: accepted values, in addition to NEUTRAL.
 
-    is_planned: refused with 501, not 400.
+    is_planned: rejected with 501 instead of 400.
     """
 
     what: str
@@ -113,7 +113,7 @@ UNSERVED = {
 
 
 def check_unserved(body: UnservedFields) -> None:
-    """Raise RequestError, or ApiError (501), for the first field that asks for something."""
+    """Raise RequestError, or ApiError (501), for the first field that has a value other than a neutral one."""
     for name, field in UNSERVED.items():
         value = getattr(body, name)
         if value is None or value in NEUTRAL or value in field.neutral:

@@ -6,7 +6,7 @@ from pagoda.server.generation import Generation
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    """Tokens of a generation so far."""
+    """Return the token counts of a generation so far."""
     prompt, output = generation.num_prompt_tokens, generation.num_output_tokens
     return {
         "prompt_tokens": prompt,

@@ -1,4 +1,4 @@
-"""CacheEngine: the KV tensors of the device and the host pool, and the moving of whole blocks between them."""
+"""CacheEngine: the KV tensors of the device and host pools, and the transfer of blocks between them."""
 
 import math
 import mmap
@@ -17,10 +17,10 @@ from pagoda.worker.kv_slots import KVSlot, kv_slots
 
 
 class CacheEngine:
-    """Owns the pools. Which block holds what is the scheduler's business.
+    """Owns the pools. The scheduler decides what each block contains.
 
-    layers: KVLayer of each attention that keeps KV, as that attention sees it. The i-th layer of every group shares the
-        i-th slot (see KVGroupSpec), so with several groups some of these share memory.
+    layers: the KVLayer of each attention layer with a KV cache. The i-th layers of all groups share the i-th slot (see
+        KVGroupSpec), so with several groups some of these share memory.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class CacheEngine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """num_blocks: usable blocks; the null block 0 is added to them. dtype int8 adds scales."""
+        """num_blocks: usable blocks, in addition to the null block 0.   dtype: int8 adds scales."""
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         slots = kv_slots(groups)
         self._device = [_new_planes(slot, num_blocks + 1, block_size, dtype, device) for slot in slots]
         self._host: list[_Planes] = []
         if num_host_blocks > 0:
-            # Block ids of the host pool count like the device's, so it has a block 0 too.
+            # Host block ids start at 1, like the device's, so the host pool also has a block 0.
             cpu = torch.device("cpu")
             self._host = [_new_planes(slot, num_host_blocks + 1, block_size, dtype, cpu) for slot in slots]
         layers = {
@@ -52,9 +52,9 @@ class CacheEngine:
         self.layers = [layers[layer] for layer in sorted(layers)]
 
     def apply(self, output: SchedulerOutput) -> float:
-        """Do the step's block moves: all swaps out, then all swaps in, then all copies. Returns the seconds swaps took.
+        """Run the step's swaps out, then swaps in, then block copies. Return the seconds the swaps took.
 
-        Whatever is run on the device afterwards comes after them.
+        Work submitted to the device afterwards runs after them.
         """
         swap_s = 0.0
         if len(output.swap_out) or len(output.swap_in):
@@ -66,21 +66,21 @@ class CacheEngine:
         return swap_s
 
     def swap_out(self, pairs: np.ndarray) -> None:
-        """Device blocks pairs[:, 0] to host blocks pairs[:, 1]; int32 [k, 2]."""
+        """Copy device blocks pairs[:, 0] to host blocks pairs[:, 1]; int32 [k, 2]."""
         _move(pairs, self._device, self._host)
 
     def swap_in(self, pairs: np.ndarray) -> None:
-        """Host blocks pairs[:, 0] to device blocks pairs[:, 1]; int32 [k, 2]."""
+        """Copy host blocks pairs[:, 0] to device blocks pairs[:, 1]; int32 [k, 2]."""
         _move(pairs, self._host, self._device)
 
     def copy(self, pairs: np.ndarray) -> None:
-        """Device blocks pairs[:, 0] to device blocks pairs[:, 1]; all sources are read before a target is written."""
+        """Copy device blocks pairs[:, 0] to device blocks pairs[:, 1]; read all sources before writing any target."""
         _move(pairs, self._device, self._device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Planes:
-    """The tensors of one slot, [num_blocks, elements of a block]; scales of an int8 cache only."""
+    """The tensors of one slot, [num_blocks, elements per block]; scales only for an int8 cache."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -91,7 +91,7 @@ class _Planes:
         return (plane for plane in (self.k, self.v, self.k_scale, self.v_scale) if plane is not None)
 
     def seen_as(self, shape: KVShape, block_size: int) -> KVLayer:
-        """The beginning of each block, as a layer of this shape needs it."""
+        """Return a view of the beginning of each block as a KVLayer of this shape."""
         heads = shape.num_heads
         return KVLayer(
             _begin(self.k, (heads, block_size, shape.key_dim)),
@@ -126,12 +126,11 @@ def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dty
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose pages come when they are first written.
+    """Allocate zeros whose pages are only mapped when first written.
 
-    Zeros and not garbage: a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN.
-    Not asked to lie on huge pages, as weights are: attention asks for its pages early, so that they gain 2 % of a step,
-    while two of them for each layer, zeroed when a new block crosses into them, hold a step up by 0.1 s in a virtual
-    machine.
+    Zeros, not garbage, because a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN.
+    Unlike weights, not on huge pages: attention prefetches, so they would gain 2 % per step, but zeroing two of them
+    per layer when a new block crosses into them would delay a step by 0.1 s in a virtual machine.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

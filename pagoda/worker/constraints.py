@@ -1,4 +1,4 @@
-"""RowConstraints: what a row forbids or shifts among its logits, as arrays made once at admission."""
+"""RowConstraints: a row's logit bias, bad words and other logit constraints, as arrays built once at admission."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ _NO_IDS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowConstraints:
-    """One row's irregular sampling parameters; rows that have none carry no RowConstraints at all.
+    """One row's logit constraints; rows without any have no RowConstraints.
 
-    bias_ids: int64 [b], bias: float32 [b], added to those logits.   allowed: int64 [a], nothing else may come; or None.
-    bad_words: sequences of ids that must not be completed in the output; None without any.
-    min_tokens: as long as the output is shorter, none of `end_ids` (int64, eos and stop tokens) may come.
-    has_penalty: presence, frequency or repetition penalty differs from neutral.
+    bias_ids: int64 [b], bias: float32 [b], added to those logits.   allowed: int64 [a], the only allowed ids, or None.
+    bad_words: token sequences that must not appear in the output, or None.
+    min_tokens: while the output is shorter, `end_ids` (int64, EOS and stop tokens) are forbidden.
+    has_penalty: the presence, frequency or repetition penalty is not neutral.
     """
 
     bias_ids: np.ndarray
@@ -30,7 +30,7 @@ class RowConstraints:
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> "RowConstraints | None":
-        """The constraints of `params`, or None when every logit stands as it is."""
+        """Return the constraints of `params`, or None if they do not change any logit."""
         has_penalty = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
         ends = sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens > 0 else []
         if not (
@@ -52,7 +52,7 @@ class RowConstraints:
         )
 
     def forbidden(self, output_token_ids: np.ndarray) -> np.ndarray:
-        """Ids, int64, that must not follow this output: ends that come too soon, and last tokens of bad words."""
+        """Return the ids (int64) that must not follow this output: early end tokens and last tokens of bad words."""
         banned = self.bad_words.after(output_token_ids) if self.bad_words is not None else []
         if len(output_token_ids) < self.min_tokens:
             banned = [*banned, self.end_ids]
@@ -60,9 +60,9 @@ class RowConstraints:
 
 
 class BadWords:
-    """Which ids would complete a bad word: a trie of the words without their last ids, read from the end.
+    """Finds the ids that would complete a bad word, with a trie of the reversed words without their last ids.
 
-    A step walks as far back as the output agrees with some word, so its cost does not grow with the number of words.
+    Each step walks back only as far as the output matches some word, so its cost is independent of the number of words.
     """
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
@@ -80,7 +80,7 @@ class BadWords:
         self._ends = {node: np.array(sorted(ids), np.int64) for node, ids in ends.items()}
 
     def after(self, output_token_ids: np.ndarray) -> list[np.ndarray]:
-        """int64 arrays of the ids that must not follow this output."""
+        """Return int64 arrays of the ids that must not follow this output."""
         node, at = 0, len(output_token_ids)
         found = [self._ends[0]] if 0 in self._ends else []
         while at:

@@ -1,7 +1,7 @@
-"""DeviceTable: the worker's copy of the scheduler's rows. It obeys SchedulerOutput and never decides.
+"""DeviceTable: the worker's copy of the scheduler's rows, updated only by SchedulerOutput.
 
-The columns are numpy arrays in host memory: on a CPU that is the device, and for a GPU a step's inputs are gathered
-here and go over in one copy, which costs less than keeping a second table in step with small kernels.
+The columns are numpy arrays in host memory. For a GPU, a step's inputs are gathered here and transferred in one copy,
+which is cheaper than updating a second table on the device with small kernels.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from pagoda.base.sampling_params import PoolingParams
 from pagoda.core.scheduler_output import RowFork, RowInit, SchedulerOutput
 from pagoda.worker.constraints import RowConstraints
 
-# Sampling columns: copied by a fork, all one number a row.
+# Columns with one number per row that a fork copies.
 _COLUMNS = (
     "num_prompt",
     "num_tokens",
@@ -27,18 +27,18 @@ _COLUMNS = (
 
 
 class DeviceTable:
-    """What the worker knows of each row, by row number.
+    """The worker's state of each row, by row number.
 
     token_ids: int32 [max_rows, max_len], prompt, then the worker's own samples, then drafts of the current step.
     block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
-    num_tokens: int32 [max_rows], positions of token_ids that are known (without drafts).
-    num_logprobs, num_prompt_logprobs: int32 [max_rows], top entries asked for, -1 for none.
-    constraints, pooling: per row, what only some rows have; None otherwise.   constrained: bool [max_rows], which have.
-    wants_states: bool [max_rows], rows with prompt logprobs or pooling: their prompt's positions are looked at.
+    num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
+    num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
+    constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
+    wants_states: bool [max_rows], rows with prompt logprobs or pooling, which need hidden states of prompt positions.
     """
 
     def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
-        """max_len: tokens a row may hold, drafts past its end included.   Pages are touched only when rows use them."""
+        """max_len: most tokens per row, including drafts.   Memory pages are only touched when rows use them."""
         self.block_size = block_size
         self.token_ids = np.zeros((max_rows, max_len), np.int32)
         max_blocks = -(-max_len // block_size)
@@ -61,7 +61,7 @@ class DeviceTable:
         self.pooling: list[PoolingParams | None] = [None] * max_rows
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Bring the rows to where this step needs them, in SchedulerOutput's order. Loops over events only."""
+        """Apply the step's events to the rows, in SchedulerOutput's order. Loops over events, not over rows."""
         for row in output.released.tolist():
             self._forget(row)
         for init in output.admitted:
@@ -79,7 +79,7 @@ class DeviceTable:
                 self.token_ids[row, ends[row] - len(drafts) : ends[row]] = drafts
 
     def commit(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Write sampled tokens at their positions; the last one written to a row is its last known token.
+        """Write sampled tokens at their positions; the last one written to a row becomes its last known token.
 
         rows, positions, tokens: int [n]; positions of one row ascending.
         """
@@ -131,7 +131,7 @@ class DeviceTable:
         for name in _COLUMNS:
             column = getattr(self, name)
             column[dst] = column[src]
-        self.num_prompt_logprobs[dst] = -1  # told once, by the branch that computed the prompt
+        self.num_prompt_logprobs[dst] = -1  # only returned for the sequence that computes the prompt
         self.wants_states[dst] = False
         self.seeds[dst] = fork.seed & 0xFFFFFFFFFFFFFFFF
         self.constraints[dst] = self.constraints[src]

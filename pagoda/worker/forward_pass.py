@@ -1,4 +1,4 @@
-"""A model together with the ops it runs on: what the model runner calls."""
+"""ForwardPass: a model together with the ops it runs on, as called by the model runner."""
 
 import logging
 from collections.abc import Sequence
@@ -28,20 +28,20 @@ class ForwardPass(Protocol):
     def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Final hidden states of the batch's tail, [num_tail, hidden]; K and V of all its tokens go to `kv`."""
+        """Return the final hidden states of the batch's tail, [num_tail, hidden]; write all tokens' K and V to `kv`."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result [S, hidden] -> float32 [S, vocab]."""
+        """Return the logits of rows of `forward`'s result: [S, hidden] -> float32 [S, vocab]."""
         ...
 
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result, int64 [S] -> [S, hidden]."""
+        """Return rows of `forward`'s result: index int64 [S] -> [S, hidden]."""
         ...
 
 
 class EagerForward:
-    """Runs a model op by op. The one place where the opaque tensors of a model turn out to be torch's."""
+    """Runs a model op by op. Models treat tensors as opaque; only here are they known to be torch tensors."""
 
     def __init__(self, model: Model, ops: Ops) -> None:
         self.model = model
@@ -66,11 +66,10 @@ class EagerForward:
 
 
 class ReplayedForward(EagerForward):
-    """Records the forward with the first batch of each variant; from then on it runs in one native call, with the same
-    bits.
+    """Records the forward with the first batch of each variant; afterwards it runs in one native call, bit-identically.
 
-    A forward that cannot be recorded runs op by op, and the log says so once per variant. A program holds the addresses
-    of the KV cache it was recorded with; with another cache everything is recorded again.
+    A forward that cannot be recorded runs op by op, with one warning per variant. A program contains the addresses of
+    the KV cache it was recorded with; with another cache, everything is recorded again.
     """
 
     def __init__(self, model: Model, ops: NativeOps) -> None:
@@ -81,7 +80,7 @@ class ReplayedForward(EagerForward):
 
     @property
     def program(self) -> Program | None:
-        """The program of the plain variant, where it was recorded."""
+        """The program of the plain variant, or None if it was not recorded."""
         return self._programs.get(_PLAIN)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
@@ -98,7 +97,7 @@ class ReplayedForward(EagerForward):
         try:
             program = record_forward(native.library, native.threads, self.model.forward, batch, kv)
         except NotRecordable as why:
-            logger.warning("the model runs op by op, more slowly, since its forward cannot be recorded: %s", why)
+            logger.warning("the model runs op by op, which is slower: its forward cannot be recorded: %s", why)
             return None
         logger.debug("recorded a forward of %d steps", program.num_steps)
         return program
@@ -108,7 +107,7 @@ _PLAIN = ("", ())
 
 
 def _variant(batch: ForwardBatch) -> object:
-    """What a program depends on: the variant's name, and which further inputs there are, of what kind."""
+    """Return the key of a batch's program: the variant's name, and the names and types of further inputs."""
     if not batch.inputs and not batch.variant:
         return _PLAIN
     inputs = (

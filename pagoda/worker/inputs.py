@@ -1,4 +1,4 @@
-"""From a SchedulerOutput to the tensors of one forward pass: numpy over whole columns, no Python step per row."""
+"""Build the tensors of one forward pass from a SchedulerOutput, with numpy operations and no Python loop over rows."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,21 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.worker.device_table import DeviceTable
 
-_ALIGN = 16  # bytes; every tensor of the bulk copy starts on such a boundary
+_ALIGN = 16  # bytes: alignment of each tensor in the bulk copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """One step, ready to run. A *draw* is one token to sample: one a sample row, and one more for each of its drafts.
+    """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
 
-    batch: what the model takes; its logits_index holds the draws' positions first, then those of `prompt_rows`, then
-        the last position of each of `pooled_rows`, all counted in the batch's tail.
-    draw_rows, draw_positions: int32 [num_draws], table row and index in its sequence of each token to sample, row by
-    row.
-    draw_logits: int64 [num_draws], which logits a draw reads, or None when draw i reads logits i (no fork shares any).
-    num_logits: logits the draws need together.   num_draws: int32 [num_samples].
-    takes_all_logits: logits_index names every token of the tail in order.
-    prompt_rows: (row, first prompt position, count) of positions whose prompt logprobs were asked for.
-    pooled_rows: rows whose prompt ends in this step and that want its last hidden state.
+    batch: the model's input; its logits_index has the draws' positions, then those of `prompt_rows`, then the last
+        position of each of `pooled_rows`, all as indices into the batch's tail.
+    draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
+    draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
+    num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
+    takes_all_logits: logits_index is every token of the tail in order.
+    prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
+    pooled_rows: rows to pool, whose prompt ends in this step.
     """
 
     batch: ForwardBatch
@@ -41,7 +40,7 @@ class StepInputs:
 def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.device) -> StepInputs:
     """Gather the step's inputs. `output` must not be empty and must have been applied to `table`."""
     rows = output.rows
-    # Kernels read raw int32: another integer type here would be garbage there.
+    # Kernels read raw int32 memory.
     start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
     num_rows = len(rows)
     query_start = np.zeros(num_rows + 1, np.int32)
@@ -93,13 +92,13 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
 
 
 def _counts_up(index: np.ndarray, to: int) -> bool:
-    """Whether it is 0 .. to - 1."""
+    """Return whether `index` is 0 .. to - 1."""
     return len(index) == to and bool((index == np.arange(to)).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Queries:
-    """Who asks attention what, on the host: see AttentionMetadata.   tables: a block table per KV group."""
+    """The queries of attention, on the host: see AttentionMetadata.   tables: a block table per KV group."""
 
     query_start: np.ndarray
     seq_lens: np.ndarray
@@ -120,9 +119,9 @@ class _Queries:
         )
 
     def tail(self, logits_index: np.ndarray) -> tuple["_Queries", np.ndarray]:
-        """The ends of rows that hold all of `logits_index`, and which of the batch's tokens they are, int64.
+        """Return the queries of the shortest row ends that contain `logits_index`, and their batch indices (int64).
 
-        One token is always taken, though nobody may want it: a forward of nothing is no case of its own then.
+        They have at least one token, so that the forward pass needs no special case for an empty tail.
         """
         start = self.query_start
         wanted = np.zeros(len(start) - 1, np.int32)
@@ -134,7 +133,7 @@ class _Queries:
         rows = np.flatnonzero(wanted)
         tail_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(wanted[rows], out=tail_start[1:])
-        shift = start[rows + 1] - tail_start[1:]  # from a token's place in the tail to that in the batch
+        shift = start[rows + 1] - tail_start[1:]  # index in the batch minus index in the tail
         index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, wanted[rows])
         return _Queries(tail_start, self.seq_lens[rows], [table[rows] for table in self.tables]), index
 
@@ -149,7 +148,7 @@ class _Draws:
 
 
 def _draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarray) -> _Draws:
-    """Which tokens are sampled, and from which token positions of the batch."""
+    """Return which tokens to sample, and from which token positions of the batch."""
     index = output.sample_index
     num = np.ones(len(index), np.int32)
     last = query_start[index + 1].astype(np.int64) - 1
@@ -164,7 +163,7 @@ def _draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarra
         num_drafts[i] = len(output.drafts[int(output.rows[i])])
     num += num_drafts[index]
     ends = np.cumsum(num)
-    # 0, 1, .. num - 1 within each sample row, counted back from its last position.
+    # Distance of each draw from the last position of its sample row: num - 1 .. 0.
     back = np.repeat(ends, num) - 1 - np.arange(ends[-1] if ends.size else 0)
     shared, logits = np.unique(np.repeat(last, num) - back, return_inverse=True)
     return _Draws(
@@ -175,7 +174,7 @@ def _draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarra
 def _extra_logits(
     table: DeviceTable, output: SchedulerOutput, query_start: np.ndarray
 ) -> tuple[np.ndarray, tuple[tuple[int, int, int], ...], tuple[int, ...]]:
-    """Positions wanted besides the draws': those of prompt logprobs, then the last ones of pooled prompts."""
+    """Return the positions needed in addition to the draws': of prompt logprobs, then the last of pooled prompts."""
     rows = output.rows
     prompt_rows: list[tuple[int, int, int]] = []
     pooled_rows: list[int] = []
@@ -198,14 +197,14 @@ def _extra_logits(
 
 
 def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`: views of the same memory on a CPU, else all of them in one copy."""
+    """Return the arrays as tensors on `device`: on a CPU, views of the same memory; otherwise, in one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return bulk_copy(arrays, device)
 
 
 def bulk_copy(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int32 and int64 arrays as tensors on `device`, sent there as one piece; parts of the same memory."""
+    """Transfer int32 and int64 arrays to `device` in one copy; return them as views of one tensor."""
     offsets, size = [], 0
     for array in arrays:
         offsets.append(size)

@@ -1,4 +1,4 @@
-"""KV slots: the tensors that the layers of several KV groups share. No torch: `pagoda plan` sizes the cache with it."""
+"""KV slots: the tensors that layers of several KV groups share. Does not import torch, for `pagoda plan`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class KVSlot:
-    """One K and one V tensor, shared by the i-th layers of all groups; the largest of them decides their size.
+    """One K and one V tensor, shared by the i-th layers of all groups, with the size of the largest of them.
 
     keys, values: elements per token.   scales: per token and tensor, in an int8 cache.
     """
@@ -21,7 +21,7 @@ class KVSlot:
 
 
 def kv_slots(groups: tuple[KVGroupSpec, ...]) -> tuple[KVSlot, ...]:
-    """The slots of a block, as many as the largest group has layers."""
+    """Return the slots of a block: as many as the largest group has layers."""
     return tuple(
         KVSlot(
             keys=max(shape.num_heads * shape.key_dim for shape in shapes),
@@ -35,18 +35,18 @@ def kv_slots(groups: tuple[KVGroupSpec, ...]) -> tuple[KVSlot, ...]:
 
 
 def kv_bytes_per_slot(slot: KVSlot, kv_dtype: str) -> int:
-    """Bytes of one token in one slot: K and V, with the scales of an int8 cache."""
+    """Return the bytes per token in one slot: K and V, and the scales of an int8 cache."""
     scales = 2 * slot.scales * _SCALE_BYTES if kv_dtype == "int8" else 0
     return (slot.keys + slot.values) * DTYPE_BYTES[kv_dtype] + scales
 
 
 def kv_bytes_per_token(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
-    """Bytes that a token's K and V take in all layers, without what groups of unequal shape or size leave unused."""
+    """Return the bytes of a token's K and V in all layers, without the padding of groups that differ in shape or size."""
     return sum(len(group.layers) * kv_bytes_per_slot(_alone(group.shape), kv_dtype) for group in groups)
 
 
 def kv_block_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str, block_size: int) -> int:
-    """Bytes of one block of the pool, in all slots."""
+    """Return the bytes per block, in all slots."""
     return block_size * sum(kv_bytes_per_slot(slot, kv_dtype) for slot in kv_slots(groups))
 
 

@@ -1,5 +1,4 @@
-"""How much memory the machine really has, and how many KV blocks fit in it. No torch: `pagoda plan` uses it as it
-is."""
+"""Available memory, and the number of KV blocks that fit in it. Does not import torch, for `pagoda plan`."""
 
 import resource
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ _GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """A pool that fits.
+    """The sizes of the KV pools.
 
-    num_blocks, num_host_blocks: usable blocks.   block_bytes: of one block, all its layers.
-    max_tokens: tokens of one sequence that the pool holds when it is alone.
+    num_blocks, num_host_blocks: usable blocks.   block_bytes: bytes per block, all layers included.
+    max_tokens: longest single sequence that fits in the pool.
     """
 
     num_blocks: int
@@ -34,10 +33,10 @@ class KVCapacity:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process can still take: the tightest of the machine, the cgroups (v1 or v2) above it,
-    and its own limit of address space (ulimit -v).
+    """Return the bytes that this process can still allocate: the minimum over the machine's available memory, the
+    limits of its cgroups (v1 or v2) and its address space limit (ulimit -v).
 
-    root: where /proc and /sys are looked up (tests). Page cache that the kernel would give back counts as available.
+    root: where /proc and /sys are (for tests). Reclaimable page cache counts as available.
     """
     found = [_meminfo_available(root), _address_space_left(root), *_cgroup_headrooms(root)]
     known = [value for value in found if value is not None]
@@ -54,7 +53,7 @@ def _read(path: Path) -> str | None:
 
 
 def _read_int(path: Path) -> int | None:
-    """The file's number; None if there is no file or no limit ("max")."""
+    """Return the number in a file; None if there is no file or no limit ("max")."""
     text = (_read(path) or "").strip()
     return int(text) if text.isdigit() else None
 
@@ -75,7 +74,7 @@ def _address_space_left(root: Path) -> int | None:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[tuple[Path, bool]]:
-    """Directories of this process's cgroup and its parents, with whether they are v2."""
+    """Return the directories of this process's cgroup and its parents, and whether they are v2."""
     found: list[tuple[Path, bool]] = []
     for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
         _, controllers, name = line.split(":", 2)
@@ -85,14 +84,14 @@ def _cgroup_dirs(root: Path, controller: str) -> list[tuple[Path, bool]]:
             base, is_v2 = root / "sys/fs/cgroup" / controller, False
         else:
             continue
-        # In a container the path may be the host's and not exist here: then the mount's root is our own group.
+        # In a container, the path may be the host's and not exist here; the mount's root is then our own cgroup.
         parts = [part for part in name.split("/") if part not in ("", "..")]
         found += [(base.joinpath(*parts[:depth]), is_v2) for depth in range(len(parts), -1, -1)]
     return found
 
 
 def _cgroup_headrooms(root: Path) -> list[int | None]:
-    """Bytes left under each memory limit that holds for this process."""
+    """Return the bytes left under each memory limit that applies to this process."""
     headrooms: list[int | None] = []
     for directory, is_v2 in _cgroup_dirs(root, "memory"):
         limit = _read_int(directory / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
@@ -115,9 +114,9 @@ def plan_capacity(
 ) -> KVCapacity:
     """Size the pools: `num_blocks`, else `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
 
-    free_bytes: memory of the device once the weights are loaded.   scheduler: how much of a sequence is computed at
-    once, which decides how many blocks a sliding window holds.
-    Raises CapacityError when one sequence of max_model_len does not fit; an explicit num_blocks is taken as it is.
+    free_bytes: free device memory after loading the weights.   scheduler: its chunk sizes determine how many blocks a
+    sliding window needs.
+    Raises CapacityError if one sequence of max_model_len does not fit; an explicit num_blocks is not checked.
     """
     block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
     budget = cache.kv_cache_memory
@@ -139,11 +138,11 @@ def plan_capacity(
 
 
 def _too_little(cache: CacheConfig, max_model_len: int, budget: int, needed: int, fits: int) -> str:
-    """budget, needed: bytes.   fits: the longest max_model_len that the budget would hold, in tokens."""
+    """Return the error message.   budget, needed: bytes.   fits: the longest max_model_len that fits, in tokens."""
     source = (
         f"kv_cache_memory={cache.kv_cache_memory}"
         if cache.kv_cache_memory is not None
-        else f"gpu_memory_utilization={cache.gpu_memory_utilization} of the memory that is free"
+        else f"gpu_memory_utilization={cache.gpu_memory_utilization} of the free memory"
     )
     remedy = f"set max_model_len={fits} or less, or " if fits > 0 else ""
     return (

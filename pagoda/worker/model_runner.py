@@ -17,12 +17,12 @@ from pagoda.worker.step_times import StepTimes
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
 _NO_COUNTS = np.empty(0, np.int32)
-_NOT_FINITE = "the model gave logits that are not finite, or no token was left to choose"
+_NOT_FINITE = "the model's logits are not finite, or all tokens are forbidden"
 _PROMPT_LOGITS_ROWS = 256  # prompt positions whose logits are in memory at once
 
 
 class ModelRunner:
-    """Executes steps one after the other; holds no state but the table and the KV pools."""
+    """Executes steps one after the other. Its only state is the table and the KV pools."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute one token into the null block, which nobody reads.
+        """Run a forward pass of one token, writing to the null block, which is never read.
 
-        What the kernels cannot do with this model and these settings is an error here, and not one of every request.
+        If the kernels do not support this model and these settings, this fails at startup instead of in every request.
         """
         self._table.token_ids[0, 0] = 0
         nothing_yet = np.zeros(1, np.int32)
@@ -56,7 +56,7 @@ class ModelRunner:
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the step's events, then compute its rows. Results are on the host when it returns.
 
-        A row whose logits are not finite is reported in `failed` and gets no token; the others are not touched by it.
+        A row whose logits are not finite is reported in `failed` and gets no token; other rows are not affected.
         """
         begin_s = time.perf_counter()
         self.times.begin()
@@ -88,7 +88,7 @@ class ModelRunner:
         )
 
     def _apply(self, output: SchedulerOutput) -> float:
-        """The step's events; the seconds its swaps took. Half of them would leave a table that nobody planned."""
+        """Apply the step's events; return the seconds its swaps took. A partial apply would corrupt the table: fatal."""
         try:
             swap_s = self._cache.apply(output)
             self._table.apply(output)
@@ -99,7 +99,7 @@ class ModelRunner:
     def _sample(
         self, inputs: StepInputs, output: SchedulerOutput, hidden: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray, LogprobColumns | None, dict[int, str]]:
-        """Tokens of the step's draws, committed to the table, in the form of ModelRunnerOutput."""
+        """Sample the step's draws and commit them to the table; return (sampled, num_sampled, logprobs, failed)."""
         if not inputs.draw_rows.size:
             return _NO_TOKENS, _NO_COUNTS, None, {}
         logits = self._forward.compute_logits(hidden[: inputs.num_logits])
@@ -122,7 +122,7 @@ class ModelRunner:
         return sampled, num_sampled, logprobs, failed
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobColumns]:
-        """Of each prompt position computed in this step: how likely the prompt's next token was."""
+        """Return, per row, the log-probabilities of the next prompt token at the positions computed in this step."""
         found: dict[int, LogprobColumns] = {}
         offset = inputs.num_logits
         for row, first, count in inputs.prompt_rows:
@@ -141,7 +141,7 @@ class ModelRunner:
         return found
 
     def _pool(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, np.ndarray]:
-        """The last token's hidden state of prompts that end in this step, cut and scaled as asked."""
+        """Return the last hidden state of prompts that end in this step, truncated and normalised as requested."""
         pooled: dict[int, np.ndarray] = {}
         offset = hidden.shape[0] - len(inputs.pooled_rows)
         for i, row in enumerate(inputs.pooled_rows):
@@ -155,11 +155,10 @@ class ModelRunner:
 
 
 def accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) -> np.ndarray:
-    """Which draws stand: bool [num_draws].
+    """Return which draws are accepted: bool [num_draws].
 
-    Of a row with k drafts, the draws up to and including the first that differs from the draft at its position. Since
-    a draw's random number belongs to its position, these are the tokens the row would have sampled one step at a
-    time.
+    In a row with drafts: the draws up to and including the first that differs from the draft at its position. A draw's
+    random number depends on its position only, so these are the tokens that single steps would have sampled.
     """
     stands = drawn.finite.copy()
     if not output.drafts:
@@ -175,7 +174,7 @@ def accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) 
 
 
 def _by_sample(num_draws: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Flat draws to (int32 [num_samples, most draws] padded with -1, int32 [num_samples] accepted)."""
+    """Return the accepted tokens (int32 [num_samples, most draws], padded with -1) and their counts (int32)."""
     if num_draws.max() == 1:
         return np.where(accepted, tokens, -1).astype(np.int32)[:, None], accepted.astype(np.int32)
     sampled = np.full((len(num_draws), int(num_draws.max())), -1, np.int32)
@@ -186,6 +185,6 @@ def _by_sample(num_draws: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) 
 
 
 def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """0 .. count in pieces of at most `most`."""
+    """Yield (begin, end) of 0 .. count in pieces of at most `most`."""
     for begin in range(0, count, most):
         yield begin, min(begin + most, count)

@@ -1,7 +1,7 @@
-"""Sampler: from the logits of a step's draws to tokens and log-probabilities.
+"""Sampler: turn the logits of a step's draws into tokens and log-probabilities.
 
-Only rows that ask for a feature pay for it. Order: logit bias, then penalties, then what is forbidden or not allowed;
-the rest is kernels/sampling. Log-probabilities are those of the model, before any of it.
+Rows only pay for features they use. Order: logit bias, penalties, forbidden and allowed tokens; then kernels/sampling.
+Log-probabilities are the model's own, before any of this.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from pagoda.worker.device_table import DeviceTable
 class Sampled:
     """A token per draw.
 
-    tokens: int64 [n].   logprobs: a row of columns per draw, zeros for those that did not ask; None when none did.
-    finite: bool [n], False where the logits were no numbers or left nothing to choose (the token means nothing).
+    tokens: int64 [n].   logprobs: one row per draw, zeros where not requested; None if no draw requested them.
+    finite: bool [n], False if the logits were not finite or all tokens were forbidden (ignore the token then).
     """
 
     tokens: np.ndarray
@@ -30,16 +30,16 @@ class Sampled:
 
 
 class Sampler:
-    """Applies the table's sampling parameters. Stateless: all it knows of a row is the table's history and seed."""
+    """Samples with the table's parameters. Stateless: a row's history and seed are in the table."""
 
     def __init__(self, ops: SamplingOps | None = None) -> None:
         self._ops = ops or TorchOps()
 
     def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
-        """One token a draw.
+        """Sample one token per draw.
 
-        logits: float32 [n, V], may be changed.   rows: int32 [n], table rows (repeated where drafts are verified).
-        positions: int32 [n], index of the token to sample; everything before it is in table.token_ids.
+        logits: float32 [n, V], may be modified.   rows: int32 [n], table rows (repeated when verifying drafts).
+        positions: int32 [n], index of the token to sample; all earlier tokens are in table.token_ids.
         """
         wants_logprobs = table.num_logprobs[rows] >= 0
         any_logprobs = bool(wants_logprobs.any())
@@ -72,7 +72,7 @@ class Sampler:
         return self._ops.top_logprobs(logits, chosen, k)
 
     def _some_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, wanted: np.ndarray, k: int) -> LogprobColumns:
-        """Columns for all draws, computed for the wanted ones only."""
+        """Return a row per draw, computed only for the wanted draws."""
         if wanted.all():
             return self.top_logprobs(logits, chosen, k)
         index = np.flatnonzero(wanted)
@@ -88,7 +88,7 @@ class Sampler:
 def apply_constraints(
     logits: torch.Tensor, table: DeviceTable, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
 ) -> None:
-    """Change logits [n, V] in place for the draws (int64 [m]) whose rows (int32 [m]) have constraints."""
+    """Modify logits [n, V] in place for the draws (int64 [m]) whose rows (int32 [m]) have constraints."""
     of_row = [table.constraints[row] for row in rows.tolist()]
     cells: list[tuple[int, np.ndarray, np.ndarray]] = []
     for draw, limits in zip(draws.tolist(), of_row, strict=True):
@@ -120,7 +120,7 @@ def apply_constraints(
 def _cells(
     cells: list[tuple[int, np.ndarray, np.ndarray]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row, ids, values) records as three flat tensors."""
+    """Return (row, ids, values) records as three flat tensors."""
     at = np.repeat(np.array([row for row, _, _ in cells], np.int64), [len(ids) for _, ids, _ in cells])
     ids = np.concatenate([ids for _, ids, _ in cells], dtype=np.int64)
     values = np.concatenate([values for _, _, values in cells])
@@ -130,9 +130,9 @@ def _cells(
 def _apply_penalties(
     logits: torch.Tensor, table: DeviceTable, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
 ) -> None:
-    """Repetition (over prompt and output), then frequency and presence (over the output), from the history itself.
+    """Apply the repetition penalty (prompt and output), then frequency and presence penalties (output only).
 
-    Looking through the history at every step needs no state that a preemption or a rejected draft could leave wrong.
+    They are computed from the token history, so there is no state to restore after a preemption or rejected draft.
     """
     penalised = zip(draws.tolist(), rows.tolist(), positions.tolist(), strict=True)
     seen: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -146,7 +146,7 @@ def _apply_penalties(
             used, counts = np.unique(table.token_ids[row, table.num_prompt[row] : position], return_counts=True)
             shifts.append((draw, used, frequency * counts.astype(np.float32) + presence))
     if seen:
-        # A token that was used twice is read twice and written twice, with the same value: cheaper than to sort.
+        # A repeated token is read and written several times, with the same value: cheaper than sorting.
         at, ids, repetitions = _cells(seen, logits.device)
         values = logits[at, ids]
         logits[at, ids] = torch.where(values > 0, values / repetitions, values * repetitions)

@@ -1,10 +1,10 @@
-"""StepTimes: where the time of steps goes, by the part of the step."""
+"""StepTimes: time spent in each part of a step, summed over steps."""
 
 import time
 
 
 class StepTimes:
-    """Seconds by part, summed over steps. Reading the clock costs a twentieth of a microsecond, so it is always on."""
+    """Seconds by part, summed over steps. Reading the clock takes about 0.05 us, so it is always on."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -12,12 +12,12 @@ class StepTimes:
         self._at_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start timing a step."""
         self.num_steps += 1
         self._at_s = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """What has passed since the last call belongs to `part`."""
+        """Add the time since the last call to `part`."""
         now_s = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now_s - self._at_s
         self._at_s = now_s

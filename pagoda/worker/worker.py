@@ -1,4 +1,4 @@
-"""Worker: one device's share of the engine: the model, the KV pools and the runner that joins them."""
+"""Worker: the model, the KV pools and the model runner of one device."""
 
 import logging
 import time
@@ -28,11 +28,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker must know; all of it is decided before it starts.
+    """A worker's settings.
 
     dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8".
     num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
-    max_model_len: longest sequence.   max_drafts: tokens that may stand past a row's end, to be verified.
+    max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
     """
 
     files: ModelFiles
@@ -50,10 +50,10 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Where the time of steps went, in seconds.
+    """Time spent in steps, in seconds.
 
-    parts: of the worker's step.   ops: of the forward, by kind of op; empty where it runs op by op.
-    num_ops: ops in one forward.   region_s: what entering and leaving one parallel region takes, measured by itself.
+    parts: by part of the worker's step.   ops: by kind of op in the forward; empty if it was not recorded.
+    num_ops: ops per forward.   region_s: measured overhead of one parallel region.
     """
 
     num_steps: int
@@ -64,7 +64,7 @@ class StepProfile:
 
 
 class Worker:
-    """Loads in `start`, then runs steps in the order they are given. Not thread-safe."""
+    """Loads the model in `start`, then runs steps in order. Not thread-safe."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -72,9 +72,9 @@ class Worker:
         self._forward: ForwardPass | None = None
 
     def start(self) -> None:
-        """Load the weights and reserve the KV pools. Raises ConfigError for what the device cannot do.
+        """Load the weights and allocate the KV pools.
 
-        CapacityError: the KV pools do not fit.
+        Raises ConfigError if the device does not support the settings, CapacityError if the KV pools do not fit.
         """
         begin_s = time.perf_counter()
         config = self._config
@@ -82,14 +82,14 @@ class Worker:
         device.prepare()
         ops = select_ops(config.parallel.kernels, device.device, device.threads)
         dtype = _DTYPES[config.dtype]
-        # A step in flight past the end may still write its tokens: there are places and positions for them.
+        # A step in flight may write tokens past the end of a finished row: reserve positions for them.
         max_len = config.max_model_len + config.max_drafts + 1
         model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
         forward: ForwardPass = EagerForward(model, ops)
         if isinstance(ops, NativeOps):
             forward = ReplayedForward(model, ops)
-            # The native kernels have threads of their own. torch's, woken for a small op in between, would wait awake
-            # for milliseconds on the cores those need.
+            # The native kernels have their own threads. torch's threads, woken for a small op in between, would
+            # busy-wait for milliseconds on the same cores.
             torch.set_num_threads(1)
             self._settle_threads(ops)
         loaded_s = time.perf_counter()
@@ -118,14 +118,14 @@ class Worker:
         )
 
     def _settle_threads(self, ops: NativeOps) -> None:
-        """Pin this thread and the kernels' where the settings and the machine say so; say what will cost speed."""
+        """Pin this thread and the kernels' threads if configured; warn about thread settings that cost speed."""
         cores = cores_to_pin(ops.threads) if self._config.parallel.pin_threads else []
         if cores and not ops.pin_threads(cores):
-            logger.warning("compute threads could not be pinned to cores; they run where the system puts them")
+            logger.warning("compute threads could not be pinned to cores")
         runtimes = openmp_runtimes()
         if len(runtimes) > 1:
             logger.warning(
-                "%d OpenMP runtimes in this process, whose threads may fight for the cores: %s",
+                "%d OpenMP runtimes in this process, whose threads may compete for cores: %s",
                 len(runtimes),
                 ", ".join(runtimes),
             )
@@ -137,14 +137,14 @@ class Worker:
         return self._runner.run(output)
 
     def measure(self) -> None:
-        """Count from now on where the time of steps goes, op by op where the forward is recorded."""
-        assert self._runner is not None, "a worker is measured when it runs"
+        """Start profiling steps, including each op if the forward is recorded."""
+        assert self._runner is not None, "measure a worker after start"
         self._runner.times.clear()
         if isinstance(self._forward, ReplayedForward) and self._forward.program is not None:
             self._forward.program.measure()
 
     def profile(self) -> StepProfile:
-        """Where the time went since `measure`."""
+        """Return the profile since `measure`."""
         assert self._runner is not None
         ops: dict[str, float] = {}
         num_ops, region_s = 0, 0.0
@@ -155,5 +155,5 @@ class Worker:
         return StepProfile(times.num_steps, dict(times.seconds), ops, num_ops, region_s)
 
     def shutdown(self) -> None:
-        """Drop model and pools; idempotent."""
+        """Free the model and the pools. Idempotent."""
         self._runner = self._forward = None
