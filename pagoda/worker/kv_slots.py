@@ -41,7 +41,7 @@ def kv_bytes_per_slot(slot: KVSlot, kv_dtype: str) -> int:
 
 
 def kv_bytes_per_token(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
-    """Return the bytes of a token's K and V in all layers, without the padding of groups that differ in shape or size."""
+    """Return the bytes of a token's K and V in all layers, without padding between unequal groups."""
     return sum(len(group.layers) * kv_bytes_per_slot(_alone(group.shape), kv_dtype) for group in groups)
 
 

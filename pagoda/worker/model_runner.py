@@ -88,7 +88,7 @@ class ModelRunner:
         )
 
     def _apply(self, output: SchedulerOutput) -> float:
-        """Apply the step's events; return the seconds its swaps took. A partial apply would corrupt the table: fatal."""
+        """Apply the step's events; return the seconds its swaps took. A partial apply corrupts the table: fatal."""
         try:
             swap_s = self._cache.apply(output)
             self._table.apply(output)
