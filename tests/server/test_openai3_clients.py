@@ -60,7 +60,7 @@ def test_langchain__chats_streams_and_batches(saw: dict[str, Any]) -> None:
 
 def test_pydantic_ai__runs_an_agent(saw: dict[str, Any]) -> None:
     assert saw["whole"] == saw["streamed"] != ""
-    assert saw["tools"] == 400  # this model's template has no place for tools
+    assert saw["tools"] == 400  # this model's template does not support tools
 
 
 def test_openai_agents__runs_an_agent(saw: dict[str, Any]) -> None:
