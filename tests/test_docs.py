@@ -1,5 +1,6 @@
 """The documentation keeps its promises: links lead somewhere, the index is complete, the first example runs."""
 
+import functools
 import re
 import runpy
 import subprocess
@@ -12,6 +13,7 @@ import pagoda
 from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
+OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--task", "--weight-format"}  # pip's and optimum-cli's
 FOLDERS = ("docs", "benchmarks", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
 
@@ -106,6 +108,35 @@ def _numbers(page: str) -> list[str]:
     return sorted(re.findall(r"\d[\d,.]*\d|\d", page))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page: Path) -> None:
+    """A path is one below pagoda/ or the checkout, or the end of one (`kv/manager.py`, `policy.py`)."""
+    known = _source_files()
+    named = re.findall(r"`([\w/]+\.(?:py|cpp|h))\b", page.read_text())
+    placeholders = {"abi.h", *(path for path in named if "NAME" in path)}  # abi.h is generated when kernels are built
+    assert [path for path in named if path not in placeholders and not any(f.endswith(f"/{path}") for f in known)] == []
+
+
+@functools.cache
+def _source_files() -> list[str]:
+    folders = ("pagoda", "tests", "benchmarks", "examples", "docs")
+    found = (path for name in folders for end in ("py", "cpp", "h") for path in (ROOT / name).rglob(f"*.{end}"))
+    return [f"/{path.relative_to(ROOT)}" for path in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_pages_name_exist(page: Path) -> None:
+    if page.parent.name == "peers":
+        pytest.skip("other engines' flags")
+    reference = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    reference += (ROOT / "docs" / "reference" / "cli.md").read_text() + _help()
+    known = set(re.findall(r"--[a-z][\w-]+", reference)) | OTHER_PROGRAMS_FLAGS | {"--no-"}
+    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known
+    assert {flag for flag in named if f'"{flag}"' not in scripts} == set()
+
+
+@functools.cache
 def _help(*command: str) -> str:
     line = [sys.executable, "-m", "pagoda", *command, "--help"]
     return subprocess.run(line, capture_output=True, text=True, check=True, timeout=120).stdout
