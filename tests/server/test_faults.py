@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import aiohttp
@@ -76,41 +75,55 @@ def gauges(server: LiveServer, *names: str) -> list[float]:
     return [float(line.split()[-1]) for name in names for line in lines if line.startswith(f"vllm:{name}{{")]
 
 
-def test_a_storm_of_leavers_leaves_nothing_behind(tmp_path: Path) -> None:
-    """200 clients on a cache far too small for them go at random times, half of them without a word (a reset)."""
-    rng = random.Random(7)
+async def read_to_end(reader: asyncio.StreamReader) -> None:
+    while await reader.read(65536):
+        pass
 
-    async def leave(port: int, number: int, after_s: float) -> None:
+
+def test_a_storm_of_leavers_leaves_nothing_behind(tmp_path: Path) -> None:
+    """200 clients on a cache far too small for them leave at random times, half of them with a reset.
+
+    The second hundred stay until requests were seen running, waiting and swapped out, however slow the machine is.
+    """
+    rng = random.Random(7)
+    states = {"running", "waiting", "swapped"}
+
+    async def leave(port: int, number: int, after_s: float, seen_all: asyncio.Event) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         body = {"prompt": [9 + number] * 100, "max_tokens": 1500, "stream": number % 2 == 0, "n": 1 + number % 3}
         data = json.dumps({**body, "ignore_eos": True}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         whole = head + b"Content-Length: %d\r\n\r\n" % len(data) + data
         writer.write(whole if number % 8 else whole[: rng.randrange(len(whole))])
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(after_s):
-                while await reader.read(65536):
-                    pass
+        reading = asyncio.create_task(read_to_end(reader))
+        if number >= 100:
+            await seen_all.wait()
+        await asyncio.wait({reading}, timeout=after_s)
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
         if number % 4 < 2:
             no_linger = struct.pack("ii", 1, 0)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
         writer.close()
 
-    async def storm(server: LiveServer) -> Counter[str]:
+    async def storm(server: LiveServer) -> None:
         port = int(server.url.rsplit(":", 1)[1])
-        leavers = [asyncio.create_task(leave(port, i, rng.uniform(0, 3))) for i in range(200)]
-        seen: Counter[str] = Counter()
-        while not all(leaver.done() for leaver in leavers):
+        seen_all = asyncio.Event()
+        leavers = [asyncio.create_task(leave(port, i, rng.uniform(0, 3), seen_all)) for i in range(200)]
+        seen: set[str] = set()
+        end = time.monotonic() + 60
+        while seen != states:
+            assert time.monotonic() < end, f"requests were only ever {sorted(seen)}"
             load = await asyncio.to_thread(server.load)
-            seen.update(name for name in ("running", "waiting", "swapped") if load[name])
+            seen.update(name for name in states if load[name])
             await asyncio.sleep(0.01)
+        seen_all.set()
         await asyncio.gather(*leavers)
-        return seen
 
     flags = (*FLAGS, "--num-blocks", "512", "--preemption-mode", "swap", "--num-host-blocks", "512")
     with serving(tmp_path, *flags) as server:
-        seen = asyncio.run(storm(server))
-        assert seen.keys() == {"running", "waiting", "swapped"}
+        asyncio.run(storm(server))
         load = server.wait_idle(10)
         assert (load["live_tokens"], load["swapped"], load["free_blocks"]) == (0, 0, 512)
         names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
