@@ -1,8 +1,11 @@
 """The implementations of Ops under test."""
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import pytest
 
-from pagoda.kernels.native.build import NativeUnavailable
+from pagoda.kernels.native.build import Compiler, NativeUnavailable, find_compiler
 from pagoda.kernels.native.library import load
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
@@ -11,11 +14,19 @@ from pagoda.kernels.torch_ops import TorchOps
 
 
 @pytest.fixture(scope="session")
-def native() -> NativeOps:
+def native(without_native: Callable[[str], NoReturn]) -> NativeOps:
     try:
         return NativeOps(load(), threads=1)
     except NativeUnavailable as error:
-        pytest.skip(str(error))
+        without_native(str(error))
+
+
+@pytest.fixture(scope="session")
+def compiler(without_native: Callable[[str], NoReturn]) -> Compiler:
+    try:
+        return find_compiler()
+    except NativeUnavailable as error:
+        without_native(str(error))
 
 
 @pytest.fixture(params=["torch", "native"])

@@ -35,14 +35,6 @@ def tiny_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return kernels
 
 
-@pytest.fixture
-def compiler() -> build.Compiler:
-    try:
-        return build.find_compiler()
-    except build.NativeUnavailable as error:
-        pytest.skip(str(error))
-
-
 def test_built_once_and_again_when_a_source_changes(
     tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -61,12 +62,9 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return kernels / "rows" / "cpu.cpp"
 
 
-def compile_one(tmp_path: Path) -> Path:
-    try:
-        compiler = build.find_compiler()
-    except build.NativeUnavailable as error:
-        pytest.skip(str(error))
-    return build.build(tmp_path / "cache", compiler)
+@pytest.fixture
+def compile_one(compiler: build.Compiler, tmp_path: Path) -> Callable[[], Path]:
+    return lambda: build.build(tmp_path / "cache", compiler)
 
 
 @pytest.mark.parametrize(
@@ -78,37 +76,41 @@ def compile_one(tmp_path: Path) -> Path:
     ],
 )
 def test_a_kernel_that_disagrees_does_not_compile(
-    one_kernel: Path, tmp_path: Path, find: str, replace: str, said: str
+    one_kernel: Path, compile_one: Callable[[], Path], find: str, replace: str, said: str
 ) -> None:
     source = one_kernel.read_text()
     assert find in source
     one_kernel.write_text(source.replace(find, replace))
     with pytest.raises(build.NativeUnavailable, match=said):
-        compile_one(tmp_path)
+        compile_one()
 
 
 def test_a_struct_laid_out_otherwise_does_not_compile(
-    one_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_kernel: Path, compile_one: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = header.header()
     field = "    Tensor residual;\n"
     assert field in text
     monkeypatch.setattr(header, "header", lambda: text.replace(field, "    int32_t extra;\n" + field, 1))
     with pytest.raises(build.NativeUnavailable, match="AddRmsNormArgs|AddArgs"):
-        compile_one(tmp_path)
+        compile_one()
 
 
-def test_a_library_without_a_declared_kernel_does_not_load(one_kernel: Path, tmp_path: Path) -> None:
-    compile_one(tmp_path)
+def test_a_library_without_a_declared_kernel_does_not_load(
+    one_kernel: Path, compile_one: Callable[[], Path], tmp_path: Path
+) -> None:
+    compile_one()
     with pytest.raises((build.NativeUnavailable, AttributeError), match="undefined symbol"):
         library.load(tmp_path / "cache")
 
 
-def test_an_added_op_changes_the_library(one_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = compile_one(tmp_path)
+def test_an_added_op_changes_the_library(
+    one_kernel: Path, compile_one: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compile_one()
     text = header.header()
     monkeypatch.setattr(header, "header", lambda: text + "// one op more\n")
-    assert compile_one(tmp_path) != first
+    assert compile_one() != first
 
 
 def test_wrong_arguments_are_refused_by_name(native: NativeOps) -> None:
