@@ -485,8 +485,11 @@ class TwinScheduler:
         """Branches that return after a recompute share the full prompt blocks of the first one, once it has them."""
         first = live.alive[0]
         known = min((len(branch.tokens) for branch in live.alive if not branch.started), default=0)
+        prompt_end = live.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
         shared = min(live.request.num_prompt_tokens, known - 1) // self.memory.block_size * self.memory.block_size
-        if not live.forked or not first.started or first.computed < shared:
+        # The first one's window moves on: siblings that need less than the full prompt blocks must not wait.
+        ready = shared if self.memory.has_windows else prompt_end
+        if not live.forked or not first.started or first.computed < ready:
             return
         for branch in live.alive:
             if not branch.started:

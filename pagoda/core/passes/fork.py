@@ -32,8 +32,10 @@ class Fork:
                 self._fork(plan, row, request)
         for row, request in leaders:
             if row in self.batch.leaders and not request.awaiting_fork:
+                prompt_end = request.facts.num_prompt_tokens // self.kv.block_size * self.kv.block_size
                 shared = self._num_shared_tokens(request)
-                if self.table.num_computed[row] >= shared:
+                # A window of the leader's would move on without its siblings: then they join as soon as they can.
+                if self.table.num_computed[row] >= (shared if self.kv.has_windows else prompt_end):
                     self._join(plan, row, request, shared)
 
     def _fork(self, plan: StepPlan, source: int, request: RequestState) -> None:
@@ -57,8 +59,7 @@ class Fork:
     def _num_shared_tokens(self, request: RequestState) -> int:
         """Tokens in the full prompt blocks that the sequences of a resumed request share.
 
-        One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset. They
-        join when the leader gets there, not later: a window of the leader's would move on without them.
+        One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset.
         """
         known = min(len(sequence.token_ids) for sequence in request.unfinished if sequence.row < 0)
         return min(request.facts.num_prompt_tokens, known - 1) // self.kv.block_size * self.kv.block_size
