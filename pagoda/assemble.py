@@ -1,4 +1,4 @@
-"""The one place that decides what runs where: settings in, a running EngineCore out."""
+"""Build a running EngineCore from settings: the only module that chooses implementations."""
 
 import dataclasses
 import logging
@@ -37,7 +37,7 @@ _SCHEDULER_ONLY = {
     "encoder_cache_tokens": "there is no model with an encoder yet",
     "no_partial_media": "there is no model with an encoder yet",
 }
-"""Settings that would do nothing, and why."""
+"""Settings that would have no effect, and why."""
 
 _SHORTEST_FITTED = 1024
 """Tokens: a default max_model_len is not lowered below this, since few prompts would fit."""
@@ -45,9 +45,9 @@ _SHORTEST_FITTED = 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """All that is decided before weights are loaded; what a front end needs to know of its engine.
+    """Everything that is decided before loading the weights.
 
-    config: with everything that was left open filled in.   groups: of layers that share a block table.
+    config: with all defaults filled in.   groups: of layers that share a block table.
     dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8").   device: "cpu" or "cuda".
     max_model_len: longest prompt + output in tokens.
     """
@@ -63,10 +63,10 @@ class EngineSetup:
 
 
 def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> EngineSetup:
-    """Find the model, derive what was left open, check the settings against each other and the model. Loads nothing.
+    """Find the model, fill in defaults, and check the settings against each other and the model. Loads no weights.
 
-    files: the model, where it was resolved already.
-    Raises ConfigError that names the setting, its value and what would do.
+    files: the model, if it was resolved already.
+    Raises ConfigError that names the setting, its value and what is allowed.
     """
     check_settings(config)
     config = note_given(config)
@@ -93,7 +93,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
 
 
 def weights_in_memory(setup: EngineSetup) -> int:
-    """Bytes that the weights will take once they are loaded and prepared for the kernels."""
+    """Return the bytes of the weights once they are loaded and prepared for the kernels."""
     parallel = setup.config.parallel
     prepared = PreparedAs(
         dtype=setup.dtype,
@@ -105,9 +105,9 @@ def weights_in_memory(setup: EngineSetup) -> int:
 
 
 def size_cache(setup: EngineSetup) -> KVCapacity:
-    """How many KV blocks this machine gives the engine, before its weights are loaded.
+    """Return the number of KV blocks that will fit, before the weights are loaded.
 
-    Raises CapacityError when a sequence of max_model_len would not fit; it says what would.
+    Raises CapacityError if a sequence of max_model_len does not fit; the message says what does.
     """
     free = max(0, _free_bytes(setup.device) - weights_in_memory(setup))
     config = setup.config
@@ -149,11 +149,11 @@ def build_engine_core(
     clock: Clock | None = None,
     wrap_executor: Callable[[Executor, int], Executor] | None = None,
 ) -> EngineCore:
-    """A started engine: the model is loaded and the first request can be added.
+    """Load the model and return an engine that is ready for requests.
 
-    config: the settings, or what `resolve_engine` made of them.   clock: the machine's, unless given.
-    wrap_executor: gets the executor and the number of rows of the scheduler's table; what it returns is used instead.
-    Raises ConfigError for settings, CapacityError for too little memory, WorkerDied when the executor does not start.
+    config: the settings, or the result of `resolve_engine`.   clock: by default the system's.
+    wrap_executor: called with the executor and the number of the scheduler's rows; returns the executor to use.
+    Raises ConfigError for invalid settings, CapacityError for too little memory, WorkerDied if the executor dies.
     """
     begin_s = time.perf_counter()
     setup, capacity = fit_cache(config if isinstance(config, EngineSetup) else resolve_engine(config))
@@ -209,7 +209,7 @@ def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> E
             len(setup.groups),
             vocab_size=setup.spec.vocab_size,
         )
-    # Here and not above: torch takes a second to import, and whoever only plans or resolves does not need it.
+    # Imported here because torch takes a second to import, and planning and resolving do not need it.
     from pagoda.worker.worker import Worker, WorkerConfig
 
     config = setup.config
@@ -232,12 +232,12 @@ def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> E
 
 
 def _num_positions(setup: EngineSetup) -> int:
-    """Positions of the longest row: a step in flight past its end may still write its tokens."""
+    """Return the positions per row: a step in flight may write tokens past the end of a finished row."""
     return setup.max_model_len + _max_drafts(setup.config) + 1
 
 
 def _max_drafts(config: EngineConfig) -> int:
-    """Tokens that may stand past a row's end, to be verified."""
+    """Return the most draft tokens per row and step."""
     return max(config.scheduler.num_speculative_tokens, config.scheduler.num_lookahead_slots)
 
 
@@ -265,7 +265,7 @@ def _device_name(config: ParallelConfig) -> str:
 
 
 def _has_gpu() -> bool:
-    """Whether torch can use a GPU; torch is only asked where the driver is there at all."""
+    """Return whether torch can use a GPU. Does not import torch if there is no driver."""
     if not Path("/dev/nvidiactl").exists():
         return False
     import torch
@@ -290,13 +290,13 @@ def _free_bytes(device: str) -> int:
 
 
 def _check(config: EngineConfig, max_model_len: int) -> None:
-    """Settings that contradict each other or cannot be."""
+    """Raise ConfigError for settings that contradict each other or are not supported."""
     scheduler, parallel = config.scheduler, config.parallel
     budget = scheduler.max_num_batched_tokens
     if budget < scheduler.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens={budget} is less than max_num_seqs={scheduler.max_num_seqs}: "
-            "not every running sequence could get its token; raise the first or lower the second"
+            "not every running sequence could get a token in each step; raise the first or lower the second"
         )
     whole_prompts = not scheduler.enable_chunked_prefill and scheduler.scheduling_mode is SchedulingMode.MIXED
     if whole_prompts and budget < max_model_len:
@@ -316,7 +316,7 @@ def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
     scheduler = setup.config.scheduler
     logger.info(
         "%s (%s) in %s on %s: max_model_len %d, %d KV blocks of %d tokens (%.0f MiB), %d host blocks, "
-        "%s %s, %d seats, %d tokens a step, ready in %.2f s",
+        "%s %s, %d sequences, %d tokens per step, ready in %.2f s",
         setup.files.name,
         setup.spec.architecture,
         setup.dtype,

@@ -1,4 +1,4 @@
-"""AsyncLLM: a model in an asyncio program. Every request is an async iterator; leaving it ends the request."""
+"""AsyncLLM: run a model in an asyncio program. Every request is an async iterator; leaving it aborts the request."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        """Check the options, which are those of LLM; nothing is loaded yet. Raises ConfigError."""
+        """Check the options, which are the same as for LLM, without loading the model. Raises ConfigError."""
         if model is not None:
             options["model"] = model
         self._config = EngineConfig.for_engine(**options)
@@ -50,7 +50,7 @@ class AsyncLLM:
 
     @classmethod
     def over(cls, engine: AsyncEngine) -> Self:
-        """An AsyncLLM over an engine that was put together elsewhere; it is closed with it."""
+        """Return an AsyncLLM that uses an existing engine and closes it with itself."""
         llm = cls()
         llm._engine = engine
         return llm
@@ -71,7 +71,7 @@ class AsyncLLM:
             self._closed = True
             return
         self._closed = True
-        if self._loading is not None:  # a load cannot be cut short
+        if self._loading is not None:  # loading cannot be interrupted
             with contextlib.suppress(Exception):
                 self._engine = await asyncio.shield(self._loading)
         if self._engine is not None:
@@ -117,7 +117,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for the assistant's next turn in a conversation; template_options as those of LLM.chat."""
+        """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
         prompt = await self._render(messages, template_options)
         outputs = self._run(OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt)
         async with contextlib.aclosing(outputs):
@@ -135,7 +135,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what is new in the request's output, as it comes; arguments and errors as in `generate`."""
+        """Yield the new part of the request's output as it arrives; arguments and errors as in `generate`."""
         outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -151,7 +151,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `stream`, for the assistant's next turn in a conversation."""
+        """Like `stream`, for the assistant's next turn in a conversation."""
         prompt = await self._render(messages, template_options)
         outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt)
         async with contextlib.aclosing(outputs):
@@ -161,7 +161,7 @@ class AsyncLLM:
     # ---- the engine
 
     async def abort(self, request_ids: str | Sequence[str]) -> list[str]:
-        """End requests by id; their iterators yield a last output with finish_reason "abort". Returns the live ones."""
+        """Abort requests; return the ids that were running. Each gets a last output with finish_reason "abort"."""
         engine = await self._started()
         return await engine.abort([request_ids] if isinstance(request_ids, str) else request_ids)
 
@@ -169,11 +169,11 @@ class AsyncLLM:
         return (await self._started()).input_processor.tokenizer
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached prefixes. False while blocks are in use and running requests may not be preempted."""
+        """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""
         return await (await self._started()).reset_prefix_cache(preempt_running)
 
     async def stats(self) -> EngineStats:
-        """Return the engine's last known gauges and totals."""
+        """Return the engine's latest gauges and counters."""
         return (await self._started()).stats()
 
     # ---- planned
@@ -215,7 +215,7 @@ class AsyncLLM:
         if self._loading is None:
             self._loading = asyncio.create_task(_load(self._config))
         try:
-            engine = await asyncio.shield(self._loading)  # a caller that is cancelled leaves it to the others
+            engine = await asyncio.shield(self._loading)  # cancelling one caller does not cancel the load
         except Exception:
             self._loading = None
             raise
@@ -254,7 +254,7 @@ class AsyncLLM:
 
 
 async def _load(config: EngineConfig) -> AsyncEngine:
-    """Load a model into this process, on threads: the event loop stays free."""
+    """Load a model into this process, on threads, without blocking the event loop."""
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(
         build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len

@@ -1,6 +1,6 @@
-"""The engine process: an engine core behind a socket. Started by ProcessClient as `python -m pagoda.engine_process`.
+"""The engine process: serves an engine core over a socket. ProcessClient starts `python -m pagoda.engine_process`.
 
-It blocks while there is nothing to do, takes what has come in between two steps, and ends when its parent does.
+It blocks while there is no work, handles messages between steps, and exits when its parent does.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ STATS_INTERVAL_S = 0.1
 
 
 class EngineServer:
-    """Serves one client over one socket until the socket or the parent goes away."""
+    """Serves one client over one socket until the parent exits."""
 
     def __init__(self, core: EngineCore, executor: RecordedExecutor, socket: "zmq.Socket[bytes]") -> None:
         self._core = core
@@ -46,7 +46,7 @@ class EngineServer:
         self._num_handled = 0
 
     def run(self) -> None:
-        """Serve for ever. What the engine core raises ends the process: the client has the journal."""
+        """Serve forever. An exception of the engine core ends the process; the client can replay its requests."""
         core = self._core
         while True:
             if not core.has_unfinished_requests():
@@ -76,7 +76,7 @@ class EngineServer:
                 raise AssertionError(f"no such message: {message}")
 
     def _add(self, message: wire.AddRequest) -> None:
-        """Hand a request to the core, or refuse it; whatever fails on the way concerns this request only."""
+        """Queue a request, or reject it. An error here only affects this request."""
         status = RequestStatus.FINISHED_IGNORED
         try:
             self._core.add_request(self._codec.decode_request(message))
@@ -106,14 +106,14 @@ class EngineServer:
 
 
 def main() -> None:
-    """Read the EngineConfig from standard input, build the engine, serve who waits in the folder that argv names."""
-    for name in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
+    """Read the EngineConfig from standard input, build the engine, and serve on the socket in the folder in argv."""
+    for name in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent handles them
         signal.signal(name, signal.SIG_IGN)
     place = RendezvousDir(sys.argv[1])
     stdin = sys.stdin.buffer
     size = int.from_bytes(stdin.read(8), "little")
     data = stdin.read(size)
-    if not data or len(data) < size:  # killed while it spoke
+    if not data or len(data) < size:  # the parent died mid-write
         _end_with_parent(stdin, place)
     threading.Thread(target=_end_with_parent, args=(stdin, place), daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
@@ -125,7 +125,7 @@ def main() -> None:
     except Exception as error:
         known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
         if not known:
-            traceback.print_exc()  # a defect: the parent logs one line, this is the rest
+            traceback.print_exc()  # a bug: the parent only logs one line
         text = str(error) if isinstance(error, PagodaError) else f"{type(error).__name__}: {error}"
         socket.send(codec.encode(wire.StartFailed(text, isinstance(error, ConfigError | CapacityError))))
         socket.close(linger=1000)
@@ -143,13 +143,13 @@ def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, Reco
         recorded.append(RecordedExecutor(executor, recorder, max_rows))
         return recorded[0]
 
-    if config.parallel.pin_threads is None:  # nobody else's threads run in this process
+    if config.parallel.pin_threads is None:  # the process runs no other threads, so pinning is safe
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pin_threads=True))
     return build_engine_core(config, wrap_executor=record), recorded[0]
 
 
 def _end_with_parent(stdin: BinaryIO, place: RendezvousDir) -> None:
-    """Our standard input ends when the parent closes it or dies; what it had no time to remove is removed here."""
+    """Exit when the parent closes our standard input or dies, removing the rendezvous folder if it is still there."""
     stdin.read()
     place.remove()
     os._exit(0)

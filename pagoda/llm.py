@@ -1,4 +1,4 @@
-"""LLM: a model in a Python program. Prompts go in, outputs come back in their order."""
+"""LLM: run a model in a Python program. Outputs are returned in the order of the prompts."""
 
 import itertools
 import logging
@@ -28,7 +28,7 @@ _BAR_DELAY_S = 1.0  # short work shows no bar
 
 
 class LLM:
-    """A loaded model. Threads may share it: what they ask for runs in one batch. `close` (or `with`) frees its memory.
+    """A loaded model. Thread-safe: requests of all threads run in one batch. `close` (or `with`) frees its memory.
 
     with LLM("smollm2-135m") as llm:
         for output in llm.generate(["The sky is", "Once upon a time"], SamplingParams(max_tokens=20)):
@@ -49,7 +49,7 @@ class LLM:
         if model is not None:
             options["model"] = model
         setup = resolve_engine(EngineConfig.for_engine(**options))
-        # The tokenizer first: what is wrong with it shows before the weights are read.
+        # The tokenizer first, so that its errors are reported before loading the weights.
         inputs = build_input_processor(setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len)
         core = build_engine_core(setup)
         inputs.fit(core.facts.max_model_len)
@@ -57,7 +57,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: LLMEngine) -> Self:
-        """An LLM over an engine that was put together elsewhere."""
+        """Return an LLM that uses an existing engine."""
         llm = cls.__new__(cls)
         llm._begin(engine)
         return llm
@@ -145,7 +145,7 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        """`generate` for a list, in which an error stands for a prompt that could not be rendered."""
+        """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
         params = _for_each(sampling_params, len(each))
         if priority is not None and len(priority) != len(each):
             raise RequestError(f"{len(priority)} priorities for {len(each)} prompts", "priority")
@@ -174,7 +174,7 @@ class LLM:
         return results
 
     def _collect(self, call: Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
-        """Wait until all requests of the call have ended; their outputs go into `outputs`."""
+        """Wait until all requests of the call have finished; store their outputs in `outputs`."""
         disable = None if use_tqdm else True  # None: off when there is no terminal
         with tqdm(total=len(call.live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
             while (output := self._shared.next_output(call)) is not None:
@@ -202,7 +202,7 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
     ) -> "OutputStream":
-        """As `stream`, for the assistant's next turn in a conversation."""
+        """Like `stream`, for the assistant's next turn in a conversation."""
         check_conversation(messages, None)
         return self.stream(self._render(messages, template_options), sampling_params)
 
@@ -266,7 +266,7 @@ class OutputStream(Iterator[RequestOutput]):
         """Return the next delta.
 
         Raises RequestError if the engine ends the request before its first token, UsageError if the LLM was closed
-        meanwhile, WorkerDied if its engine ended.
+        meanwhile, WorkerDied if its engine died.
         """
         try:
             with self._shared.entered():
@@ -305,7 +305,7 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 
 def _refused(request_id: str, prompt: Prompt | RequestError, error: Exception) -> RequestOutput:
-    """The output of a prompt that never ran."""
+    """Return the output of a prompt that was rejected."""
     shown = None if isinstance(prompt, RequestError) else text_of(prompt)
     ending = CompletionOutput(index=0, finish_reason="error")
     return RequestOutput(request_id, shown, outputs=[ending], finished=True, error=str(error))

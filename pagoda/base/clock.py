@@ -1,4 +1,4 @@
-"""Time as an argument: whoever needs the time is given a Clock, so that tests and the simulator own it."""
+"""Clock: passed to everything that needs the time, so that tests and the simulator can control it."""
 
 import time
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a monotonic scale; only differences mean something."""
+        """Return seconds on a monotonic scale; only differences are meaningful."""
         ...
 
 
@@ -18,7 +18,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to."""
+    """A clock that only moves when `advance` is called."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -27,7 +27,7 @@ class VirtualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move forward; a negative step is refused with ValueError."""
+        """Move forward. Raises ValueError for a negative step."""
         if seconds < 0:
             raise ValueError(f"a clock only moves forward, got advance({seconds})")
         self._now_s += seconds

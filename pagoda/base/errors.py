@@ -1,16 +1,16 @@
-"""Every error that pagoda raises on purpose."""
+"""The exceptions that pagoda raises."""
 
 
 class PagodaError(Exception):
-    """Root of pagoda's own errors: catching it catches all of them, and nothing else."""
+    """Base class of pagoda's exceptions."""
 
 
 class ConfigError(PagodaError, ValueError):
-    """A setting, a model folder or a file cannot be used; the message names it and says the remedy."""
+    """A setting, a model folder or a file cannot be used; the message names it and the remedy."""
 
 
 class RequestError(PagodaError, ValueError):
-    """One request is malformed (an HTTP 4xx); no other request is touched.
+    """One request is invalid (an HTTP 4xx); no other request is affected.
 
     `param` names the offending field where there is one.
     """
@@ -25,16 +25,16 @@ class CapacityError(PagodaError):
 
 
 class UsageError(PagodaError, RuntimeError):
-    """The engine is used when or where it cannot be: after `close`, in a forked child, from a signal handler."""
+    """The engine is used where it is not allowed: after `close`, in a forked child, from a signal handler."""
 
 
 class NotSupportedError(PagodaError, NotImplementedError):
-    """A feature that is planned and not there yet; the message says what is missing."""
+    """A planned feature that is not available yet; the message says what is missing."""
 
 
 class WorkerDied(PagodaError):
-    """The process or device that executes steps is gone; requests in flight can be replayed."""
+    """The process or device that executes steps has died; running requests can be replayed."""
 
 
 class InvariantBroken(PagodaError, AssertionError):
-    """A rule of the scheduler or the KV cache does not hold: a defect of pagoda, never of its input."""
+    """An invariant of the scheduler or the KV cache is violated: a bug in pagoda, not in its input."""

@@ -1,4 +1,4 @@
-"""Facts of a model that parts without torch need."""
+"""ModelSpec: a model's shapes, for code that does not import torch."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Recognise that memory ran out, whichever library noticed it, and describe how a process ended."""
+"""Recognise out-of-memory errors of all libraries, and describe how a process ended."""
 
 import errno
 import signal

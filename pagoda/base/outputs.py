@@ -1,4 +1,4 @@
-"""What callers get back. Field names are the field's."""
+"""The outputs returned to callers, with the field names of vLLM."""
 
 from dataclasses import dataclass, field
 
@@ -46,9 +46,9 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state of things: everything so far (not a delta) unless the stream asked for deltas.
+    """A request's output so far, or only the new part if deltas were requested.
 
-    error: for a request that could not be served, what was wrong with it.
+    error: why a request could not be served, or None.
     """
 
     request_id: str

@@ -1,9 +1,9 @@
-"""Features of the public interface that are planned, and what each of them waits for."""
+"""Planned features of the public interface, and what each of them still needs."""
 
 from pagoda.base.errors import NotSupportedError
 
 _MISSING = {
-    "beam_search": "the scheduler does not rank and prune branches; use generate with n > 1",
+    "beam_search": "the scheduler does not rank and prune sequences; use generate with n > 1",
     "embed": "encoder models and pooling are missing",
     "classify": "models with a classification head and pooling are missing",
     "score": "cross-encoder and embedding models are missing",

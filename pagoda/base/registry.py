@@ -1,4 +1,4 @@
-"""A table from names to things whose errors suggest the nearest known name."""
+"""Registry: a lookup table by name that suggests the nearest known name for an unknown one."""
 
 import difflib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pagoda.base.errors import ConfigError
 
 T = TypeVar("T")
 
-_LONGEST_COMPARED = 200  # characters: comparing strings takes time with the product of their lengths
+_LONGEST_COMPARED = 200  # characters: comparing strings takes time proportional to the product of their lengths
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -21,14 +21,14 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """Things by name. `kind` is the noun used in errors."""
+    """Entries by name. `kind` is the noun used in errors."""
 
     def __init__(self, kind: str, entries: dict[str, T]) -> None:
         self.kind = kind
         self._entries = dict(entries)
 
     def __getitem__(self, name: str) -> T:
-        """Return the entry; ConfigError suggests the nearest known name."""
+        """Return the entry. Raises ConfigError that suggests the nearest known name."""
         if name not in self._entries:
             raise ConfigError(f"unknown {self.kind} {abbreviate(name)}{nearest(name, list(self._entries))}")
         return self._entries[name]

@@ -1,7 +1,7 @@
-"""RequestLimits: the table of every bound on what one request may ask for.
+"""RequestLimits: the limits of a single request's content.
 
-Requests beyond a bound are refused with an error that states it, before work is spent on them. The defaults are far
-above what clients ask for in earnest and far below what slows other requests down; docs/reference/limits.md lists them.
+Requests beyond a limit are rejected with an error that states it, before any work on them. The defaults are far above
+what real clients need and far below what slows other requests down; docs/reference/limits.md lists them.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class _Lists(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Most of each thing that one request may bring or ask for. Raises ConfigError for a bound that is no count."""
+    """The limits of one request. Raises ConfigError for a limit that is not an integer of at least 0."""
 
     tokenized_chars: int = _limit(
         1_048_576, "characters of text to tokenise whatever its length (`/tokenize`, `truncate_prompt_tokens`)"
@@ -74,7 +74,10 @@ class RequestLimits:
 
     @classmethod
     def of(cls, given: object) -> "RequestLimits":
-        """The defaults with changes: a mapping of names to numbers, or strings "name=number". Raises ConfigError."""
+        """Return the defaults with changes: a mapping of names to numbers, or strings "name=number".
+
+        Raises ConfigError for unknown names and invalid numbers.
+        """
         if isinstance(given, cls):
             return given
         if isinstance(given, Mapping):
@@ -102,7 +105,7 @@ class RequestLimits:
             raise RequestError(said, param)
 
     def check_lists(self, given: _Lists) -> None:
-        """Hold the lists of a request's sampling parameters to their bounds. Raises RequestError."""
+        """Raise RequestError if a list in a request's sampling parameters exceeds its limit."""
         stop = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
         self.check("stop_strings", len(stop), "stop")
         self.check("stop_chars", sum(map(len, stop)), "stop")
@@ -113,7 +116,7 @@ class RequestLimits:
             self.check(name, len(getattr(given, name) or ()), name)
 
     def check_bad_words_ids(self, words: Sequence[Sequence[int]]) -> None:
-        """As `check_lists`, for bad words that are token ids already."""
+        """Like `check_lists`, for bad words as token ids."""
         self.check("bad_words", len(words), "bad_words_token_ids")
         self.check("bad_words_chars", sum(map(len, words)), "bad_words_token_ids")
 
@@ -124,7 +127,7 @@ class RequestLimits:
         template: str | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> None:
-        """Hold a conversation, and what its template is given, to their bounds. Raises RequestError."""
+        """Raise RequestError if a conversation, or another input of its template, exceeds a limit."""
         self.check("messages", len(messages), "messages")
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         self.check("content_parts", sum(len(one) for one in contents if isinstance(one, list)), "messages")
@@ -134,12 +137,12 @@ class RequestLimits:
         self.check_values({"messages": messages, "tools": tools, "chat_template_kwargs": template_kwargs})
 
     def check_text(self, text: str, param: str) -> None:
-        """Hold a text that is to be tokenized to its bound. Raises RequestError."""
+        """Raise RequestError if a text is too long to be tokenised."""
         if len(text) * 4 > self.text_bytes:  # UTF-8 takes at most four bytes per character
             self.check("text_bytes", len(text.encode(errors="surrogatepass")), param)
 
     def check_names(self, **names: str | None) -> None:
-        """Hold short strings, by their field, to `name_chars`. Raises RequestError."""
+        """Raise RequestError if a short string, given by its field name, exceeds `name_chars`."""
         for field_name, value in names.items():
             self.check("name_chars", len(value or ""), field_name)
 
@@ -160,7 +163,7 @@ class RequestLimits:
 
 
 def describe_limits() -> tuple[tuple[str, int, str], ...]:
-    """(name, default, what is counted) of every bound, in the order of the documentation."""
+    """Return (name, default, what is counted) of every limit, in the order of the documentation."""
     return _DESCRIBED
 
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of the output: SamplingParams and PoolingParams."""
+"""SamplingParams, PoolingParams and BeamSearchParams: a request's output options."""
 
 import ctypes
 import math
@@ -13,7 +13,7 @@ from pagoda.base.text import check_encodable
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
 
-_MAX_COUNT = 2**31 - 1  # counts live in int32 columns
+_MAX_COUNT = 2**31 - 1  # counts are stored in int32 columns
 _MAX_SEED = 2**63 - 1
 
 
@@ -65,7 +65,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # the one moment a frozen record may be brought to its normal form
+        put = object.__setattr__  # normalise the fields of the frozen record during construction
         put(self, "n", _integer("n", self.n, 1))
         temperature = _number("temperature", self.temperature, low=0.0)
         put(self, "temperature", temperature if temperature >= GREEDY_EPSILON else 0.0)
@@ -95,7 +95,7 @@ class SamplingParams:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Fields that are fine alone but contradict each other."""
+        """Raise RequestError for fields that contradict each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
@@ -103,7 +103,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """The likeliest token is taken, no random number is drawn."""
+        """Whether the most likely token is always chosen, without a random number."""
         return self.temperature == 0.0
 
 
@@ -134,7 +134,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """What to make of a prompt's hidden states.   task: "embed", "classify", "score".   normalize: unit length."""
+    """How to pool a prompt's hidden states.   task: "embed", "classify" or "score".   normalize: to unit length."""
 
     task: str = "embed"
     normalize: bool = True

@@ -1,10 +1,10 @@
-"""Strings from outside: what UTF-8 cannot encode is refused where it comes in."""
+"""Checks for strings from callers: those that UTF-8 cannot encode are rejected on input."""
 
 from pagoda.base.errors import RequestError
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Raise RequestError, naming the input, for a string with a lone surrogate: no tokenizer and no wire takes it."""
+    """Raise RequestError, naming the input, for a string with a lone surrogate, which cannot be tokenised or sent."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -13,7 +13,7 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether UTF-8 can encode it."""
+    """Return whether UTF-8 can encode `text`."""
     try:
         text.encode()
     except UnicodeEncodeError:

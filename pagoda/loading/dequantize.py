@@ -30,7 +30,7 @@ def dequantize(data: memoryview, kind: Kind, out: torch.Tensor) -> None:
 
 
 def dequantize_reference(data: memoryview, kind: Kind, out: torch.Tensor) -> None:
-    """As `dequantize`, by the gguf package."""
+    """Like `dequantize`, with the gguf package."""
     values = quants.dequantize(np.frombuffer(data, np.uint8), kind)
     out.copy_(torch.from_numpy(np.array(values, np.float32)).view(out.shape))
 
@@ -46,8 +46,8 @@ def _by_pieces(
         flat[first : first + step] = decode(blocks[first : first + step]).view(-1, block_values)
 
 
-def halfs(blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Bytes first .. last - 1 of each block, read as float16: float32 [n, (last - first) / 2]."""
+def halves(blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Read bytes first .. last - 1 of each block as float16: float32 [n, (last - first) / 2]."""
     return blocks[:, first:last].contiguous().view(torch.float16).float()
 
 
@@ -58,33 +58,33 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, 4], one bit a value -> uint8 [n, 32], 16 where it is set."""
+    """uint8 [n, 4], one bit per value -> uint8 [n, 32], 16 where it is set."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1) << 4
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return nibbles(blocks[:, 2:]).float().sub_(8).mul_(halfs(blocks, 0, 2))
+    return nibbles(blocks[:, 2:]).float().sub_(8).mul_(halves(blocks, 0, 2))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    scale, least = halfs(blocks, 0, 4).split(1, dim=1)
+    scale, least = halves(blocks, 0, 4).split(1, dim=1)
     return nibbles(blocks[:, 4:]).float().mul_(scale).add_(least)
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
     values = nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])
-    return values.float().sub_(16).mul_(halfs(blocks, 0, 2))
+    return values.float().sub_(16).mul_(halves(blocks, 0, 2))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    scale, least = halfs(blocks, 0, 4).split(1, dim=1)
+    scale, least = halves(blocks, 0, 4).split(1, dim=1)
     values = nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8])
     return values.float().mul_(scale).add_(least)
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(halfs(blocks, 0, 2))
+    return blocks[:, 2:].view(torch.int8).float().mul_(halves(blocks, 0, 2))
 
 
 def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def k_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and minimum of each 32 values: float32 [n, 8, 1]."""
-    scale, least = halfs(blocks, 0, 4).split(1, dim=1)
+    scale, least = halves(blocks, 0, 4).split(1, dim=1)
     scales, minima = _k_scales(blocks[:, 4:16])
     return (scale * scales).unsqueeze(-1), (least * minima).unsqueeze(-1)
 
@@ -125,7 +125,7 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
-    scales = halfs(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
+    scales = halves(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
     return (low | high).view(-1, 16, 16).float().sub_(32).mul_(scales.unsqueeze(-1))
 
 

@@ -1,4 +1,4 @@
-"""Which tokens end an answer, as far as a GGUF tells."""
+"""The tokens that end an answer, according to a GGUF file."""
 
 from pagoda.base.errors import ConfigError
 from pagoda.loading.gguf_file import GGUFFile
@@ -10,7 +10,7 @@ _CONTROL = 3  # token_type of special tokens
 
 
 def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """The ids that the metadata names, then special tokens whose text can only mean the end of a turn."""
+    """Return the ids named in the metadata, then special tokens whose text can only mean the end of a turn."""
     ids = [file.get(f"tokenizer.ggml.{key}", int) for key in _ID_KEYS]
     found = [token_id for token_id in ids if token_id is not None]
     tokens = file.metadata.get("tokenizer.ggml.tokens")

@@ -58,21 +58,21 @@ def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _q4_0(blocks: torch.Tensor) -> _Groups:
-    return dequantize.nibbles(blocks[:, 2:]), dequantize.halfs(blocks, 0, 2), None
+    return dequantize.nibbles(blocks[:, 2:]), dequantize.halves(blocks, 0, 2), None
 
 
 def _q4_1(blocks: torch.Tensor) -> _Groups:
-    scale, least = dequantize.halfs(blocks, 0, 4).split(1, dim=1)
+    scale, least = dequantize.halves(blocks, 0, 4).split(1, dim=1)
     return dequantize.nibbles(blocks[:, 4:]), scale, least
 
 
 def _q5_0(blocks: torch.Tensor) -> _Groups:
     values = dequantize.nibbles(blocks[:, 6:]) | dequantize.fifth_bits(blocks[:, 2:6])
-    return values + (128 - 16), dequantize.halfs(blocks, 0, 2), None
+    return values + (128 - 16), dequantize.halves(blocks, 0, 2), None
 
 
 def _q8_0(blocks: torch.Tensor) -> _Groups:
-    return blocks[:, 2:] ^ 128, dequantize.halfs(blocks, 0, 2), None  # signed to excess 128
+    return blocks[:, 2:] ^ 128, dequantize.halves(blocks, 0, 2), None  # signed to excess 128
 
 
 def _q4_k(blocks: torch.Tensor) -> _Groups:

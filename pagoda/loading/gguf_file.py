@@ -1,4 +1,4 @@
-"""GGUFFile: what a GGUF file says of itself, and where its tensors lie. Nothing of the weights is read.
+"""GGUFFile: a GGUF file's metadata and the locations of its tensors, without reading the weights.
 
 The `gguf` package's own reader builds numpy objects for every string of the vocabulary, 2 s for 49k tokens; this one
 walks over them and decodes on demand (30 ms). Quantisation types and their block sizes do come from that package.
@@ -153,7 +153,7 @@ class GGUFFile:
         return memoryview(self._data)[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """The scalar or text under `key`, None when absent; ConfigError when it is of another kind."""
+        """Return the scalar or string under `key`, or None. Raises ConfigError if it has another type."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -164,14 +164,14 @@ class GGUFFile:
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
-        """As `get`, and ConfigError when absent."""
+        """Like `get`, but raise ConfigError if there is none."""
         value = self.get(key, kind)
         if value is None:
             raise ConfigError(f"{self.path}: the metadata has no {key!r}")
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """The text array under `key`, None when absent; ConfigError when it is something else."""
+        """Return the string array under `key`, or None. Raises ConfigError if it has another type."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -180,7 +180,7 @@ class GGUFFile:
         return list(value)
 
     def numbers(self, key: str) -> np.ndarray | None:
-        """The number array under `key`, None when absent; ConfigError when it is something else."""
+        """Return the number array under `key`, or None. Raises ConfigError if it has another type."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, np.ndarray):
             raise ConfigError(f"{self.path}: {key} is not an array of numbers")
@@ -192,7 +192,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data, self._path = data, path
-        self.offset = 4  # behind the magic
+        self.offset = 4  # after the magic
 
     def scalar(self, form: str) -> int | float | bool:
         try:

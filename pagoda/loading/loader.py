@@ -45,7 +45,7 @@ def load_model(
             "codes of a GGUF as they are), or leave it out"
         )
     if quantization == "gguf" and files.format != "gguf":
-        raise ConfigError(f"quantization='gguf' needs a GGUF file, and {files.path} is none; take 'int8'")
+        raise ConfigError(f"quantization='gguf' needs a GGUF file, and {files.path} is not one; use 'int8'")
     architecture, config = read_architecture(files)
     weights = open_weights(files)
     naming = _choose_naming(architecture, files, weights)
@@ -58,8 +58,10 @@ def load_model(
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Loading is thousands of small torch ops that wait for memory. A second thread gains nothing, and where others use
-    the cores too, each op's barrier waits for a thread that does not run: 0.4 s became 30 on a machine with load 10.
+    """Run torch on one thread while loading.
+
+    Loading is thousands of small, memory-bound torch ops. More threads gain nothing, and on a busy machine each op's
+    barrier waits for a thread that is not scheduled.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -182,7 +184,7 @@ class Filler:
         return self._ops.prepare_linear(weight, bias)
 
     def _stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The pieces one below the other, in compute dtype."""
+        """Return the pieces stacked row-wise, in the compute dtype."""
         for piece in pieces:
             self._check_shape(piece.name, piece.shape)
         sizes = [len(piece.region.rows) for piece in pieces]
@@ -216,7 +218,7 @@ class Filler:
         rows.copy_(pairs.transpose(1, 2).reshape(rows.shape))
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Before anything of that size is allocated."""
+        """Raise ConfigError for an unexpected shape, before anything of that size is allocated."""
         found = self._weights.shape(name)
         if found != shape:
             raise ConfigError(f"tensor {name!r} has the shape {found}, the model's settings ask for {shape}")

@@ -1,4 +1,4 @@
-"""A model's facts, read without torch and without its weights: shapes, rope, norms, and what the weights weigh."""
+"""Read a model's configuration and the sizes of its weights, without torch and without loading the weights."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -102,7 +102,7 @@ def _read_folder(folder: Path) -> tuple[Architecture, DecoderConfig]:
     return architecture, facts
 
 
-# The words of a GGUF behind "{architecture}." and what config.json calls the same.
+# GGUF keys after "{architecture}." and their names in config.json.
 _GGUF_INTEGERS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -144,7 +144,7 @@ def _read_gguf(file: GGUFFile) -> tuple[Architecture, DecoderConfig]:
 
 
 def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
-    """The metadata and the tensor list of a GGUF, in the words of a config.json."""
+    """Return a GGUF file's metadata with the keys of a config.json."""
     values: dict[str, object] = {ours: file.get(f"{name}.{key}", int) for key, ours in _GGUF_INTEGERS.items()}
     values |= {ours: file.get(f"{name}.{key}", float) for key, ours in _GGUF_NUMBERS.items()}
     values["head_dim"] = _head_dim(file, name)
@@ -191,7 +191,7 @@ def _head_dim(file: GGUFFile, name: str) -> int:
 
 
 def _natural_dtype(file: GGUFFile) -> str:
-    """What the weights were before they were quantised, as far as one can tell."""
+    """Return a guess of the weights' dtype before they were quantised."""
     kinds: Counter[str] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) == 2:

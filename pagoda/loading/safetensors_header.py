@@ -1,4 +1,4 @@
-"""What a folder of safetensors files holds, read from their headers: names, dtypes, shapes, and the file of each."""
+"""Read the names, dtypes, shapes and files of a checkpoint's tensors from safetensors headers."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weights by name from either kind of checkpoint: shape first, regions of values on demand, nothing held."""
+"""Read weights by name from safetensors or GGUF: shapes first, regions of values on demand."""
 
 from pathlib import Path
 from typing import Protocol

