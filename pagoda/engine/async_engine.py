@@ -270,10 +270,21 @@ class AsyncEngine:
         return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Like `decode`, but long lists are decoded on a thread."""
+        """Like `decode`, but long lists are decoded on a thread.
+
+        Raises RequestError for an id outside the vocabulary of both the model and the tokenizer.
+        """
         if len(token_ids) < _LONG_TEXT_TOKENS:
-            return self.decode(token_ids)
-        return await self._threads.run(len(token_ids), self.decode, token_ids)
+            return self._decode_known(token_ids)
+        return await self._threads.run(len(token_ids), self._decode_known, token_ids)
+
+    def _decode_known(self, token_ids: Sequence[int]) -> str:
+        # A model's vocabulary may be padded beyond its tokenizer's; a tokenizer may have tokens its model lacks.
+        size = max(self.input_processor.limits.vocab_size, self.input_processor.tokenizer.facts.vocab_size)
+        for at, token_id in enumerate(token_ids):
+            if not 0 <= token_id < size:
+                raise RequestError(f"token {at} is {token_id}, outside the vocabulary of {size}", "tokens")
+        return self.decode(token_ids)
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token's own text, with U+FFFD for incomplete characters."""

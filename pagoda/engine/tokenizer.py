@@ -99,14 +99,16 @@ class LibraryTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
+            # Ids beyond the vocabulary are the marks' stand-ins, which must stay unknown.
+            if not 0 <= token_id < self.facts.vocab_size:
+                return b""  # not remembered: any number of such ids may be asked for
             known = self._bytes[token_id] = self._read_bytes(token_id)
         return known
 
     def _read_bytes(self, token_id: int) -> bytes:
         token = self._added.get(token_id)
         if token is None:
-            # Ids beyond the vocabulary are the marks' stand-ins, which must stay unknown.
-            token = self.backend.id_to_token(token_id) if 0 <= token_id < self.facts.vocab_size else None
+            token = self.backend.id_to_token(token_id)
         return b"" if token is None else self._spelling.to_bytes(token)
 
 

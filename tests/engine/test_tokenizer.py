@@ -1,7 +1,9 @@
 """Tokenizers against transformers, and those inside GGUF files against slow definitions."""
 
+import gc
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,17 @@ def test_every_tokens_bytes_are_what_the_library_decodes(name: str) -> None:
         assert ours == tokenizer.backend.decode([token_id], skip_special_tokens=False), token_id
     assert tokenizer.token_bytes(size) == b""
     assert tokenizer.token_bytes(-1) == b""
+
+
+def test_unknown_ids_take_no_memory(smollm2: ModelFiles) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    tracemalloc.start()
+    try:
+        assert tokenizer.decode(range(10**6, 10**6 + 50_000)) == ""
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 10**6
+    finally:
+        tracemalloc.stop()
 
 
 # ---- folders

@@ -71,6 +71,11 @@ CASES: dict[str, tuple[str, bytes, int]] = {
     ),
     "an unknown field of megabytes": ("/v1/completions", b'{"' + b"a" * 15 * MB + b'":1}', 400),
     "a megabyte tokenised": ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a b " * (MB // 4) + b'"}', 200),
+    "unknown token ids decoded": (
+        "/detokenize",
+        json.dumps({"tokens": list(range(10**6, 10**6 + 900_000))}).encode(),
+        400,
+    ),
     "token ids decoded": ("/detokenize", filled(b'{"tokens":[', b"100", b"]}", 3_900_000), 200),
     "as many prompts as are taken": (
         "/v1/completions",

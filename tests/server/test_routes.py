@@ -78,6 +78,15 @@ def test_token_ids_in_and_out(fake_server: LiveServer) -> None:
     assert fake_server.post("/detokenize", {"tokens": ids["tokens"]})[1] == {"prompt": "Once upon a time"}
 
 
+@pytest.mark.parametrize("before", [1, 5000])
+def test_a_token_outside_the_vocabulary_is_named(fake_server: LiveServer, before: int) -> None:
+    num_tokens = json.loads(fake_server.get("/tokenizer_info")[1])["vocab_size"]
+    status, answer = fake_server.post("/detokenize", {"tokens": [5] * before + [num_tokens - 1, 2**31 - 1, num_tokens]})
+    assert (status, answer["error"]["param"]) == (400, "tokens")
+    assert f"token {before + 1} is {2**31 - 1}" in answer["error"]["message"]
+    assert str(num_tokens) in answer["error"]["message"]
+
+
 def test_echo_gives_the_prompt_back(fake_server: LiveServer) -> None:
     choice = fake_server.post("/v1/completions", {**TEXT, "echo": True})[1]["choices"][0]
     assert choice["text"].startswith("Once upon a time")
