@@ -43,6 +43,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._by_handle: dict[int, _RequestState] = {}
         self._by_id: dict[str, _RequestState] = {}
+        self._unreadable: list[_RequestState] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -67,6 +68,11 @@ class OutputProcessor:
                 state.first_scheduled(num_cached, outputs.queue_s.get(handle))
         for _ in self.read_prompt_logprobs(outputs):
             pass
+        for state in self._unreadable:
+            if self._by_handle.get(state.request.handle) is state:  # it may have been aborted meanwhile
+                touched[state.request.handle] = state
+                done.failed.append(state.request.request_id)
+        self._unreadable.clear()
         token_ids = outputs.token_ids.tolist()
         at = 0
         for handle, index, count in zip(
@@ -81,8 +87,7 @@ class OutputProcessor:
                 if sequence.append(new, ends.get((handle, index)), outputs.logprobs, first):
                     done.stopped.append((state.request.request_id, index))
             except Exception as error:  # concerns this request only
-                logger.exception("failed to process the output of request %s", state.request.request_id)
-                state.fail(f"the output could not be processed: {type(error).__name__}: {error}")
+                state.fail("the output", error)
                 done.failed.append(state.request.request_id)
         for finish in outputs.finishes:
             state = self._by_handle.get(finish.handle)
@@ -99,16 +104,21 @@ class OutputProcessor:
         """Process prompt log-probabilities, a few positions per iteration.
 
         For an event loop, which thousands of positions would block for too long. It then passes the outputs to
-        `process` without them.
+        `process` without them. A request whose columns cannot be processed finishes with an error in that `process`.
         """
         for handle, columns in outputs.prompt_logprobs.items():
             for at in range(0, len(columns.ranks), _POSITIONS_AT_ONCE):
                 state = self._by_handle.get(handle)
-                if state is not None:
-                    part = slice(at, at + _POSITIONS_AT_ONCE)
+                if state is None or state.error is not None:
+                    break
+                part = slice(at, at + _POSITIONS_AT_ONCE)
+                try:
                     state.add_prompt_logprobs(
                         LogprobColumns(columns.token_ids[part], columns.logprobs[part], columns.ranks[part])
                     )
+                except Exception as error:  # concerns this request only
+                    state.fail("the log-probabilities of the prompt", error)
+                    self._unreadable.append(state)
                 yield
 
     def abort(self, request_ids: Iterable[str], now_s: float) -> list[RequestOutput]:
@@ -193,9 +203,10 @@ class _RequestState:
             self.error = finish.message
         self.sequences[finish.sequence].end(finish.status)
 
-    def fail(self, message: str) -> None:
-        """Finish with an error without touching the text, which may be what failed."""
-        self.error = message
+    def fail(self, what: str, error: Exception) -> None:
+        """Finish with an error without touching the text, which may be what failed.   what: could not be processed."""
+        logger.error("%s of request %s could not be processed", what, self.request.request_id, exc_info=error)
+        self.error = f"{what} could not be processed: {type(error).__name__}: {error}"
         for sequence in self.sequences:
             if not sequence.is_done:
                 sequence.finish_reason = RequestStatus.FINISHED_ERROR.finish_reason

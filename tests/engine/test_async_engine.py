@@ -273,3 +273,25 @@ def test_the_loop_turns_while_the_logprobs_of_a_long_prompt_are_read() -> None:
         assert len(set(reads)) == len(reads), "two pieces were read without a turn of the loop between them"
 
     run(test)
+
+
+def test_log_probabilities_that_cannot_be_read_end_their_request_alone() -> None:
+    torn = LogprobColumns(np.ones((1, 3), np.int32), np.zeros((1, 3), np.float32), np.ones(3, np.int32))
+
+    async def test(llm: AsyncEngine) -> None:
+        plain = llm._client.next_outputs
+
+        async def with_torn() -> EngineCoreOutputs:
+            outputs = await plain()
+            return dataclasses.replace(outputs, prompt_logprobs={1: torn} if 1 in outputs.handles.tolist() else {})
+
+        llm._client.next_outputs = with_torn  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=240, ignore_eos=True, prompt_logprobs=2)
+        broken, other = await asyncio.gather(collect(llm, "first", params), collect(llm, "second", LONG))
+        assert "the log-probabilities of the prompt could not be processed" in (broken[-1].error or "")
+        assert (broken[-1].finished, broken[-1].outputs[0].finish_reason) == (True, "error")
+        assert len(other[-1].outputs[0].token_ids) == 240
+        assert llm.died is None
+        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
+
+    run(test)
