@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from pagoda.base.outputs import CompletionOutput
+from pagoda.base.outputs import CompletionOutput, Logprob
 from pagoda.server.answers import ChatCompletionResponse, described
 from pagoda.server.body import described_body, read_body
 from pagoda.server.errors import ApiError
@@ -191,12 +191,14 @@ class _Answer:
             {"text": "", "token_ids": [], "content": [], "end": None} for _ in self._readers
         ]
         about_prompt: dict[str, Any] = {}
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         async with generation.outputs() as deltas:
             async for _, delta in deltas:
-                if delta.prompt_logprobs is not None:
-                    about_prompt["prompt_logprobs"] = await prompt_logprobs_in_slices(delta.prompt_logprobs)
+                prompt_logprobs = delta.prompt_logprobs  # every delta has all of them: they are converted once, below
                 for output in delta.outputs:
                     self._put(pieces[output.index], output)
+        if prompt_logprobs is not None:
+            about_prompt["prompt_logprobs"] = await prompt_logprobs_in_slices(prompt_logprobs)
         if body.return_token_ids:
             about_prompt["prompt_token_ids"] = generation.requests[0].prompt_token_ids.tolist()
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]

@@ -1,0 +1,46 @@
+"""An answer to a conversation put together from many deltas."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
+from pagoda.server import chat
+from pagoda.server.protocol import ChatCompletionRequest
+
+NUM_DELTAS = 50
+
+
+def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[dict[int, Logprob] | None] = [None, {7: Logprob(-0.5, 1, "g")}]
+    num_converted = 0
+    convert = chat.prompt_logprobs_in_slices
+
+    async def counting(given: Any) -> Any:
+        nonlocal num_converted
+        num_converted += 1
+        return await convert(given)
+
+    async def deltas() -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        for i in range(NUM_DELTAS):
+            is_last = i == NUM_DELTAS - 1
+            part = CompletionOutput(0, "a", [97], None, None, "length" if is_last else None, None)
+            yield 0, RequestOutput("r", None, [1, 7], [part], is_last, prompt_logprobs=entries)
+
+    monkeypatch.setattr(chat, "prompt_logprobs_in_slices", counting)
+    generation: Any = SimpleNamespace(
+        outputs=lambda: contextlib.aclosing(deltas()), num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0
+    )
+    state: Any = SimpleNamespace(model_names=["m"])
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
+    answer = asyncio.run(
+        chat._Answer(state, body, generation, "id", [chat._Reader(None, None)], "").whole()  # pyright: ignore[reportPrivateUsage]
+    )
+    assert num_converted == 1
+    assert answer["choices"][0]["message"]["content"] == "a" * NUM_DELTAS
+    assert answer["prompt_logprobs"][0] is None
+    assert answer["prompt_logprobs"][1]["7"]["logprob"] == -0.5
