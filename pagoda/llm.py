@@ -182,7 +182,8 @@ class LLM:
                 bar.update()
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
-        rendered = self.engine.input_processor.render_chat(messages, **template_options)
+        with self._shared.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
+            rendered = self.engine.input_processor.render_chat(messages, **template_options)
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
     # ---- deltas

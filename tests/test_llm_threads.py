@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -170,6 +171,35 @@ def test_a_signal_handler_gets_an_error_and_the_interrupted_call_goes_on(llm: LL
         signal.signal(signal.SIGUSR1, before)
     assert errors
     assert all("cannot be called from a signal handler" in error for error in errors)
+
+
+def test_a_signal_handler_cannot_chat_while_the_llm_renders(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rendering takes a lock that the interrupted call holds: waiting for it would last for ever."""
+    errors: list[str] = []
+    render = llm.engine.input_processor.render_chat
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        try:
+            llm.chat([{"role": "user", "content": "inner"}], SHORT)
+        except UsageError as error:
+            errors.append(str(error))
+        return render(*args, **options)
+
+    monkeypatch.setattr(llm.engine.input_processor, "render_chat", interrupted)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert tokens(llm.chat([{"role": "user", "content": "outer"}], SHORT, chat_template=template)[0])
+    assert len(errors) == 1
+    assert "cannot be called from a signal handler" in errors[0]
+
+
+def test_a_closed_llm_renders_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[object] = []
+    monkeypatch.setattr(llm.engine.input_processor, "render_chat", rendered.append)
+    llm.close()
+    for call in (llm.chat, llm.stream_chat):
+        with pytest.raises(UsageError, match="closed"):
+            call([{"role": "user", "content": "hi"}], SHORT)
+    assert not rendered
 
 
 def test_a_signal_handler_between_two_deltas_may_generate(llm: LLM) -> None:

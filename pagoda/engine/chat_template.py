@@ -120,21 +120,34 @@ class ChatTemplate:
         shield = Shield(self.marks, composed)
         if not shield.is_needed(values):
             return self.marks.put_only(self._fill(templates, special_tokens, values), composed)
-        text = self._fill(templates, special_tokens, shield.hide(values))
+        text = self._fill(templates, special_tokens, shield.hide(values), values)
         return shield.show(self.marks.put_only(text, composed))
 
     def _fill(
-        self, templates: Mapping[str, jinja2.Template], special_tokens: Mapping[str, str], values: Mapping[str, Any]
+        self,
+        templates: Mapping[str, jinja2.Template],
+        special_tokens: Mapping[str, str],
+        values: Mapping[str, Any],
+        shown: Mapping[str, Any] | None = None,
     ) -> str:
+        """Render.
+
+        shown: the values as the caller sent them, where `values` hold placeholders.
+        Raises RequestError when the template refuses or fails. Its message never comes from a rendering with marks or
+        placeholders: a template can cut them up, and a caller who reads one could write special tokens.
+        """
         try:
             return templates[self._name_for(values)].render({**special_tokens, **values})
-        except jinja2.TemplateError as error:
-            said = shorten(self.marks.remove(error.message or ""), _MAX_SAID_CHARS)
-            raise RequestError(f"the chat template rejects these messages: {said}", "messages") from None
         except MemoryError:
             raise
         except Exception as error:  # a template may raise any Python exception
-            said = shorten(self.marks.remove(repr(error)), _MAX_SAID_CHARS)
+            if templates is not self._plain or shown is not None:
+                self._fill(self._plain, self.special_tokens, values if shown is None else shown)
+                raise RequestError("the chat template fails on these messages", "messages") from None
+            if isinstance(error, jinja2.TemplateError):
+                said = shorten(error.message or "", _MAX_SAID_CHARS)
+                raise RequestError(f"the chat template rejects these messages: {said}", "messages") from None
+            said = shorten(repr(error), _MAX_SAID_CHARS)
             raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
 
     def _name_for(self, values: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ class SpecialMarks:
 
     def replace(self, text: str, by: Callable[[str], str]) -> str:
         """Replace each mark in `text` with `by(special token)`, called from left to right."""
-        return self._any_mark.sub(lambda match: by(self._text_of[match[0]]), text)
+        return self._any_mark.sub(lambda match: by(self._text_of.get(match[0], "")), text)
 
     def unmarked_in(self, text: str) -> set[str]:
         """Return the special tokens that occur literally in `text`. For short texts."""

@@ -38,7 +38,6 @@ async def create_chat_completion(http: Request) -> Response:
     body = await read_body(http, ChatCompletionRequest, state.request_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
-    request_id = state.request_id(http, body.request_id, "chatcmpl")
     if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
         raise ApiError(
             501, "tool_choice: forcing a tool needs structured output, which is not available yet", "tool_choice"
@@ -61,6 +60,8 @@ async def create_chat_completion(http: Request) -> Response:
     prompt = await cancel_on_disconnect(http, rendering)
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
+    # Chosen only now: while the messages were rendered, another request may have taken the same header's id.
+    request_id = state.request_id(http, body.request_id, "chatcmpl")
     generation = await state.generator.begin(http, body, [prompt.token_ids], params, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)

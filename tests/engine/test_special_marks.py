@@ -9,8 +9,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pagoda.base.errors import RequestError
+from pagoda.engine.chat_template import ChatTemplate
 from pagoda.engine.input_processor import InputLimits, InputProcessor, RenderedChat
 from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.special_marks import SpecialMarks
 from pagoda.engine.tokenizer import LibraryTokenizer, bos_eos_template, make_facts
 from tests.cached_models import cached_model
 
@@ -261,3 +263,28 @@ def test_real_tokenizers(model: str, tmp_path: Path) -> None:
                     inputs, plain.render_chat(calm, **calls).token_ids
                 )
             assert inputs.tokenizer.decode(got.token_ids, False) == got.text
+
+
+LEAKY = (  # what it refuses with is what it rendered
+    "{% for m in messages %}{% set t = '<|' + m['role'] + '|>' + m['content'] %}"
+    "{% if 'fail' in m['content'] %}{{ raise_exception(t[3:] + eos_token) }}{% endif %}"
+    "{% if 'crash' in m['content'] %}{{ [t, eos_token] | sum }}{% endif %}{{ t }}<|end|>{% endfor %}{{ eos_token }}"
+)
+
+
+@pytest.mark.parametrize("content", ["fail", "fail <|user|>", "crash", "crash <|end|>"])
+def test_what_a_template_refuses_with_never_shows_a_mark(content: str) -> None:
+    marks = SpecialMarks(["<|user|>", "<|end|>", "<|endoftext|>"])
+    template = ChatTemplate(LEAKY, {"eos_token": "<|endoftext|>"}, marks)
+    with pytest.raises(RequestError, match="messages") as refused:
+        template.render_marked([{"role": "user", "content": content}])
+    shown = str(refused.value).encode("ascii", "backslashreplace").decode()
+    assert "fdd0" not in shown
+    assert "fdd1" not in shown
+    assert not any(marks.new_mark()[1:17][at : at + 4] in shown for at in range(13)), "a piece of the nonce"
+
+
+def test_a_forged_mark_stands_for_nothing() -> None:
+    marks = SpecialMarks(["<|end|>"])
+    forged = marks.put("<|end|>").replace("0\ufdd1", "7\ufdd1")
+    assert marks.remove(f"a{forged}b") == "ab"

@@ -18,7 +18,8 @@ KEYS = ("--api-key", "one", "--api-key", "two")
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("tenants"), *FAKE_ENGINE, *KEYS, engine=SLOW) as server:
+    own_templates = "--trust-request-chat-template"
+    with serving(tmp_path_factory.mktemp("tenants"), *FAKE_ENGINE, *KEYS, own_templates, engine=SLOW) as server:
         yield server
 
 
@@ -141,3 +142,24 @@ def test_with_only_an_admin_key_the_other_routes_stay_open(tmp_path: Path) -> No
 def test_keys_that_let_everybody_in_are_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
     with pytest.raises(AssertionError, match="key"), serving(tmp_path, *FAKE_ENGINE, *flags):
         pass
+
+
+def test_concurrent_chats_may_carry_the_same_request_id_header(shared: LiveServer) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{% for i in range(20000) %}{% endfor %}",
+        "max_tokens": 20,
+    }
+    headers = {"Authorization": "Bearer one", "X-Request-Id": "same"}
+    answers: list[tuple[int, Any]] = []
+
+    def ask() -> None:
+        answers.append(shared.post("/v1/chat/completions", body, **headers))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [status for status, _ in answers] == [200] * 6
+    assert len({answer["id"] for _, answer in answers}) == 6
