@@ -126,12 +126,17 @@ class GrammarGate(Gate):
 
 
 class SequenceLimit(Gate):
-    """At most `max_num_seqs` unfinished sequences in the running batch, and a row for each of them."""
+    """At most `max_num_seqs` unfinished sequences in the running batch, and a row for each of them.
+
+    A request with more than that would wait for ever: it passes, for admission to end it.
+    """
 
     _HOLD = Hold(Reason.NUM_SEQS, Skip.QUEUE)
 
     def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
         batch, count = self.context.batch, len(request.unfinished)
+        if count > self.context.config.max_num_seqs:
+            return None
         without_row = batch.num_seqs - len(batch.running.rows)
         has_rows = self.context.table.num_free_rows >= without_row + count
         return None if batch.num_seqs + count <= self.context.config.max_num_seqs and has_rows else self._HOLD

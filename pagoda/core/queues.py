@@ -39,6 +39,9 @@ class RequestQueue:
         self._tickets[request.request_id] = self._next_ticket
         heap = self._heaps.setdefault(key_of(request), [])
         heapq.heappush(heap, (request.sort_key, self._next_ticket, request))
+        if len(self._arrivals) > 2 * len(self._tickets) + 16:  # skipped requests come back step after step
+            self._arrivals = [entry for entry in self._arrivals if self._is_valid(entry)]
+            heapq.heapify(self._arrivals)
         heapq.heappush(self._arrivals, (request.facts.arrival_time_s, self._next_ticket, request))
 
     def remove(self, request: RequestState) -> None:

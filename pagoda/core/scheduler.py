@@ -105,7 +105,7 @@ class Scheduler:
         )
         self._checks = RequestChecks(config, table, encoder, policy)
         self._run_running = RunRunning(config, table, kv, batch, limits, preemption, lifecycle, outbox)
-        self._resume_swapped = ResumeSwapped(swapped, gates, kv, batch, lifecycle, log)
+        self._resume_swapped = ResumeSwapped(swapped, gates, kv, batch, lifecycle, outbox, log)
         self._admit_waiting = AdmitWaiting(
             config, waiting, table, kv, batch, gates, limits, preemption, lifecycle, outbox, log, counters
         )
@@ -199,8 +199,13 @@ class Scheduler:
         Of a step with nothing to compute, `model_output` may be None; requests that ended while it was planned are
         still returned.
         """
-        if model_output is None or scheduler_output.is_empty:
+        if scheduler_output.is_empty:
             return self._outbox.take_deferred()
+        if model_output is None:
+            raise ValueError(
+                f"step {scheduler_output.step} computes {scheduler_output.total_num_scheduled_tokens} tokens: "
+                "update_from_output needs its ModelRunnerOutput, not None"
+            )
         outputs = self._commit.run(scheduler_output, model_output)
         if self.config.check_invariants:
             self.check()

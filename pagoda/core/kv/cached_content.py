@@ -127,6 +127,14 @@ class CachedContent:
             self._remove(self._tables.entries[group.index][row, :count])
         self._tables.num_cached[row] = count
 
+    def uncache_sequence(self, sequence: Sequence) -> None:
+        """The KV of a sequence without a row cannot be trusted: all that is found by its hashes is removed."""
+        chain = self._chains.get(sequence)
+        if chain is None:
+            return
+        for group in self._groups:
+            self._remove(np.array(self.prefix_cache.blocks_with(group.index, chain.hashes), np.int32))
+
     def _remove(self, blocks: np.ndarray) -> None:
         blocks = blocks[blocks != 0]
         self.prefix_cache.remove(blocks.tolist())

@@ -184,6 +184,10 @@ class KVCacheManager:
         """The row's KV cannot be trusted: its blocks are removed from the prefix cache."""
         self._content.uncache_row(row)
 
+    def uncache_sequence(self, sequence: Sequence) -> None:
+        """`uncache_row` for a sequence that has left its row."""
+        self._content.uncache_sequence(sequence)
+
     # A row leaves
 
     def free(self, row: int) -> None:

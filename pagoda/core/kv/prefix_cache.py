@@ -135,6 +135,11 @@ class PrefixCache:
             if others is not None and not others:
                 del twins[block_hash]
 
+    def blocks_with(self, group: int, hashes: Sequence[bytes]) -> list[int]:
+        """Return every block that holds what one of `hashes` says."""
+        table, twins = self._blocks[group], self._twins[group]
+        return [block for one in hashes if one in table for block in (table[one], *twins.get(one, ()))]
+
     def clear(self) -> None:
         for table in (*self._blocks, *self._twins):
             table.clear()

@@ -121,6 +121,9 @@ class CommitOutputs:
             tokens = result.sampled[i, : result.num_sampled[i]].tolist()
             if row in output.drafts:
                 self._roll_back(sequence, row, len(output.drafts[row]), len(tokens))
+            if sequence.row < 0 and tokens and not sequence.request.has_output:
+                sequence.request.has_output = True  # its row was forgotten when it was preempted
+                first.append(sequence.request)
             num_kept[i], finish = self._append(sequence, tokens)
             if finish is not None:
                 finishes.append((int(clients[i]), finish))
@@ -173,7 +176,9 @@ class CommitOutputs:
         """The row's numbers are no longer finite: it ends, and its blocks are removed from the prefix cache."""
         if sequence.row >= 0:
             self.kv.uncache_row(sequence.row)
-        finish = self.lifecycle.finish(sequence, RequestStatus.FINISHED_ERROR, message=message)
+        else:
+            self.kv.uncache_sequence(sequence)
+        finish = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_ERROR, message=message)
         return sequence.request.facts.client_index, finish
 
     def _new_prompt_logprobs(

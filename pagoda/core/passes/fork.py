@@ -32,6 +32,9 @@ class Fork:
                 self._fork(plan, row, request)
         for row, request in leaders:
             if row in self.batch.leaders and not request.awaiting_fork:
+                if all(sequence.row >= 0 for sequence in request.unfinished):
+                    self.batch.follow(row)  # those that waited for it have ended
+                    continue
                 prompt_end = request.facts.num_prompt_tokens // self.kv.block_size * self.kv.block_size
                 shared = self._num_shared_tokens(request)
                 # A window of the leader's would move on without its siblings: then they join as soon as they can.

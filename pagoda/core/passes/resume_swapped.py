@@ -6,6 +6,7 @@ from pagoda.core.decision_log import DecisionLog
 from pagoda.core.gates import Gates, Skip
 from pagoda.core.kv import AdmissionResult, KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
+from pagoda.core.outbox import Outbox
 from pagoda.core.passes.admit_waiting import REASONS, note_admitted
 from pagoda.core.queues import QueueScan, RequestQueue
 from pagoda.core.request import RequestState, Sequence
@@ -23,6 +24,7 @@ class ResumeSwapped:
     kv: KVCacheManager
     batch: RunningBatch
     lifecycle: Lifecycle
+    outbox: Outbox
     log: DecisionLog
 
     def run(self, plan: StepPlan) -> bool:
@@ -66,6 +68,7 @@ class ResumeSwapped:
             if share:
                 self.kv.allocate_slots_swapped_in(row, end)
                 plan.place(row, start, share)
+        self.outbox.await_first_output(sequences[0].row, request)
         note_admitted(self.log, self.kv, request, sum(shares), 0)
         return True
 

@@ -1,0 +1,137 @@
+"""Corner cases: ends, failures and refusals that meet a preemption, a fork or a full batch."""
+
+import numpy as np
+import pytest
+
+from pagoda.base.config import PreemptionMode
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.queues import QueueScan, RequestQueue
+from pagoda.core.request import Request, RequestState, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput
+from pagoda.core.step_plan import StepPlan
+from tests.core.rig import FILL, Rig, StepTold
+
+
+def result_of(told: StepTold, failed: dict[int, str] | None = None) -> ModelRunnerOutput:
+    count = len(told.output.sample_rows)
+    return ModelRunnerOutput(
+        told.output.step, np.full((count, 1), FILL, np.int32), np.ones(count, np.int32), failed=failed or {}
+    )
+
+
+def home(rig: Rig, told: StepTold, failed: dict[int, str] | None = None) -> EngineCoreOutputs | None:
+    """Apply the result of the step. Return what client 0 gets."""
+    outputs = rig.scheduler.update_from_output(told.output, result_of(told, failed)).get(0)
+    rig.scheduler.check()
+    return outputs
+
+
+def preempt(rig: Rig, request_id: str) -> None:
+    """As a step does that runs out of blocks."""
+    state = rig.scheduler._requests[request_id]
+    rig.scheduler._preemption.preempt(state, StepPlan(0, 64, 0, 0.0), state)
+
+
+def test_a_sibling_that_ends_while_the_resumed_leader_is_mid_prefill() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", 12, n=2)
+    rig.step()
+    rig.step()
+    rig.scheduler.reset_prefix_cache(preempt_running=True)
+    assert rig.step().scheduled == {"a/0": 8}
+    rig.scheduler.finish_sequence("a", 1)
+    rig.scheduler.check()
+    assert list(rig.run()) == ["a/0"]
+    assert rig.free == 16
+
+
+def test_a_leader_that_fails_mid_prefill_leaves_its_sibling_running() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", 12, n=2)
+    told = rig.plan()
+    home(rig, told, {int(told.output.rows[0]): "not finite"})
+    assert list(rig.run()) == ["a/1"]
+    assert rig.free == 16
+
+
+def test_more_sequences_than_the_batch_takes_end_as_ignored_and_hold_nobody_up() -> None:
+    for beside in (False, True):
+        rig = Rig(max_num_seqs=2)
+        if beside:
+            rig.add("runs", 4)
+            rig.step()
+        rig.add("wide", 4, n=3)
+        rig.add("after", 4)
+        told = rig.step()
+        assert [(finish.request_id, finish.status) for finish in told.finishes] == [
+            ("wide", RequestStatus.FINISHED_IGNORED)
+        ] * 3
+        assert told.finishes[0].message is not None
+        assert "max_num_seqs is 2" in told.finishes[0].message
+        assert told.scheduled["after"] == 4
+
+
+def test_a_row_that_fails_after_it_was_preempted_leaves_nothing_in_the_prefix_cache() -> None:
+    rig = Rig(enable_prefix_caching=True, async_scheduling=True, pipeline_depth=2)
+    prompt = list(range(100, 112))
+    rig.add("a", prompt)
+    told = rig.plan()
+    preempt(rig, "a")
+    outputs = home(rig, told, {int(told.output.sample_rows[0]): "not finite"})
+    assert outputs is not None
+    assert outputs.finishes[0].status is RequestStatus.FINISHED_ERROR
+    rig.add("b", [*prompt, 5])
+    assert rig.step().cached == {"b": 0}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_first_output_is_reported_of_a_request_that_was_parked_before_it(late: bool) -> None:
+    """late: its first token was in flight when it was parked."""
+    rig = Rig(
+        num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, async_scheduling=late, pipeline_depth=2 if late else 1,
+        max_num_batched_tokens=8,
+    )  # fmt: skip
+    rig.add("a", 8 if late else 12)
+    told = rig.plan()
+    if not late:
+        home(rig, told)
+    preempt(rig, "a")
+    assert rig.swapped == ["a"]
+    if not late:
+        told = rig.plan()
+        assert told.samples == ["a"]
+    outputs = home(rig, told)
+    assert outputs is not None
+    assert outputs.token_ids.tolist() == [FILL]
+    assert list(outputs.num_cached_tokens) == list(outputs.queue_s) == [1]
+    assert rig.scheduler._counters.prompt_tokens == (8 if late else 12)
+    again = home(rig, rig.plan())
+    assert again is not None
+    assert not again.num_cached_tokens
+    assert rig.scheduler._counters.prompt_tokens == (8 if late else 12)
+
+
+def test_skipped_requests_leave_no_trace_in_the_queue() -> None:
+    queue = RequestQueue()
+    for number in range(4):
+        facts = Request(str(number), np.array([1], np.int32), SamplingParams(), arrival_time_s=float(number))
+        queue.push(RequestState(facts, (4 - number,)))
+    for _ in range(1000):
+        scan = QueueScan(queue)
+        for _ in range(3):  # all but the oldest
+            request = scan.peek()
+            assert request is not None
+            scan.skip(request)
+        scan.close()
+    assert len(queue._arrivals) < 40
+    assert sum(map(len, queue._heaps.values())) == 4
+    assert queue.oldest_arrival_s() == 0.0
+
+
+def test_a_step_that_computes_something_needs_its_result() -> None:
+    rig = Rig()
+    rig.add("a", 4)
+    told = rig.plan()
+    with pytest.raises(ValueError, match="step 1 computes 4 tokens"):
+        rig.scheduler.update_from_output(told.output, None)
+    assert rig.home(told).emitted == {"a": [FILL]}
