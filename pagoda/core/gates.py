@@ -21,7 +21,7 @@ class Skip(Enum):
     """What a closed gate holds back in this step."""
 
     REQUEST = "this request"
-    KEY = "all requests with its key"
+    KEY = "all requests with its LoRA adapter"
     QUEUE = "this request and all after it"
 
 
@@ -160,7 +160,7 @@ class DelayGate(Gate):
 
 
 class PartialPrefillLimit(Gate):
-    """At most `max_num_partial_prefills` prompts are still incomplete after a step when another one enters."""
+    """Closed while `max_num_partial_prefills` prompts stay incomplete after this step."""
 
     _HOLD = Hold(Reason.PARTIAL_PREFILLS, Skip.QUEUE)
 

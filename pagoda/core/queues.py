@@ -9,7 +9,7 @@ _Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 
 
 def key_of(request: RequestState) -> Hashable:
-    """Return what a gate may skip as a whole: the request's adapter."""
+    """Return what Skip.KEY skips as a whole: the LoRA adapter, whichever gate asks. None: requests without one."""
     return request.facts.lora
 
 

@@ -66,7 +66,7 @@ class RunningBatch:
         self._async = async_scheduling
         self._running: RunningRows | None = None
         self._is_steady = False
-        self._num_free_steps = 0
+        self._steps_until_reserve = 0
 
     # Requests and rows
 
@@ -87,7 +87,7 @@ class RunningBatch:
         """The request's other sequences wait for this row."""
         self.leaders[row] = request
 
-    def follow(self, row: int) -> None:
+    def dissolve(self, row: int) -> None:
         """The request's other sequences no longer wait for this row."""
         del self.leaders[row]
 
@@ -130,8 +130,8 @@ class RunningBatch:
     def plan_steady_step(self, plan: StepPlan) -> bool:
         """Plan one more token for every row. Return False, and plan nothing, if the step is not as simple as that.
 
-        `_is_steady` is derived when `changed()` was called since, and then stays. `_num_free_steps` is the number of
-        further steps in which no row can need a block or, planned ahead, reach its length limit.
+        `_is_steady` is derived when `changed()` was called since, and then stays. `_steps_until_reserve` is the number
+        of further steps in which no row can need a block or, planned ahead, reach its length limit.
         """
         if self._in_flight.outputs and not self._async:
             return False  # the tokens that rows in flight sample are not known
@@ -140,8 +140,8 @@ class RunningBatch:
         running = self.running
         rows = running.rows
         start = self._table.num_computed[rows]
-        if self._num_free_steps > 0:
-            self._num_free_steps -= 1
+        if self._steps_until_reserve > 0:
+            self._steps_until_reserve -= 1
         elif not self._reserve(rows, start + 1):
             self.changed(rows=False)
             return False
@@ -158,7 +158,7 @@ class RunningBatch:
         rows = self.running.rows
         lacks = table.num_tokens[rows] + table.num_pending[rows] - table.num_computed[rows]
         self._is_steady = bool((lacks == 1).all()) and not table.is_pooled[rows].any()
-        self._num_free_steps = 0
+        self._steps_until_reserve = 0
         return self._is_steady
 
     def _reserve(self, rows: np.ndarray, ends: np.ndarray) -> bool:
@@ -169,7 +169,7 @@ class RunningBatch:
         short = self._kv.reserved_until[rows] < ends
         if short.any() and not self._kv.allocate_slots(rows[short], ends[short]):
             return False
-        self._num_free_steps = int((self._kv.reserved_until[rows] - ends).min())
+        self._steps_until_reserve = int((self._kv.reserved_until[rows] - ends).min())
         if self._async:
-            self._num_free_steps = min(self._num_free_steps, int((limit - ends).min()) - 1)
+            self._steps_until_reserve = min(self._steps_until_reserve, int((limit - ends).min()) - 1)
         return True

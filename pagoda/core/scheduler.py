@@ -74,7 +74,8 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}  # written by Lifecycle
         policy: Policy = POLICIES[config.scheduling_policy]()
         sizing = KVSizing.of(kv_groups, cache.block_size, max_model_len, config)
-        # A row is given out again when the steps that name it are complete: each may keep a full set.
+        # A row is given out again when the steps that name it are complete: each step in flight may pin
+        # max_num_seqs rows.
         self.max_rows = config.max_num_seqs * max(config.pipeline_depth, 1)
         has_windows = any(group.is_window for group in sizing.groups)
         self._table = table = RequestTable(self.max_rows, max_model_len, track_in_flight=has_windows)

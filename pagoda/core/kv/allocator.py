@@ -44,7 +44,7 @@ class BlockAllocator:
     # Counting
 
     def most_blocks_to_extend(self, rows: np.ndarray, ends: np.ndarray) -> int:
-        """Most free blocks that `extend_rows` needs, copies included, if no window frees any."""
+        """Most free blocks that `extend_rows` needs, copies included, ignoring what windows would free."""
         need = int(np.maximum(self._missing(rows, ends), 0).sum())
         if self._shared_tails:
             need += len(self._shared_tails.intersection(rows.tolist()))

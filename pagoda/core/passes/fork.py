@@ -33,7 +33,7 @@ class Fork:
         for row, request in leaders:
             if row in self.batch.leaders and not request.awaiting_fork:
                 if all(sequence.row >= 0 for sequence in request.unfinished):
-                    self.batch.follow(row)  # those that waited for it have ended
+                    self.batch.dissolve(row)  # those that waited for it have ended
                     continue
                 prompt_end = request.facts.num_prompt_tokens // self.kv.block_size * self.kv.block_size
                 shared = self._num_shared_tokens(request)
@@ -43,7 +43,7 @@ class Fork:
 
     def _fork(self, plan: StepPlan, source: int, request: RequestState) -> None:
         """The prompt is complete: the other sequences share its blocks, and sample from the same logits."""
-        self.batch.follow(source)
+        self.batch.dissolve(source)
         request.awaiting_fork = False
         first = self.table.owner(source)
         forks: list[RowFork] = []
@@ -69,7 +69,7 @@ class Fork:
 
     def _join(self, plan: StepPlan, leader: int, request: RequestState, shared: int) -> None:
         """The resumed first sequence has the full prompt blocks again: the others share them, and compute the rest."""
-        self.batch.follow(leader)
+        self.batch.dissolve(leader)
         for sequence in request.unfinished:
             if sequence.row == leader:
                 continue
