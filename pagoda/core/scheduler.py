@@ -293,11 +293,6 @@ class Scheduler:
         """Return distinct device blocks that the request references, per KV group, without the null block."""
         return self._kv.num_blocks_held(self._requests[request_id].rows)
 
-    def row_owner(self, row: int) -> tuple[str, int]:
-        """Return (request id, sequence) of a row that a step in flight names."""
-        sequence = self._table.owner(row)
-        return sequence.request.request_id, sequence.index
-
     def check(self) -> None:
         """Check the contract's invariants. Raises InvariantBroken."""
         check_invariants(

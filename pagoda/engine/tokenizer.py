@@ -84,10 +84,6 @@ class LibraryTokenizer:
     def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self._marked.encode(text, _encode, add_special_tokens)
 
-    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Like `encode` for each text, on all cores."""
-        return [item.ids for item in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
-
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = self._special if skip_special_tokens else ()
         kept = [token_id for token_id in token_ids if token_id not in special]
