@@ -60,7 +60,8 @@ def test_it_renders_what_is_rendered_here(process: TemplateProcess) -> None:
 )
 def test_what_does_not_end_is_ended(process: TemplateProcess, text: str, said: str) -> None:
     began_s = time.monotonic()
-    with pytest.raises(RequestError, match=said) as caught:
+    # Which recursion runs out first, jinja's or the compiler's, depends on the version of Python; both are a 400.
+    with pytest.raises((RequestError, ConfigError), match=said) as caught:
         process.render(job(text))
     assert len(str(caught.value)) < 1000
     assert time.monotonic() - began_s < 8
