@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pagoda.base.config import ServerConfig
@@ -14,6 +15,8 @@ from pagoda.server.errors import error_body, error_response
 
 REFUSAL_WAIT_S = 1.0
 LINGER_S = 1.0
+MAX_PIPELINED = 16
+_SLICE_BYTES = 4096  # holds about 200 of the smallest requests
 
 
 class _LingeringTransport:
@@ -26,10 +29,24 @@ class _LingeringTransport:
         self.close = protocol.linger
 
 
+class _Flow(FlowControl):
+    """Flow control that does not resume reading while bytes that have been read wait for the parser."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: bytearray) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Its own error responses are in OpenAI's format, and close the connection.
 
     limits.max_header_bytes: a request head may exceed this by at most one read; then 431.
+        The same limit holds for bytes between the parts of a chunked body and for its trailers, which are dropped: 400.
+        A body that goes on after its response is read up to limits.max_body_bytes, then the connection closes.
     limits.header_timeout_s: time for a request's head to arrive, from the start of the connection, or from when uvicorn
         would close an idle one. Then 408, or just a close if nothing was received. A client still sending its body that
         long after the response is also disconnected. There is no timeout while responding.
@@ -38,6 +55,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     Invalid HTTP and an end of input within a request get 400, unless the response to that request has begun. If invalid
     bytes follow a complete request, only that request is answered; then the connection is closed.
+    While MAX_PIPELINED requests wait for their turn, no further ones are parsed or read.
     An end of input after a complete request counts as a disconnect: the two cannot be distinguished.
     """
 
@@ -51,10 +69,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_resuming = False  # ignore the parser's callbacks: they repeat a head already seen
         self._in_head = False
         self._head_bytes = 0
+        self._in_body = False
+        self._num_body_bytes = 0  # of all requests
+        self._framing_bytes = 0  # since the last byte of the body
+        self._surplus_bytes = 0  # of a body, after its response
+        self._unparsed = bytearray()
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._unparsed)
         limit = self._limits.max_connections
         if limit and len(self.connections) > limit:
             self.connections.discard(self)
@@ -66,6 +90,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
+        self._unparsed.clear()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -78,13 +103,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_resuming:
+        if self._in_head and not self._is_resuming:  # not a trailer
             super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         if self._is_resuming:
             return
-        self._in_head = False
+        self._in_head, self._in_body = False, True
+        self._framing_bytes = self._surplus_bytes = 0
         self._stop_clock()
         super().on_headers_complete()
         if self.cycle is not None:
@@ -92,6 +122,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():  # otherwise its body has not been parsed yet
+            self._in_body = False
             super().on_message_complete()
 
     def linger(self) -> None:
@@ -106,6 +137,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             transport.close()
             return
         self._ignores_input = self._is_lingering = True
+        self._unparsed.clear()
         transport.write_eof()
         self.flow.resume_reading()
         self._stop_clock()
@@ -118,6 +150,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self._is_answering():
             self._expect_head(self.timeout_keep_alive)
+        if self._unparsed:
+            self.loop.call_soon(self._parse)
 
     def data_received(self, data: bytes) -> None:
         if self._ignores_input:
@@ -125,13 +159,50 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             many = f"the server already has {self._limits.max_connections} connections"
             return self._refuse(503, many, "retry-after: 1\r\n")
-        had_begun = self._in_head
+        self._unparsed += data
+        self._parse()
+        return None
+
+    def _parse(self) -> None:
+        """Parse what has been read, until enough requests wait; the next response continues this."""
+        start, data = 0, bytes(self._unparsed)
+        while start < len(data) and len(self.pipeline) < MAX_PIPELINED and not self._ignores_input:
+            self._parse_slice(data[start : start + _SLICE_BYTES])
+            start += _SLICE_BYTES
+        if self._ignores_input or self.transport.is_closing():
+            self._unparsed.clear()
+            return
+        was_waiting = bool(self._unparsed)
+        del self._unparsed[:start]
+        if self._unparsed:
+            self.flow.pause_reading()
+        elif was_waiting and not self.pipeline and self.cycle is not None and not self.cycle.body:
+            self.flow.resume_reading()
+
+    def _parse_slice(self, data: bytes) -> None:
+        was_in_head, was_in_body, num_body_bytes = self._in_head, self._in_body, self._num_body_bytes
         self._feed(data)
-        if had_begun and self._in_head:
+        if self._ignores_input:
+            return
+        if was_in_head and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.max_header_bytes:
                 self._refuse(431, f"the headers are larger than {self._limits.max_header_bytes} bytes")
-        return None
+        elif was_in_body and self._in_body:
+            self._check_body(len(data), self._num_body_bytes > num_body_bytes)
+
+    def _check_body(self, num_bytes: int, has_body: bool) -> None:
+        if self.cycle.response_complete:
+            self._surplus_bytes += num_bytes
+        self._framing_bytes = 0 if has_body else self._framing_bytes + num_bytes
+        limit = self._limits.max_header_bytes
+        if (
+            self.cycle.response_complete
+            and max(self._surplus_bytes - self._limits.max_body_bytes, self._framing_bytes - limit) > 0
+        ):
+            self.linger()
+        elif self._framing_bytes > limit:
+            self._refuse_bytes(f"the body has more than {limit} bytes of chunk extensions or trailers in a row")
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -379,6 +379,55 @@ def test_half_sent_bodies_are_closed_by_their_deadline() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("endless", [b"a: b\r\n", b"a" * 1000], ids=["lines", "one line"])
+@pytest.mark.parametrize("before", [CHUNKED + b"2\r\nab\r\n0\r\n", CHUNKED + b"2;"], ids=["trailers", "extension"])
+def test_trailers_and_extensions_are_bounded(before: bytes, endless: bytes) -> None:
+    start = b"x: " if endless[:2] == b"aa" and before.endswith(b"0\r\n") else b""
+    if before.endswith(b";"):
+        endless = b"a" * 1000
+
+    async def main() -> bytes:
+        async with listening(header_timeout_s=9, body_timeout_s=9, max_header_bytes=10_000) as here:
+            return await said_to(here, before + start + endless * (30_000 // len(endless)))
+
+    answer = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert "10000 bytes" in error_of(answer)["message"]
+
+
+def test_trailers_are_dropped() -> None:
+    async def main() -> list[tuple[bytes, bytes]]:
+        async with listening() as here:
+            _, writer = await here.open(CHUNKED + b"2\r\nab\r\n0\r\n" + b"a: b\r\n" * 100)
+            await asyncio.sleep(0.1)
+            (connection,) = here.state.connections
+            writer.close()
+            return connection.headers  # type: ignore[union-attr]
+
+    assert len(asyncio.run(main())) == 2
+
+
+def test_few_pipelined_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = 0
+    plain = BoundedHttpProtocol.on_headers_complete
+
+    def noting(connection: BoundedHttpProtocol) -> None:
+        nonlocal longest
+        plain(connection)
+        longest = max(longest, len(connection.pipeline))
+
+    monkeypatch.setattr(BoundedHttpProtocol, "on_headers_complete", noting)
+
+    async def main() -> bytes:
+        async with listening(header_timeout_s=5, body_timeout_s=5) as here:
+            return await said_to(here, WHOLE * 2000 + HEAD + b"Connection: close\r\n\r\n")
+
+    answer = asyncio.run(main())
+    assert answer.count(b'{"size":2}') == 2000
+    assert answer.endswith(b'{"size":0}')
+    assert longest < 300, "not all that one read brought"
+
+
 def test_uvicorn_is_capped_because_its_internals_are_used() -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     (uvicorn_range,) = (
