@@ -53,6 +53,13 @@ class RequestLimits:
     prompt_logprob_entries: int = _limit(
         262_144, "log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)"
     )
+    answer_prompt_logprobs: int = _limit(
+        524_288,
+        "log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)",
+    )
+    list_entries: int = _limit(
+        1_000_000, "ids, biases and characters in the lists above, in all prompts together (prompts times their sum)"
+    )
     text_bytes: int = _limit(4_194_304, "bytes (as UTF-8) in a text to be tokenized")
     messages: int = _limit(4_096, "messages in a conversation")
     content_parts: int = _limit(4_096, "content parts in all messages of a conversation")
@@ -114,6 +121,16 @@ class RequestLimits:
         self.check("bad_words_chars", sum(map(len, words)), "bad_words")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.check(name, len(getattr(given, name) or ()), name)
+
+    def check_lists_of_prompts(self, given: _Lists, num_prompts: int) -> None:
+        """Hold the lists of a request to what they amount to with every prompt. Raises RequestError."""
+        sizes = {
+            name: len(getattr(given, name) or ()) for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")
+        }
+        sizes["stop"] = sum(map(len, given.stop or ()))
+        sizes["bad_words"] = sum(map(len, given.bad_words or ()))
+        longest = max(sizes, key=lambda name: sizes[name])
+        self.check("list_entries", num_prompts * sum(sizes.values()), longest)
 
     def check_bad_words_ids(self, words: Sequence[Sequence[int]]) -> None:
         """Like `check_lists`, for bad words as token ids."""

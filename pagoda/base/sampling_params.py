@@ -1,5 +1,6 @@
 """SamplingParams, PoolingParams and BeamSearchParams: a request's output options."""
 
+import copy
 import ctypes
 import math
 import operator
@@ -100,6 +101,13 @@ class SamplingParams:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings are looked for in the text: they need detokenize=True", "stop")
+
+    def with_lengths(self, max_tokens: int, min_tokens: int) -> "SamplingParams":
+        """Return a copy with other lengths, which must be valid. Its lists are shared and not validated again."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "max_tokens", max_tokens)
+        object.__setattr__(changed, "min_tokens", min_tokens)
+        return changed
 
     @property
     def is_greedy(self) -> bool:

@@ -16,7 +16,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
 from pagoda.engine.chat_template import Message
 from pagoda.engine.core_client import EngineCoreClient
-from pagoda.engine.input_processor import InputProcessor, Prompt, RenderedChat, text_of
+from pagoda.engine.input_processor import InputProcessor, PreparedParams, Prompt, RenderedChat, text_of
 from pagoda.engine.mailbox import Mailbox
 from pagoda.engine.output_processor import OutputKind, OutputProcessor
 from pagoda.engine.template_job import InProcessRenderer
@@ -108,10 +108,18 @@ class AsyncEngine:
             async for output in outputs:
                 yield output
 
+    async def prepare_params(self, params: SamplingParams) -> PreparedParams:
+        """Validate parameters once for all prompts that share them. Raises RequestError."""
+        num_chars = sum(map(len, params.bad_words))
+        self.input_processor.limits.of_request.check_lists(params)
+        if num_chars:
+            return await self._threads.run(num_chars, self.input_processor.prepare_params, params)
+        return self.input_processor.prepare_params(params)
+
     async def prepare(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PreparedParams,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -132,8 +140,8 @@ class AsyncEngine:
             )
         else:
             token_ids = self.input_processor.token_ids_of(prompt, add_special_tokens)
-        if num_chars := sum(map(len, params.bad_words)):
-            params = await self._threads.run(num_chars, self.input_processor.tokenize_bad_words, params)
+        if isinstance(params, SamplingParams) and params.bad_words:
+            params = await self.prepare_params(params)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_is_new(request_id)
         return self.input_processor.make_request(

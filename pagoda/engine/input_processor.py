@@ -73,6 +73,16 @@ class InputLimits:
     of_request: RequestLimits = field(default_factory=RequestLimits)
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedParams:
+    """Parameters that `InputProcessor.prepare_params` has validated, for any number of prompts.
+
+    params: with bad words as token ids; lengths are still as the caller gave them.
+    """
+
+    params: SamplingParams
+
+
 class InputProcessor:
     """Makes Requests, with increasing `handle` numbers. Keeps no reference to them."""
 
@@ -125,14 +135,15 @@ class InputProcessor:
         self,
         request_id: str,
         token_ids: Sequence[int] | np.ndarray,
-        params: SamplingParams,
+        params: SamplingParams | PreparedParams,
         *,
         arrival_time_s: float,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
         """Like `process`, for token ids."""
-        _check_type(params)
+        given = params.params if isinstance(params, PreparedParams) else params
+        _check_type(given)
         bounds = self.limits.of_request
         _check_request_id(request_id)
         # Divided by 2 because the server adds a key digest, a route prefix and numbers to a caller's id.
@@ -140,8 +151,9 @@ class InputProcessor:
         if cache_salt is not None:
             _check_salt(cache_salt)
             bounds.check_names(cache_salt=cache_salt)
-        prompt_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
-        sampling = self._complete(params, len(prompt_ids))
+        prompt_ids = self._check_prompt(token_ids, given.truncate_prompt_tokens)
+        prepared = params if isinstance(params, PreparedParams) else self.prepare_params(params)
+        sampling = self._fit(prepared.params, len(prompt_ids))
         self._next_handle += 1
         return Request(
             request_id=request_id,
@@ -150,7 +162,7 @@ class InputProcessor:
             arrival_time_s=arrival_time_s,
             priority=_normal_priority(priority),
             handle=self._next_handle,
-            seed=self._seed(params.seed),
+            seed=self._seed(given.seed),
             eos_token_ids=self._eos_token_ids,
             cache_salt=cache_salt,
         )
@@ -272,11 +284,12 @@ class InputProcessor:
             )
         return ids.astype(np.int32)
 
-    def check_before_tokenising(self, prompt: Prompt, params: SamplingParams) -> None:
+    def check_before_tokenising(self, prompt: Prompt, params: SamplingParams | PreparedParams) -> None:
         """Raise RequestError for params of a wrong type or beyond their limits, and for a text that cannot fit."""
-        _check_type(params)
-        self.limits.of_request.check_lists(params)
-        self.limits.of_request.check_bad_words_ids(params.bad_words_token_ids)
+        if isinstance(params, PreparedParams):
+            params = params.params
+        else:
+            self._check_lists(params)
         if params.truncate_prompt_tokens is None:
             self._check_length(text_of(prompt))
 
@@ -297,8 +310,12 @@ class InputProcessor:
 
     # ---- parameters
 
-    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Return validated params with bad words as token ids and max_tokens capped to the room in the context."""
+    def prepare_params(self, params: SamplingParams) -> PreparedParams:
+        """Validate against the model, and tokenise bad words: what need not be repeated for each prompt.
+
+        Raises RequestError.
+        """
+        self._check_lists(params)
         limits = self.limits
         if params.n > limits.max_num_seqs:
             raise RequestError(f"n={params.n} is more than max_num_seqs, which is {limits.max_num_seqs}", "n")
@@ -306,24 +323,29 @@ class InputProcessor:
             asked = getattr(params, name)
             if asked is not None and asked > limits.max_logprobs:
                 raise RequestError(f"{name}={asked} is more than max_logprobs, which is {limits.max_logprobs}", name)
-        bounds = limits.of_request
         if params.logprobs is not None:
-            bounds.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
-        if params.prompt_logprobs is not None:
-            bounds.check("prompt_logprob_entries", num_prompt_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")
+            limits.of_request.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
-        room = limits.max_model_len - num_prompt_tokens
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params = self.tokenize_bad_words(params)
         for sequence in params.bad_words_token_ids:
             self._check_ids("bad_words_token_ids", sequence)
-        return dataclasses.replace(
-            params,
-            max_tokens=max_tokens,
-            min_tokens=min(params.min_tokens, max_tokens),
-        )
+        return PreparedParams(params)
+
+    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Return params for one prompt: max_tokens is capped to the room in the context."""
+        if params.prompt_logprobs is not None:
+            num_entries = num_prompt_tokens * (params.prompt_logprobs + 1)
+            self.limits.of_request.check("prompt_logprob_entries", num_entries, "prompt_logprobs")
+        room = self.limits.max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        return params.with_lengths(max_tokens, min(params.min_tokens, max_tokens))
+
+    def _check_lists(self, params: SamplingParams) -> None:
+        _check_type(params)
+        self.limits.of_request.check_lists(params)
+        self.limits.of_request.check_bad_words_ids(params.bad_words_token_ids)
 
     def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
         size = self.limits.vocab_size
@@ -333,6 +355,8 @@ class InputProcessor:
 
     def tokenize_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return params with bad_words as token ids, each word both with and without a leading space."""
+        if not params.bad_words:
+            return params
         found = list(params.bad_words_token_ids)
         for word in params.bad_words:
             bare = word.lstrip(" ") or word

@@ -1,6 +1,7 @@
 """OutputProcessor: turn the engine core's token columns into RequestOutputs with text."""
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,6 +44,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._by_handle: dict[int, _RequestState] = {}
         self._by_id: dict[str, _RequestState] = {}
+        # Prompts of one request have the same stop strings, and so have most requests of one program.
+        self._stops: weakref.WeakValueDictionary[tuple[str, ...], StopStrings] = weakref.WeakValueDictionary()
         self._unreadable: list[_RequestState] = []
 
     def __len__(self) -> int:
@@ -55,8 +58,15 @@ class OutputProcessor:
         """Add a request; its id and handle must not be in use."""
         assert request.request_id not in self._by_id
         assert request.handle not in self._by_handle
-        state = _RequestState(request, kind, prompt, self._tokenizer)
+        state = _RequestState(request, kind, prompt, self._tokenizer, self._stops_of(request))
         self._by_handle[request.handle] = self._by_id[request.request_id] = state
+
+    def _stops_of(self, request: Request) -> StopStrings | None:
+        stop = request.sampling.stop if request.sampling is not None else ()
+        stops = self._stops.get(stop)
+        if stops is None and stop:
+            stops = self._stops[stop] = StopStrings(stop)
+        return stops
 
     def process(self, outputs: EngineCoreOutputs, now_s: float) -> ProcessedOutputs:
         """Process one step's outputs. Ignore tokens of requests and sequences that have finished meanwhile."""
@@ -165,13 +175,13 @@ class OutputProcessor:
 class _RequestState:
     """One request: its sequences, and what they share."""
 
-    def __init__(self, request: Request, kind: OutputKind, prompt: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, kind: OutputKind, prompt: str | None, tokenizer: Tokenizer, stops: StopStrings | None
+    ) -> None:
         self.request = request
         self.kind = kind
         self.prompt = prompt
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
-        stop = request.sampling.stop if request.sampling is not None else ()
-        stops = StopStrings(stop) if stop else None
         self.sequences = [_OutputSequence(request, index, kind, tokenizer, stops) for index in range(request.num_seqs)]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.num_cached_tokens: int | None = None

@@ -20,10 +20,12 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import SamplingBody
+from pagoda.server.streams import cancel_on_disconnect
 
 Prompt = str | list[int]
 
@@ -243,20 +245,11 @@ class Generator:
         salt = self._salt(key, body.cache_salt)
         with contextlib.ExitStack() as place:
             engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
-            requests: list[Request] = []
-            for prompt, engine_id in zip(prompts, engine_ids, strict=True):
-                requests.append(
-                    await self.llm.prepare(
-                        prompt,
-                        params,
-                        request_id=engine_id,
-                        priority=body.priority,
-                        cache_salt=salt,
-                        add_special_tokens=add_special_tokens,
-                    )
-                )
-                if len(requests) % _PROMPTS_PER_TURN == 0:
-                    await asyncio.sleep(0)
+            preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, add_special_tokens)
+            texts = [*params.bad_words, *(prompt for prompt in prompts if isinstance(prompt, str))]
+            # Short prompts are ready at once; longer ones may queue for a thread, which nobody should do in vain.
+            is_long = sum(map(len, texts)) >= LONG_TEXT_CHARS
+            requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
             asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)
             try:
                 place.enter_context(self.admission.admit(len(prompts) * params.n, asked, key))
@@ -264,6 +257,37 @@ class Generator:
                 self.metrics.on_refusal(refusal.reason)
                 raise
             return Generation(self, http, request_id, requests, place.pop_all())
+
+    async def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        engine_ids: Sequence[str],
+        priority: int,
+        salt: str | None,
+        add_special_tokens: bool,
+    ) -> list[Request]:
+        prepared = await self.llm.prepare_params(params)
+        limits = self.llm.input_processor.limits.of_request
+        requests: list[Request] = []
+        num_prompt_tokens = 0
+        for prompt, engine_id in zip(prompts, engine_ids, strict=True):
+            request = await self.llm.prepare(
+                prompt,
+                prepared,
+                request_id=engine_id,
+                priority=priority,
+                cache_salt=salt,
+                add_special_tokens=add_special_tokens,
+            )
+            requests.append(request)
+            if params.prompt_logprobs is not None:
+                num_prompt_tokens += request.num_prompt_tokens
+                num_entries = params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
+                limits.check("answer_prompt_logprobs", num_entries, "prompt_logprobs")
+            if len(requests) % _PROMPTS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        return requests
 
     def _check_lengths(self, body: SamplingBody, params: SamplingParams) -> None:
         """Raise ApiError (400) if more tokens are requested than the model's context; the prompt is not considered."""

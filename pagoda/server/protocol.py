@@ -318,6 +318,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         num_prompts = len(self.prompts())
         limits.check("prompts", num_prompts, "prompt")
         limits.check("outputs", num_prompts * (self.n or 1), "prompt")
+        limits.check_lists_of_prompts(self, num_prompts)
         if self.truncate_prompt_tokens is not None:
             num_chars = sum(len(prompt) for prompt in self.prompts() if isinstance(prompt, str))
             limits.check("tokenized_chars", num_chars, "prompt")

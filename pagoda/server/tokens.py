@@ -37,10 +37,12 @@ async def tokenize(http: Request) -> Response:
         prompt = await cancel_on_disconnect(http, rendering)
         token_ids = prompt.token_ids
     else:
-        token_ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        token_ids = await cancel_on_disconnect(
+            http, llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        )
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": state.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
-        answer["token_strs"] = await llm.token_strings(token_ids)
+        answer["token_strs"] = await cancel_on_disconnect(http, llm.token_strings(token_ids))
     return JsonAnswer(answer)
 
 
@@ -50,7 +52,7 @@ async def detokenize(http: Request) -> Response:
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.check_model(body.model)
-    return JsonAnswer({"prompt": await state.generator.llm.detokenize(body.tokens)})
+    return JsonAnswer({"prompt": await cancel_on_disconnect(http, state.generator.llm.detokenize(body.tokens))})
 
 
 @router.get("/tokenizer_info")

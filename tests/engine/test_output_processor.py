@@ -7,8 +7,10 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
+from pagoda.engine import output_processor
 from pagoda.engine.byte_tokenizer import EOS, ByteTokenizer
 from pagoda.engine.output_processor import OutputKind, OutputProcessor, ProcessedOutputs
+from pagoda.engine.stop_strings import StopStrings
 
 STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
@@ -45,6 +47,25 @@ def run(
         for i, ids in enumerate(steps)
     ]
     return [output for part in done for output in part.outputs], done
+
+
+def test_prompts_with_the_same_stop_strings_share_one_automaton(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[str, ...]] = []
+
+    def counting(strings: tuple[str, ...]) -> StopStrings:
+        built.append(strings)
+        return StopStrings(strings)
+
+    monkeypatch.setattr(output_processor, "StopStrings", counting)
+    processor = OutputProcessor(ByteTokenizer())
+    for handle in range(64):
+        processor.open(request(handle, stop=["a" * 100, "b"]), OutputKind.DELTA)
+    processor.open(request(64, stop=["c"]), OutputKind.DELTA)
+    assert built == [("a" * 100, "b"), ("c",)]
+    for handle in range(64):
+        processor.close(f"r{handle}")
+    processor.open(request(65, stop=["a" * 100, "b"]), OutputKind.DELTA)
+    assert len(built) == 3, "an automaton outlives its requests"
 
 
 STEPS = [[ord(c) for c in part] for part in ("He", "l", "lo", " w€"[:2])]

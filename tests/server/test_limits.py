@@ -50,6 +50,13 @@ CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
     ("logit_bias", ChatCompletionRequest, chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
     ("allowed_token_ids", ChatCompletionRequest, chat(allowed_token_ids=[1] * 65_537), "allowed_token_ids"),
     ("prompts", CompletionRequest, {"prompt": ["x"] * 1025}, "prompt"),
+    (
+        "list_entries",
+        CompletionRequest,
+        {"prompt": ["x"] * 99, "allowed_token_ids": [1] * 49_000},
+        "allowed_token_ids",
+    ),
+    ("list_entries", CompletionRequest, {"prompt": ["x"] * 128, "stop": ["a" * 8_000]}, "stop"),
     ("outputs", CompletionRequest, {"prompt": ["x"] * 9, "n": 128}, "prompt"),
     ("messages", ChatCompletionRequest, {"messages": [USER] * 4097}, "messages"),
     ("messages", TokenizeRequest, {"messages": [USER] * 4097}, "messages"),
@@ -95,6 +102,7 @@ def test_every_bound_has_a_case() -> None:
     in_python = {
         "logprob_entries",
         "prompt_logprob_entries",
+        "answer_prompt_logprobs",
         "text_bytes",
         "body_values",
         "body_objects",
@@ -115,15 +123,25 @@ def test_generous_requests_pass() -> None:
 
 
 def test_the_server_states_its_bounds_and_operators_set_them(tmp_path: Path) -> None:
-    flags = ("--request-limits", "stop_strings=2", "--request-limits", "messages=3")
+    flags = (
+        "--request-limits",
+        "stop_strings=2",
+        "--request-limits",
+        "messages=3",
+        "--request-limits",
+        "answer_prompt_logprobs=100",
+    )
     with serving(tmp_path, *FAKE_FLAGS, *flags) as server:
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "stop": ["a", "b"]})[0] == 200
         for path, body, param in (
             ("/v1/completions", {"prompt": "x", "stop": ["a", "b", "c"]}, "stop"),
             ("/v1/completions", {"prompt": "x", "stop": "a" * 60_000}, "stop"),
+            ("/v1/completions", {"prompt": [[9] * 10] * 6, "prompt_logprobs": 1}, "prompt_logprobs"),
+            ("/v1/completions", {"prompt": [9] * 10, "n": 6, "prompt_logprobs": 1}, "prompt_logprobs"),
             ("/v1/chat/completions", {"messages": [USER] * 4}, "messages"),
         ):
             status, answer = server.post(path, body)
+            assert status == 400, (body, answer)
             assert (status, answer["error"]["param"]) == (400, param)
             assert "more than the limit of" in answer["error"]["message"]
 
