@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tests.hostile.case import Case, Expect
+from tests.hostile.case import Case, Expect, Leave
 from tests.hostile.client import Answer, Outcome
 
 MAX_ERROR_BYTES = 4_096
@@ -17,7 +17,8 @@ def problems(case: Case, outcome: Outcome, may_be_down: bool = False) -> list[st
     """
     found = [outcome.problem] if outcome.problem else []
     for answer in outcome.answers:
-        found += answer_problems(answer, may_be_down)
+        if answer.is_whole or case.leave is not Leave.HALF:  # to the server, a client that half-closes has left
+            found += answer_problems(answer, may_be_down)
     statuses = [answer.status for answer in outcome.answers]
     if case.expect is Expect.ANSWERS and not outcome.problem:
         # What the HTTP parser itself, or a limit, refuses ends the connection: nothing after it is answered.

@@ -91,6 +91,15 @@ def test_a_request_that_never_was_complete_is_not_served() -> None:
     assert not problems(case, Outcome([Answer(408, {}, GOOD_ERROR, True)]))
 
 
+def test_only_a_client_that_half_closes_may_find_its_answer_cut() -> None:
+    cut = Outcome([Answer(200, {"transfer-encoding": "chunked"}, b"", False)])
+    for leave in Leave:
+        case = Case("0:0", "", "", (b"",), leave=leave, expect=Expect.NOTHING)
+        assert bool(problems(case, cut)) is (leave is not Leave.HALF)
+    left = Case("0:0", "", "", (b"",), leave=Leave.HALF, expect=Expect.NOTHING)
+    assert problems(left, Outcome([Answer(500, {}, GOOD_ERROR, True)]))
+
+
 def measured(folder: Path, block_s: float = 0.0) -> float:
     """What a StallWatch says of a loop that sleeps, or blocks for `block_s`."""
     reader = StallReader(folder)
