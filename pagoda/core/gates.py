@@ -137,8 +137,9 @@ class SequenceLimit(Gate):
         batch, count = self.context.batch, len(request.unfinished)
         if count > self.context.config.max_num_seqs:
             return None
-        without_row = batch.num_seqs - len(batch.running.rows)
-        has_rows = self.context.table.num_free_rows >= without_row + count
+        table = self.context.table
+        without_row = batch.num_seqs - table.num_active_rows
+        has_rows = table.num_free_rows >= without_row + count
         return None if batch.num_seqs + count <= self.context.config.max_num_seqs and has_rows else self._HOLD
 
 

@@ -74,6 +74,11 @@ class RequestTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
+    @property
+    def num_active_rows(self) -> int:
+        """Rows of running sequences."""
+        return self.max_rows - len(self._free_rows) - len(self._pinned)
+
     def limit_of(self, request: Request) -> int:
         """Return the num_tokens at which the request's sequences end."""
         if request.sampling is None:
@@ -185,13 +190,13 @@ class RequestTable:
 
     def commit(self, rows: np.ndarray, tokens: np.ndarray, were_expected: bool) -> np.ndarray:
         """Append one token to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
-        at = self._num_tokens[rows]
-        self._token_ids[rows, at] = tokens
-        ends = at + 1
-        self._num_tokens[rows] = ends
+        end = self._num_tokens[rows]
+        self._token_ids[rows, end] = tokens
+        end += 1
+        self._num_tokens[rows] = end
         if were_expected:
             self._num_pending[rows] -= 1
-        return ends
+        return end
 
     def commit_one(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append `tokens` to a sequence with or without a row."""

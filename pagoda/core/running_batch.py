@@ -8,38 +8,43 @@ from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.request import RequestState
 from pagoda.core.request_table import RequestTable
-from pagoda.core.step_plan import StepPlan
+from pagoda.core.scheduler_output import NO_INTS
+from pagoda.core.step_plan import SteadyStep, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningRows:
     """The running rows, in running order. Built anew when the batch changes, never written to.
 
-    rows, numbers (0..n-1), ones: int32 [n].   handles: int64 [n].   indices (of sequences), clients: int32 [n].
+    rows, numbers (0..n-1), ones: int32 [n].   at: int64 [n], `rows` in the type in which numpy indexes without a
+        conversion: the columns of the table are read and written with it in every step.
+    handles: int64 [n].   indices (of sequences), length_limits: int32 [n].
     client: the one client of all rows, None if there are several.
     """
 
     rows: np.ndarray
+    at: np.ndarray
     numbers: np.ndarray
     ones: np.ndarray
     handles: np.ndarray
     indices: np.ndarray
-    clients: np.ndarray
+    length_limits: np.ndarray
     client: int | None
 
     @classmethod
     def of(cls, table: RequestTable) -> "RunningRows":
-        rows = table.active_rows().astype(np.int32)
-        count = len(rows)
-        clients = table.client[rows]
+        at = table.active_rows()
+        count = len(at)
+        clients = table.client[at]
         one_client = count > 0 and bool((clients == clients[0]).all())
         return cls(
-            rows,
+            at.astype(np.int32),
+            at,
             np.arange(count, dtype=np.int32),
             np.ones(count, np.int32),
-            table.handle[rows],
-            table.index[rows],
-            clients,
+            table.handle[at],
+            table.index[at],
+            table.length_limit[at],
             int(clients[0]) if one_client else None,
         )
 
@@ -66,6 +71,7 @@ class RunningBatch:
         self._async = async_scheduling
         self._running: RunningRows | None = None
         self._is_steady = False
+        self._num_computed = NO_INTS
         self._steps_until_reserve = 0
 
     # Requests and rows
@@ -113,41 +119,43 @@ class RunningBatch:
             self._running = RunningRows.of(self._table)
         return self._running
 
-    def note_progress(self, plan: StepPlan) -> None:
-        """Keep `prefilling` up to date with a step in which rows compute up to `plan.ends`."""
-        rows = plan.rows
-        ahead = plan.ends < self._table.num_tokens[rows]
-        for row in rows[ahead].tolist():
+    def note_progress(self, plan: StepPlan) -> bool:
+        """Keep `prefilling` up to date with a step in which rows compute up to `plan.ends`.
+
+        Return whether any of them is in it, or has left it with this step.
+        """
+        table = self._table
+        done = [row for row in self.prefilling if table.num_computed[row] >= table.num_tokens[row]]
+        for row in done:
+            del self.prefilling[row]
+        ahead = plan.rows[plan.ends < table.num_tokens[plan.at]].tolist()
+        for row in ahead:
             self.prefilling[row] = None
-            plan.has_prompts = True
-        if self.prefilling:
-            for row in self.prefilling.keys() & set(rows[~ahead].tolist()):
-                del self.prefilling[row]
-                plan.has_prompts = True
+        return bool(done or ahead)
 
     # The steady step
 
     def plan_steady_step(self, plan: StepPlan) -> bool:
         """Plan one more token for every row. Return False, and plan nothing, if the step is not as simple as that.
 
-        `_is_steady` is derived when `changed()` was called since, and then stays. `_steps_until_reserve` is the number
-        of further steps in which no row can need a block or, planned ahead, reach its length limit.
+        `_is_steady` is derived when `changed()` was called since, and then stays; `_num_computed` are then the counts
+        of the running rows. `_steps_until_reserve` is the number of further steps in which no row can need a block or,
+        planned ahead, reach its length limit.
         """
         if self._in_flight.outputs and not self._async:
             return False  # the tokens that rows in flight sample are not known
         if not self._is_steady and not self._derive():
             return False
-        running = self.running
-        rows = running.rows
-        start = self._table.num_computed[rows]
+        running, start = self.running, self._num_computed
+        ends = start + 1
         if self._steps_until_reserve > 0:
             self._steps_until_reserve -= 1
-        elif not self._reserve(rows, start + 1):
+        elif not self._reserve(running, ends):
             self.changed(rows=False)
             return False
-        plan.place_bulk(rows, start, running.ones, len(rows))
-        plan.sample_rows, plan.sample_index = rows, running.numbers
-        plan.is_steady = True
+        self._num_computed = ends
+        plan.place_bulk(running.rows, start, running.ones, len(ends))
+        plan.steady = SteadyStep(running.at, ends, running.numbers)
         return True
 
     def _derive(self) -> bool:
@@ -155,21 +163,25 @@ class RunningBatch:
         table = self._table
         if self.prefilling or self.leaders or table.drafts:
             return False
-        rows = self.running.rows
-        lacks = table.num_tokens[rows] + table.num_pending[rows] - table.num_computed[rows]
+        rows = self.running.at
+        self._num_computed = table.num_computed[rows]
+        lacks = table.num_tokens[rows] + table.num_pending[rows] - self._num_computed
         self._is_steady = bool((lacks == 1).all()) and not table.is_pooled[rows].any()
         self._steps_until_reserve = 0
         return self._is_steady
 
-    def _reserve(self, rows: np.ndarray, ends: np.ndarray) -> bool:
-        """Allocate what `rows` need to compute up to `ends`, and count for how many more steps that is enough."""
-        limit = self._table.length_limit[rows]
-        if self._async and (ends >= limit).any():
+    def _reserve(self, running: RunningRows, ends: np.ndarray) -> bool:
+        """Allocate what the rows need to compute up to `ends`, and count for how many more steps that is enough."""
+        rows, limits = running.at, running.length_limits
+        if self._async and (ends >= limits).any():
             return False  # the token in flight finishes a row: do not schedule it again
-        short = self._kv.reserved_until[rows] < ends
-        if short.any() and not self._kv.allocate_slots(rows[short], ends[short]):
-            return False
-        self._steps_until_reserve = int((self._kv.reserved_until[rows] - ends).min())
+        spare = self._kv.reserved_until[rows] - ends
+        short = spare < 0
+        if short.any():
+            if not self._kv.allocate_slots(rows[short], ends[short]):
+                return False
+            spare = self._kv.reserved_until[rows] - ends
+        self._steps_until_reserve = int(spare.min())
         if self._async:
-            self._steps_until_reserve = min(self._steps_until_reserve, int((limit - ends).min()) - 1)
+            self._steps_until_reserve = min(self._steps_until_reserve, int((limits - ends).min()) - 1)
         return True

@@ -19,39 +19,57 @@ class Entry:
     num_computed: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SteadyStep:
+    """The bulk rows are all running rows, and each computes one token: what follows from that.
+
+    at: int64 [n], the rows.   ends, numbers (0..n-1): int32 [n].
+    """
+
+    at: np.ndarray
+    ends: np.ndarray
+    numbers: np.ndarray
+
+
 class StepPlan:
     """What has been decided so far. Passes write the first part; the second is filled in when they are done.
 
     budget, encoder_budget: tokens left.   row_cap: most tokens one row gets, 0 for no cap.   now_s: when it was opened.
-    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
-    entries: by row.   is_steady: one more token for each row of the running batch, and nothing else.
-    has_prompts: a row computes more than its last token.
+    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.   entries: by row.
+    steady: set if the bulk rows are a steady step.
 
-    rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.
+    rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.   at: int64 [num_rows], `rows`.
+    has_prompts: a row computes more than its last token.
     The others are fields of SchedulerOutput.
     """
+
+    row_cap = 0
+    num_scheduled = 0
+    steady: SteadyStep | None = None
+    bulk_rows = bulk_start = bulk_new = NO_INTS
+
+    rows = start = num_new = ends = sample_rows = sample_index = NO_INTS
+    at: np.ndarray = NO_INTS
+    has_prompts = False
+    forks: tuple[RowFork, ...] = ()
+    admitted: tuple[RowInit, ...] = ()
+    moves: StepMoves = NO_MOVES
+    notices: StepNotices = NO_NOTICES
+    encoder_freed: tuple[str, ...] = ()
+    num_common_prefix_blocks: tuple[int, ...] = ()
+    num_lookahead_slots = 0
+    num_running = 0
 
     def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
         self.step = step
         self.budget = budget
         self.encoder_budget = encoder_budget
         self.now_s = now_s
-        self.row_cap = self.num_scheduled = 0
-        self.is_steady = self.has_prompts = False
-        self.bulk_rows = self.bulk_start = self.bulk_new = NO_INTS
         self.placed: dict[int, tuple[int, int]] = {}
         self.drafts: dict[int, np.ndarray] = {}
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
         self.entries: dict[int, Entry] = {}
         self.preempted: list[RequestState] = []
-        self.rows = self.start = self.num_new = self.ends = self.sample_rows = self.sample_index = NO_INTS
-        self.forks: tuple[RowFork, ...] = ()
-        self.admitted: tuple[RowInit, ...] = ()
-        self.moves: StepMoves = NO_MOVES
-        self.notices: StepNotices = NO_NOTICES
-        self.encoder_freed: tuple[str, ...] = ()
-        self.num_common_prefix_blocks: tuple[int, ...] = ()
-        self.num_lookahead_slots = self.num_running = 0
 
     @property
     def is_empty(self) -> bool:
@@ -71,11 +89,10 @@ class StepPlan:
 
     def take_out(self, row: int) -> None:
         """The row does not run in this step after all; its share of the budget is returned."""
-        self.is_steady = False
-        returned = 0
+        self.steady = None
         if row in self.placed:
             returned = self.placed.pop(row)[1]
-        elif len(self.bulk_rows):
+        else:
             keep = self.bulk_rows != row
             returned = int(self.bulk_new[~keep].sum())
             self.bulk_rows, self.bulk_start = self.bulk_rows[keep], self.bulk_start[keep]

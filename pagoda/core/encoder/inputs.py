@@ -110,13 +110,17 @@ class EncoderInputs(ChunkLimit):
 
     def complete(self, rows: np.ndarray) -> None:
         """A step of `rows` is complete: outputs whose items are computed are no longer needed."""
-        for row in self._rows.keys() & set(rows.tolist()) if self._rows else ():
+        if not self._rows:
+            return
+        for row in [row for row in self._rows if (rows == row).any()]:
             request = self._rows[row]
+            done = int(self._table.num_computed[row] - self._table.num_pending[row])
             if self.encoder_decoder:
                 self._cache.drop_all(request)
             else:
-                done = int(self._table.num_computed[row] - self._table.num_pending[row])
                 self._cache.drop_passed(request, done)
+            if self.encoder_decoder or done >= max(item.offset + item.length for item in request.facts.media):
+                del self._rows[row]  # it needs no encoder any more: like all others, it is planned by numpy
 
     def has_media_ahead(self, row: int) -> bool:
         """Whether the row still needs encoder outputs, which it loses when it leaves the running batch."""

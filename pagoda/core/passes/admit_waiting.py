@@ -150,7 +150,6 @@ class AdmitWaiting:
         self.kv.allocate_prompt(row, prefix, start + num_new, request.facts.encoder_len)
         plan.entries[row] = Entry(row, AdmitKind.RESUMED if resumed else AdmitKind.NEW, start)
         plan.place(row, start, num_new)
-        plan.has_prompts = True
         self.limits.enter(request, row)
         self.limits.commit(plan, request, row)
         if len(request.unfinished) > 1:

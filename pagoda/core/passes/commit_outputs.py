@@ -70,18 +70,21 @@ class CommitOutputs:
         table, rows, tokens = self.table, output.sample_rows, result.sampled[:, 0]
         if not len(rows):
             return {}
-        ends = table.commit(rows, tokens, self.config.async_scheduling)
-        self.counters.generation_tokens += len(rows)
-        may_end = self.stops.among(tokens) | (ends >= table.length_limit[rows])
         running = self.batch.running
         if rows is running.rows:
+            at, limits = running.at, running.length_limits
             handles, indices, counts = running.handles, running.indices, running.ones
         else:
-            handles, indices, counts = table.handle[rows], table.index[rows], np.ones(len(rows), np.int32)
-        clients = table.client[rows] if running.client is None else None
+            at = rows.astype(np.intp)
+            handles, indices, counts = table.handle[at], table.index[at], np.ones(len(at), np.int32)
+            limits = table.length_limit[at]
+        ends = table.commit(at, tokens, self.config.async_scheduling)
+        self.counters.generation_tokens += len(at)
+        may_end = self.stops.among(tokens) | (ends >= limits)
+        clients = table.client[at] if running.client is None else None
         outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
         first = self.outbox.take_first_outputs(rows) if self.outbox.awaiting_first_output else []
-        finishes = self._end_rows(rows, tokens, may_end) if may_end.any() else []
+        finishes = self._end_rows(rows, tokens, may_end) if np.count_nonzero(may_end) else []
         return self._by_client(outputs, clients, running.client, finishes, first)
 
     def _end_rows(self, rows: np.ndarray, tokens: np.ndarray, may_end: np.ndarray) -> list[tuple[int, Finish]]:

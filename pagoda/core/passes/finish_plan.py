@@ -12,7 +12,7 @@ from pagoda.core.outbox import Outbox
 from pagoda.core.passes.fork import Fork
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
-from pagoda.core.scheduler_output import RowInit
+from pagoda.core.scheduler_output import AdmitKind, RowInit
 from pagoda.core.step_plan import Entry, StepPlan
 
 
@@ -32,23 +32,28 @@ class FinishPlan:
     def run(self, plan: StepPlan) -> None:
         """Fill in the second part of the plan."""
         plan.rows, plan.start, plan.num_new = plan.arrays()
-        plan.ends = plan.start + plan.num_new
-        self.table.advance(plan.rows, plan.ends, plan.num_new)
-        if not plan.is_steady or plan.placed:
+        if plan.steady is not None and not plan.placed:
+            plan.at, plan.ends = plan.steady.at, plan.steady.ends
+            plan.sample_rows, plan.sample_index = plan.rows, plan.steady.numbers
+            self.table.advance(plan.at, plan.ends, plan.num_new)
+        else:
+            plan.at, plan.ends = plan.rows.astype(np.intp), plan.start + plan.num_new
+            self.table.advance(plan.at, plan.ends, plan.num_new)
             self._find_samples(plan)
+            enter = any(entry.kind is not AdmitKind.SWAPPED_IN for entry in plan.entries.values())
             if self.batch.leaders:
                 self.fork.run(plan)
-            self.batch.note_progress(plan)
+            plan.has_prompts = self.batch.note_progress(plan) or enter
         if self.config.async_scheduling:
             self.table.expect_tokens(plan.sample_rows, plan.drafts)
         self._drain(plan)
 
     def _find_samples(self, plan: StepPlan) -> None:
         """A row samples when its chunk reaches the end of its known tokens."""
-        table, rows = self.table, plan.rows
+        table, rows = self.table, plan.at
         reaches = (plan.ends >= table.num_tokens[rows] + table.num_pending[rows]) & ~table.is_pooled[rows]
         plan.sample_index = np.flatnonzero(reaches).astype(np.int32)
-        plan.sample_rows = rows[plan.sample_index]
+        plan.sample_rows = plan.rows[plan.sample_index]
 
     def _drain(self, plan: StepPlan) -> None:
         """Move notifications and block moves into the plan."""

@@ -55,8 +55,8 @@ class RunRunning:
             return False
         plan.place_bulk(rows, start, want, int(want.sum()))
         if self.table.drafts:
-            for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
-                self._place_drafts(plan, row, end)
+            for i in np.flatnonzero(self.table.num_drafts[rows]).tolist():
+                self._place_drafts(plan, int(rows[i]), int(ends[i]))
         return True
 
     def _wanted(self, plan: StepPlan, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
