@@ -15,7 +15,7 @@ from pagoda.base.outputs import PoolingRequestOutput, RequestOutput
 from pagoda.base.planned import planned
 from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.chat_template import Message
+from pagoda.engine.chat_values import Message
 from pagoda.engine.input_processor import Prompt, build_input_processor, text_of
 from pagoda.engine.output_processor import OutputKind
 from pagoda.engine.prompt_kinds import check_conversation, check_prompt

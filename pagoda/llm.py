@@ -14,7 +14,7 @@ from pagoda.base.errors import CapacityError, RequestError
 from pagoda.base.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from pagoda.base.planned import planned
 from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from pagoda.engine.chat_template import Message
+from pagoda.engine.chat_values import Message
 from pagoda.engine.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.output_processor import OutputKind

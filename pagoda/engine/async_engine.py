@@ -14,7 +14,7 @@ from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
-from pagoda.engine.chat_template import Message
+from pagoda.engine.chat_values import Message
 from pagoda.engine.core_client import EngineCoreClient
 from pagoda.engine.input_processor import InputProcessor, PreparedParams, Prompt, RenderedChat, text_of
 from pagoda.engine.mailbox import Mailbox

@@ -1,26 +1,19 @@
 """ChatTemplate: turn messages into a prompt with the model's Jinja template, in a sandbox: it is untrusted input."""
 
 import contextlib
-import datetime
 import functools
-import json
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import jinja2.utils
 
-from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.engine.special_marks import Shield, SpecialMarks
-
-Message = Mapping[str, Any]
-"""One turn: role, content (a string, or a list of {"type": "text", "text": ...} parts), and template-specific keys."""
+from pagoda.engine.caller_text import HiddenText
+from pagoda.engine.chat_values import Message, cut_at_mark, template_values
+from pagoda.engine.special_marks import SpecialMarks
+from pagoda.engine.template_environment import MAX_SAID_CHARS, check_syntax, compile_template, string_constants
 
 
 class ChatTemplate:
@@ -44,9 +37,8 @@ class ChatTemplate:
         self.sources: Mapping[str, str] = named
         self.special_tokens = dict(special_tokens or {})
         self.marks = marks if marks is not None else SpecialMarks()
-        with _syntax_errors():
-            for text in named.values():
-                _ENVIRONMENT.parse(text)
+        for text in named.values():
+            check_syntax(text)
         self._marked_special_tokens = {name: self.marks.put(text) for name, text in self.special_tokens.items()}
         self._composed: frozenset[str] | None = None
         self._tool_history: dict[str, tuple[bool, bool]] = {}
@@ -55,13 +47,15 @@ class ChatTemplate:
 
     @functools.cached_property
     def _plain(self) -> dict[str, jinja2.Template]:
-        with _syntax_errors():
-            return {name: _compile(text, str) for name, text in self.sources.items()}
+        return {name: compile_template(text, str) for name, text in self.sources.items()}
 
     @functools.cached_property
     def _marked(self) -> dict[str, jinja2.Template]:
-        with _syntax_errors():
-            return {name: _compile(text, self.marks.put) for name, text in self.sources.items()}
+        return {name: compile_template(text, self.marks.put) for name, text in self.sources.items()}
+
+    @functools.cached_property
+    def _constants(self) -> frozenset[str]:
+        return frozenset().union(*map(string_constants, self.sources.values()))
 
     def render(
         self,
@@ -70,45 +64,42 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        is_marked: bool = False,
     ) -> str:
         """Return the prompt for these messages.
 
         add_generation_prompt: end with the opening of the assistant's turn.
         continue_final_message: end inside the last message, so that the model continues it.
         template_kwargs: more variables for the template (such as enable_thinking).
+        is_marked: put a mark in place of each special token that the template itself writes.
         Raises RequestError if messages are malformed, if the template does not render tools, tool calls or tool
         results that were given, and if the template raises an error.
         """
-        values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        values = template_values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
         self._check_places(values)
-        return _uncut(self._fill(self._plain, self.special_tokens, values), continue_final_message)
+        text = self._render_marked(values) if is_marked else self._fill(self._plain, self.special_tokens, values)
+        return cut_at_mark(text) if continue_final_message else text
 
-    def render_marked(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Like `render`, with a mark in place of each special token that the template itself writes."""
-        values = _values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
-        self._check_places(values)
+    def _render_marked(self, values: Mapping[str, Any]) -> str:
         composed = self._composed_tokens()
         if composed is None:  # marks would change the template's output
-            text = self._fill_shielded(self._plain, self.special_tokens, values, self.marks.texts)
-        else:
-            text = self._fill_shielded(self._marked, self._marked_special_tokens, values, composed)
-        return _uncut(text, continue_final_message)
+            return self._fill_and_mark(self._plain, self.special_tokens, values, frozenset(self.marks.texts))
+        return self._fill_and_mark(self._marked, self._marked_special_tokens, values, composed)
 
-    def _fill_shielded(
+    def _fill_and_mark(
         self,
         templates: Mapping[str, jinja2.Template],
         special_tokens: Mapping[str, str],
         values: Mapping[str, Any],
-        composed: Iterable[str],
+        composed: frozenset[str],
     ) -> str:
-        """Render; mark `composed` tokens wherever they appear, unless they came from `values`."""
+        """Render; mark `composed` tokens wherever they appear, unless they came from `values`.
+
+        Text of callers may become a special token only after the template has cut, joined or changed it. So the
+        template is rendered twice: with the values as they are, and with the punctuation of special tokens in them
+        hidden. Where both agree, the second rendering shows which special tokens the template has written. Otherwise
+        the template depends on that punctuation, and the first must have no more special tokens than the second.
+        """
         if not composed:
             return self._fill(templates, special_tokens, values)
         for index, message in enumerate(values["messages"]):
@@ -117,11 +108,31 @@ class ChatTemplate:
                     f"messages[{index}].role: for this model, a role may contain letters, digits, spaces, _, - and .",
                     f"messages[{index}].role",
                 )
-        shield = Shield(self.marks, composed)
-        if not shield.is_needed(values):
-            return self.marks.put_only(self._fill(templates, special_tokens, values), composed)
-        text = self._fill(templates, special_tokens, shield.hide(values), values)
-        return shield.show(self.marks.put_only(text, composed))
+        text = self._fill(templates, special_tokens, values)
+        hidden = HiddenText(values, composed, self._constants)
+        if not hidden.is_needed:
+            return self.marks.put_only(text, composed)
+
+        def marked_with(shown: Mapping[str, Any]) -> str:
+            return self.marks.put_only(self._fill(templates, special_tokens, shown, values), composed)
+
+        safe = marked_with(hidden.hide(values))
+        if self.marks.remove(hidden.show(safe)) == self.marks.remove(text):
+            return hidden.show(safe)
+        marked, written = self.marks.put_only(text, composed), self.marks.in_order(safe)
+        if _is_subsequence(self.marks.in_order(marked), written):
+            return marked
+        where = "messages"
+        for index, message in list(enumerate(values["messages"]))[:_MAX_SEARCHED_MESSAGES]:
+            turns = [*values["messages"][:index], hidden.hide(message), *values["messages"][index + 1 :]]
+            if _is_subsequence(self.marks.in_order(marked_with({**values, "messages": turns})), written):
+                where = f"messages[{index}]"
+                break
+        raise RequestError(
+            f"{where}: the chat template would turn text of this request into special tokens of the model; remove what "
+            "looks like special tokens, or like parts of them",
+            where,
+        )
 
     def _fill(
         self,
@@ -132,9 +143,9 @@ class ChatTemplate:
     ) -> str:
         """Render.
 
-        shown: the values as the caller sent them, where `values` hold placeholders.
+        shown: the values as the caller sent them, where text in `values` is hidden.
         Raises RequestError when the template refuses or fails. Its message never comes from a rendering with marks or
-        placeholders: a template can cut them up, and a caller who reads one could write special tokens.
+        hidden text: a template can cut them up, and a caller who reads one could write special tokens.
         """
         try:
             return templates[self._name_for(values)].render({**special_tokens, **values})
@@ -145,9 +156,9 @@ class ChatTemplate:
                 self._fill(self._plain, self.special_tokens, values if shown is None else shown)
                 raise RequestError("the chat template fails on these messages", "messages") from None
             if isinstance(error, jinja2.TemplateError):
-                said = shorten(error.message or "", _MAX_SAID_CHARS)
+                said = shorten(error.message or "", MAX_SAID_CHARS)
                 raise RequestError(f"the chat template rejects these messages: {said}", "messages") from None
-            said = shorten(repr(error), _MAX_SAID_CHARS)
+            said = shorten(repr(error), MAX_SAID_CHARS)
             raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
 
     def _name_for(self, values: Mapping[str, Any]) -> str:
@@ -179,7 +190,7 @@ class ChatTemplate:
         rendered: list[str] = []
         for tools in (None, [_TOOL]):
             for more in ([], _probe("assistant", "user")):
-                values = _values([*_CALLING, *more], tools, True, False, None)
+                values = template_values([*_CALLING, *more], tools, True, False, None)
                 with contextlib.suppress(Exception):
                     rendered.append(self._plain[name].render({**self.special_tokens, **values}))
         if not rendered:  # the error is reported when the request itself is rendered
@@ -199,7 +210,7 @@ class ChatTemplate:
     def _find_composed(self) -> frozenset[str]:
         composed: set[str] = set()
         for messages, tools in _PROBES:
-            values = _values(messages, tools, tools is None, False, None)
+            values = template_values(messages, tools, tools is None, False, None)
             try:
                 plain = self._fill(self._plain, self.special_tokens, values)
             except RequestError:  # not every template accepts every conversation
@@ -214,182 +225,14 @@ class ChatTemplate:
         return frozenset(composed)
 
 
-_MAX_SAID_CHARS = 500
+_MAX_SEARCHED_MESSAGES = 64
 _UNMARKABLE = ""
 _PLAIN_ROLE = re.compile(r"[\w .-]+")
 
 
-@contextlib.contextmanager
-def _syntax_errors() -> Generator[None]:
-    try:
-        yield
-    except jinja2.TemplateSyntaxError as error:
-        said = shorten(error.message or "", _MAX_SAID_CHARS)
-        raise ConfigError(f"the chat template is not valid: {said} (line {error.lineno})") from None
-    except (SyntaxError, RecursionError) as error:  # from Python's own compiler
-        raise ConfigError(f"the chat template is nested too deeply ({type(error).__name__})") from None
-
-
-def _compile(source: str, change: Callable[[str], str]) -> jinja2.Template:
-    """Compile a template, applying `change` to its own text and string constants."""
-    tree = _ENVIRONMENT.parse(source)
-    for node in tree.find_all((jinja2.nodes.TemplateData, jinja2.nodes.Const)):
-        if isinstance(node, jinja2.nodes.TemplateData):
-            node.data = change(node.data)
-        elif isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str):
-            node.value = change(node.value)
-    return jinja2.Template.from_code(_ENVIRONMENT, _ENVIRONMENT.compile(tree), _ENVIRONMENT.make_globals(_GLOBALS))
-
-
-def _values(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return the template's variables, validated and normalised. Raises RequestError."""
-    turns = [_normal_message(index, message) for index, message in enumerate(messages)]
-    if not turns:
-        raise RequestError("messages is empty: a chat needs at least one", "messages")
-    if continue_final_message and add_generation_prompt:
-        raise RequestError(
-            "add_generation_prompt and continue_final_message are mutually exclusive", "continue_final_message"
-        )
-    if continue_final_message:
-        turns[-1]["content"] += _CUT_MARK
-    return {
-        **(template_kwargs or {}),
-        "messages": turns,
-        "tools": list(tools) if tools else None,
-        "add_generation_prompt": add_generation_prompt,
-    }
-
-
-def _uncut(text: str, continue_final_message: bool) -> str:
-    return _cut_at_mark(text) if continue_final_message else text
-
-
-def _normal_message(index: int, message: Message) -> dict[str, Any]:
-    """Return the message with its content as one string. Raises RequestError if it is malformed."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"messages[{index}] is {type(message).__name__}, expected an object with a role", "messages")
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{index}] has no role", "messages")
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "\n".join(_part_text(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content))
-    if content is None and not message.get("tool_calls"):
-        raise RequestError(f"messages[{index}] has no content", "messages")
-    if content is not None and not isinstance(content, str):
-        raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected a string", "messages")
-    normal = {**message, "content": content if content is not None else ""}
-    if calls := message.get("tool_calls"):
-        normal["tool_calls"] = _normal_calls(f"messages[{index}].tool_calls", calls)
-    return normal
-
-
-def _normal_calls(where: str, calls: Any) -> list[Any]:
-    """Return tool calls as templates expect them: with arguments parsed from JSON strings into objects."""
-    if not isinstance(calls, list | tuple):
-        raise RequestError(f"{where} is {type(calls).__name__}, expected a list", where)
-    normal: list[Any] = []
-    for index, call in enumerate(cast("Sequence[Any]", calls)):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}[{index}] has no function with a name", f"{where}[{index}].function")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            at = f"{where}[{index}].function.arguments"
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                raise RequestError(f"{at}: expected a string with a JSON object", at) from None
-            if not isinstance(arguments, dict):
-                raise RequestError(f"{at}: expected a string with a JSON object", at)
-        normal.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
-    return normal
-
-
-def _part_text(where: str, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text":
-        raise RequestError(f"{where} is a part of type {abbreviate(kind)}; this model takes text only", where)
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"{where}.text: expected a string", f"{where}.text")
-    return part["text"]
-
-
-_CUT_MARK = (
-    "\uf8ff{cut}\uf8ff "  # private-use characters, not used in messages; the last space shows if content is trimmed
-)
-
-
-def _cut_at_mark(text: str) -> str:
-    """Return the text before the mark, trimmed if the template trims content (the mark kept it from doing so)."""
-    before, mark, after = text.rpartition(_CUT_MARK.rstrip())
-    if not mark:
-        raise RequestError("continue_final_message: the chat template leaves out the last message", "messages")
-    return before if after.startswith(" ") else before.rstrip()
-
-
-# ---- functions and tags that Hugging Face templates expect
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Pass through {% generation %} ... {% endgeneration %}, which marks text for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace(), but refusing attributes that begin with an underscore."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r} on a namespace")
-        super().__setitem__(name, value)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Dump JSON without the HTML escapes of Jinja's own tojson filter, which prompts must not contain."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    return environment
-
-
-_ENVIRONMENT = _make_environment()
-_GLOBALS: dict[str, Any] = {
-    "raise_exception": _raise_exception,
-    "strftime_now": _strftime_now,
-    "namespace": _Namespace,
-}
+def _is_subsequence(some: Sequence[str], of: Sequence[str]) -> bool:
+    remaining = iter(of)
+    return all(item in remaining for item in some)
 
 
 # ---- probe conversations that show how a template writes its special tokens

@@ -15,7 +15,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
 from pagoda.core.request import Request
-from pagoda.engine.chat_template import Message
+from pagoda.engine.chat_values import Message
 from pagoda.engine.load_tokenizer import load_tokenizer
 from pagoda.engine.template_job import InProcessRenderer, Renderer, TemplateJob, TemplateSource
 from pagoda.engine.template_process import ProtectedRenderer, TemplateLimits

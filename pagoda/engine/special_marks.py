@@ -7,8 +7,7 @@ from the caller. The tokenizer turns marks into special tokens and the rest into
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable
 
 # Unicode reserves these code points for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -41,6 +40,10 @@ class SpecialMarks:
         pattern = _any_of(self._occurring_in(text))
         return set() if pattern is None else set(pattern.findall(text))
 
+    def in_order(self, text: str) -> list[str]:
+        """Return the marks in `text`, from left to right."""
+        return self._any_mark.findall(text)
+
     def _occurring_in(self, text: str) -> list[str]:
         # Compiling a pattern of all special tokens would take longer: some vocabularies have thousands.
         return [special for special in self._mark_of if special in text]
@@ -59,49 +62,7 @@ class SpecialMarks:
         return self._mark_of.keys()
 
 
-class Shield:
-    """Replaces special tokens in a caller's values with placeholders before rendering, and restores them after it."""
-
-    def __init__(self, marks: SpecialMarks, specials: Iterable[str]) -> None:
-        self._hidden = {special: marks.new_mark() for special in specials}
-        self._pattern = _any_of(self._hidden)
-
-    def is_needed(self, value: object) -> bool:
-        """Return whether any string in `value` contains one of the special tokens."""
-        return self._pattern is not None and any(self._pattern.search(text) for text in _strings(value))
-
-    def hide(self, value: Any) -> Any:
-        """Return a copy of the JSON-like `value`, with placeholders for special tokens in its strings."""
-        if isinstance(value, str):
-            return value if self._pattern is None else self._pattern.sub(lambda match: self._hidden[match[0]], value)
-        if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value).items()
-            return {self.hide(name): self.hide(item) for name, item in items}
-        if isinstance(value, list | tuple):
-            return [self.hide(item) for item in cast("list[Any]", value)]
-        return value
-
-    def show(self, text: str) -> str:
-        """Replace the placeholders in `text` with their special tokens."""
-        for special, placeholder in self._hidden.items():
-            text = text.replace(placeholder, special)
-        return text
-
-
 def _any_of(texts: Iterable[str]) -> "re.Pattern[str] | None":
     """Return a pattern that matches the longest of the texts first, as tokenizers do; None if there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _strings(value: object) -> Iterator[str]:
-    """Yield every string in a JSON-like value, including keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, item in cast("Mapping[object, object]", value).items():
-            yield from _strings(name)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in cast("list[object]", value):
-            yield from _strings(item)

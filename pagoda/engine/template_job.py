@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pagoda.engine.chat_template import ChatTemplate, Message
+from pagoda.engine.chat_template import ChatTemplate
+from pagoda.engine.chat_values import Message
 from pagoda.engine.special_marks import SpecialMarks
 
 
@@ -52,14 +53,14 @@ class TemplateJob:
     template_kwargs: Mapping[str, Any] | None = None
 
     def values(self) -> tuple[Any, ...]:
-        """Return the arguments of `render_with`, after the template."""
+        """Return the arguments of `ChatTemplate.render`."""
         return (
-            self.is_marked,
             self.messages,
             self.tools,
             self.add_generation_prompt,
             self.continue_final_message,
             self.template_kwargs,
+            self.is_marked,
         )
 
 
@@ -75,11 +76,6 @@ class Renderer(Protocol):
         ...
 
 
-def render_with(template: ChatTemplate, is_marked: bool, *arguments: Any) -> str:
-    """Render a job's values with a compiled template. Raises RequestError."""
-    return (template.render_marked if is_marked else template.render)(*arguments)
-
-
 class InProcessRenderer:
     """Renders on the calling thread, without a deadline. Caches the most recently used compiled templates."""
 
@@ -88,7 +84,7 @@ class InProcessRenderer:
 
     def render(self, job: TemplateJob) -> str:
         """Return the prompt. Raises RequestError, or ConfigError for a template that is not valid Jinja."""
-        return render_with(self._compiled(job.source), *job.values())
+        return self._compiled(job.source).render(*job.values())
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

@@ -21,7 +21,6 @@ from collections import OrderedDict
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.chat_template import ChatTemplate
-from pagoda.engine.template_job import render_with
 
 NUM_KEPT = 16
 """Size of the worker's LRU cache of compiled templates. The parent tracks the cached keys by the same rule."""
@@ -88,7 +87,7 @@ class _Worker:
             if source is None:
                 raise RuntimeError("the parent sent the key of a template that is not cached")
             template = self._templates[key] = source.compile()
-        text = render_with(template, *values)
+        text = template.render(*values)
         if len(text) > _MAX_TEXT_CHARS:
             raise RequestError(
                 f"the chat template renders {len(text)} characters; at most {_MAX_TEXT_CHARS} are allowed", "messages"

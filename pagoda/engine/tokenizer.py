@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ChatTemplate.render_marked's text: only its marks become special tokens."""
+        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -1,0 +1,101 @@
+"""The values that a chat template is rendered with: messages and tools, validated and in the form templates expect."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import RequestError
+
+Message = Mapping[str, Any]
+"""One turn: role, content (a string, or a list of {"type": "text", "text": ...} parts), and template-specific keys."""
+
+
+def template_values(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the template's variables, validated and normalised. Raises RequestError."""
+    turns = [_normal_message(index, message) for index, message in enumerate(messages)]
+    if not turns:
+        raise RequestError("messages is empty: a chat needs at least one", "messages")
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message are mutually exclusive", "continue_final_message"
+        )
+    if continue_final_message:
+        turns[-1]["content"] += _CUT_MARK
+    return {
+        **(template_kwargs or {}),
+        "messages": turns,
+        "tools": list(tools) if tools else None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+
+
+def _normal_message(index: int, message: Message) -> dict[str, Any]:
+    """Return the message with its content as one string. Raises RequestError if it is malformed."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"messages[{index}] is {type(message).__name__}, expected an object with a role", "messages")
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{index}] has no role", "messages")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "\n".join(_part_text(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content))
+    if content is None and not message.get("tool_calls"):
+        raise RequestError(f"messages[{index}] has no content", "messages")
+    if content is not None and not isinstance(content, str):
+        raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected a string", "messages")
+    normal = {**message, "content": content if content is not None else ""}
+    if calls := message.get("tool_calls"):
+        normal["tool_calls"] = _normal_calls(f"messages[{index}].tool_calls", calls)
+    return normal
+
+
+def _normal_calls(where: str, calls: Any) -> list[Any]:
+    """Return tool calls as templates expect them: with arguments parsed from JSON strings into objects."""
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where} is {type(calls).__name__}, expected a list", where)
+    normal: list[Any] = []
+    for index, call in enumerate(cast("Sequence[Any]", calls)):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}[{index}] has no function with a name", f"{where}[{index}].function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            at = f"{where}[{index}].function.arguments"
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                raise RequestError(f"{at}: expected a string with a JSON object", at) from None
+            if not isinstance(arguments, dict):
+                raise RequestError(f"{at}: expected a string with a JSON object", at)
+        normal.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
+    return normal
+
+
+def _part_text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text":
+        raise RequestError(f"{where} is a part of type {abbreviate(kind)}; this model takes text only", where)
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where}.text: expected a string", f"{where}.text")
+    return part["text"]
+
+
+_CUT_MARK = (
+    "\uf8ff{cut}\uf8ff "  # private-use characters, not used in messages; the last space shows if content is trimmed
+)
+
+
+def cut_at_mark(text: str) -> str:
+    """Return the text before the mark, trimmed if the template trims content (the mark kept it from doing so)."""
+    before, mark, after = text.rpartition(_CUT_MARK.rstrip())
+    if not mark:
+        raise RequestError("continue_final_message: the chat template leaves out the last message", "messages")
+    return before if after.startswith(" ") else before.rstrip()
