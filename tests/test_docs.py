@@ -92,7 +92,7 @@ def test_the_chinese_readme_says_the_same() -> None:
 
 
 def _code(page: str) -> list[str]:
-    """The lines of all code blocks without their comments, then what stands between backquotes in the text, sorted."""
+    """Return the lines of all code blocks without comments, then the text in backquotes, sorted."""
     blocks = re.findall(r"^```.*?^```", page, re.DOTALL | re.MULTILINE)
     lines = [line.partition("  #")[0].rstrip() for block in blocks for line in block.splitlines()]
     text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)

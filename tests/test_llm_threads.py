@@ -58,7 +58,7 @@ def llm(executor: SlowExecutor) -> Iterator[LLM]:
 
 @pytest.fixture(autouse=True)
 def _deadline() -> Iterator[None]:
-    """A deadlock ends the test, not the patience of whoever runs it."""
+    """End the test if it deadlocks."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("deadlock")
@@ -314,7 +314,7 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on(llm: LLM) -> None:
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(10)  # a deadlock must not leave a process behind
+        signal.alarm(10)  # a deadlock must not leave a process running
         said = "nothing"
         try:
             llm.generate("p", SHORT)

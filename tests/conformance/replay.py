@@ -94,7 +94,7 @@ class ScriptedModel:
 
 
 def replay(scenario: Scenario, subject: Subject) -> Iterator[Record]:
-    """One record a step, until everything has ended."""
+    """Return one record per step, until everything has ended."""
     model = ScriptedModel(scenario)
     depth: int = scenario["config"].get("pipeline_depth", 1)
     in_flight: deque[tuple[int, Record]] = deque()

@@ -9,7 +9,7 @@ Record = dict[str, Any]
 
 
 class TwinSubject(TwinScheduler):
-    """TwinScheduler speaks the replay's records already; this builds it and its requests from the format."""
+    """Build a TwinScheduler and its requests from the format; the twin already uses the replay's records."""
 
     def __init__(self, config: Record) -> None:
         settings = settings_of(config)

@@ -1,7 +1,7 @@
 """An engine process in which requests fail on their way in: `python -m tests.engine.faulty_engine`.
 
 What fails is in the request's id: "decode" (the message), "early" and "late" (Scheduler.add_request, before and after
-it has changed anything), "lost" (the request is dropped without a word), "replay" (only in an engine that was told to,
+it has changed anything), "lost" (the request is dropped without a word), "replay" (only in an engine configured to,
 by the file that REPLAY_FAULTS names).
 """
 

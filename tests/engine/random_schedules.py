@@ -162,8 +162,8 @@ def _take(core: EngineCore, trace: Trace, script: Script) -> None:
 
 def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping[str, object]) -> Trace:
     """Every sequence as a request of its own, prompts whole, one thread, one after the other, nothing cached."""
-    quiet = {"threads": 1, "max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 1024}
-    core, trace = make_engine(model, Counter(), {**options, **quiet})
+    alone_options = {"threads": 1, "max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 1024}
+    core, trace = make_engine(model, Counter(), {**options, **alone_options})
     for each in watched:
         for sequence in range(each.params.n):
             params = _single(each.params)
@@ -204,7 +204,7 @@ def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, ob
     """Settings of an engine, often with so few blocks that requests are preempted."""
     block_size = int(rng.choice([8, 16, 32]))
     least = -(-max_model_len // block_size) + 3
-    seats = int(rng.choice([2, 3, 16, 64, 64]))
+    num_seqs = int(rng.choice([2, 3, 16, 64, 64]))
     depth = int(rng.choice([1, 1, 2, 3]))
     mode = str(rng.choice(["mixed", "mixed", "phased"]))
     budgets = [8, 19, 64, 200, 1024] if mode == "mixed" else [max_model_len, 1024]  # phased steps take whole prompts
@@ -214,8 +214,8 @@ def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, ob
         "num_host_blocks": int(rng.choice([0, 12, 400])),
         "preemption_mode": str(rng.choice(["auto", "recompute", "swap"])),
         "enable_prefix_caching": bool(rng.random() < 0.7),
-        "max_num_seqs": seats,
-        "max_num_batched_tokens": max(seats, int(rng.choice(budgets))),
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": max(num_seqs, int(rng.choice(budgets))),
         "long_prefill_token_threshold": int(rng.choice([0, 0, 5, 48])),
         "prefill_beside_decodes": int(rng.choice([0, 0, 7])),
         "scheduling_mode": mode,

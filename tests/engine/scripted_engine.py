@@ -1,4 +1,4 @@
-"""An engine process whose model says what it is told: texts spelt in tokens, one for each seed.
+"""An engine process with a scripted model: one text, as tokens, per seed.
 
 `python -m tests.engine.scripted_engine`; the environment's ENGINE_SCRIPTS names a JSON list of lists of token ids. A
 request with seed i gets the tokens of list i, whatever it asks.

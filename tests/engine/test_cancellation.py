@@ -19,7 +19,7 @@ NUM_HOST_BLOCKS = 40
 NEIGHBOUR = [1, 2, 3, 4, 5]
 VICTIM = list(range(100, 160))
 MAX_STEPS_TO_FREE = 2
-ALL_BLOCKS = BLOCK * NUM_BLOCKS - 3  # tokens that fill the pool behind a prompt of three
+ALL_BLOCKS = BLOCK * NUM_BLOCKS - 3  # tokens that fill the pool after a prompt of three
 
 # state -> (scheduler's settings, the victim's prompt, how many sequences it has, how that state shows)
 STATES: dict[str, tuple[dict[str, object], list[int], int, Callable[[SchedulerStats], bool]]] = {

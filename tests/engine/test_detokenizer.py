@@ -69,7 +69,7 @@ def test_special_tokens_are_left_out_or_shown() -> None:
 
 
 def stop_by_definition(text: str, stops: list[str], first_end: int = 1) -> tuple[int, str] | None:
-    """(end, string) of the first end of any string at or behind `first_end` characters; the longest of those there."""
+    """Return (end, string) for the first position >= `first_end` at which a string ends; the longest such string."""
     for end in range(first_end, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -90,7 +90,7 @@ def test_stop_strings_are_cut_exactly(text: str, stops: list[str], chunk: int, i
     for at in range(0, len(tokens), chunk):
         kept += detokenizer.append(tokens[at : at + chunk])
         shown += detokenizer.take()
-        assert text.startswith(shown), "text that is told is never taken back"
+        assert text.startswith(shown), "text that was sent is never taken back"
         if detokenizer.stopped_by is not None:
             break
     else:

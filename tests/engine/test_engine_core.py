@@ -231,6 +231,6 @@ def test_decisions_can_be_read_when_they_were_asked_for() -> None:
     drive(core, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
     assert any(decision.request_id == "r0" for step in core.explain for decision in step.decisions)
     assert core.explain.of_request("r0")
-    quiet = make_core(fake)
-    drive(quiet, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
-    assert list(quiet.explain) == []
+    without_log = make_core(fake)
+    drive(without_log, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
+    assert list(without_log.explain) == []

@@ -1,4 +1,4 @@
-"""Too little memory at start: whoever notices it, the error says that it was memory and what to do."""
+"""Too little memory at start: the error always names memory and the remedy."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Engines that die, hang and cannot start: no request is lost, none is told twice, only the guilty one is refused."""
+"""Engines that die, hang or cannot start: no request is lost, no output repeated, only the request at fault refused."""
 
 import asyncio
 import os

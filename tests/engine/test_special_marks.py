@@ -163,8 +163,8 @@ def test_special_text_of_callers_is_ordinary_text_and_never_lost(kind: str, make
         for messages, more in attacks(special):
             got, parsed = inputs.render_chat(messages, **more), plain.render_chat(messages, **more)
             harmless = [{**m, "content": "x"} for m in messages]
-            quiet = {**more, "template_kwargs": None, "tools": None}
-            expected = specials_in(inputs, plain.render_chat(harmless, **quiet).token_ids)
+            neutral = {**more, "template_kwargs": None, "tools": None}
+            expected = specials_in(inputs, plain.render_chat(harmless, **neutral).token_ids)
             if "bos_token" in more.get("template_kwargs", {}):
                 expected = [
                     text for text in expected if text != TEMPLATES[kind][1][0] or kind not in ("llama3", "gemma")

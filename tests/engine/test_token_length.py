@@ -1,4 +1,4 @@
-"""The bound on how much text a token can stand for: never above what tokenising gives."""
+"""The bound on how many characters one token can cover gives a lower bound on the number of tokens."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Requests that fail on their way into the engine: an error for their client, nothing left behind, the others go on."""
+"""Requests that fail on their way into the engine: their client gets an error, no state remains, others continue."""
 
 import asyncio
 import dataclasses

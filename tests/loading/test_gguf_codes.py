@@ -11,7 +11,7 @@ from pagoda.loading.dequantize import dequantize_reference
 from pagoda.loading.gguf_codes import read_codes, stack_codes
 
 ROWS, COLUMNS = 6, 512
-# Largest difference, beside the largest weight: none; scale and minimum rounded to float16; half a step of 8 bits.
+# Largest difference, relative to the largest weight: none; scale and minimum rounded to float16; half a step of 8 bits.
 KINDS = {
     Kind.Q4_0: 0.0,
     Kind.Q4_1: 0.0,

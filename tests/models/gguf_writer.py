@@ -23,7 +23,7 @@ _ARCHITECTURES = {
 def write_gguf(model: PreTrainedModel, path: Path, kind: GGMLQuantizationType, **metadata: object) -> PreTrainedModel:
     """Write `model` with its matrices as `kind`, and put the values that reading gives back into `model` itself.
 
-    metadata: further keys, "__" for ".", behind the architecture's name; `factors` is the tensor rope_freqs.weight.
+    metadata: further keys ("__" for "."), without the architecture's prefix; `factors` is the tensor rope_freqs.weight.
     """
     factors = metadata.pop("factors", None)
     config = model.config

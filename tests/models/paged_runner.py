@@ -83,7 +83,7 @@ class PagedRunner:
 
 
 def generate(runner: PagedRunner, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int) -> list[list[int]]:
-    """Greedy answers of `num_tokens` each; prompts go in by `chunk` tokens a step, while rows that are done decode.
+    """Return greedy answers of `num_tokens` each. Prompts take `chunk` tokens per step, next to rows that decode.
 
     Row i enters at step i, so every mixture of prefill and decode occurs.
     """

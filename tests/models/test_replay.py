@@ -27,7 +27,7 @@ from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
 CPU = torch.device("cpu")
-# Prefill of several rows, then decodes beside a chunk, then decodes alone: (row, tokens before, new tokens) a step.
+# Prefill of several rows, then decodes next to a chunk, then decodes alone: (row, tokens before, new tokens) per step.
 STEPS = [[(0, 0, 9), (1, 0, 1)], [(0, 9, 1), (1, 1, 17), (2, 0, 3)], [(0, 10, 1), (1, 18, 1), (2, 3, 1)], [(2, 4, 1)]]
 
 
@@ -116,13 +116,13 @@ def test_same_bits_on_an_int8_cache(library, folders, name: str) -> None:
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_a_row_has_the_same_bits_in_any_company(library, folders, name: str, quantization: str | None) -> None:
-    """A prompt at once and alone, against the same in chunks beside other rows, on other numbers of threads."""
+    """Compare a prompt in one chunk and alone with chunks next to other rows and another number of threads."""
     alone = both(folders(name), NativeOps(library, threads=1), torch.bfloat16, quantization)[1]
-    beside = both(folders(name), NativeOps(library, threads=2), torch.bfloat16, quantization)[1]
+    batched = both(folders(name), NativeOps(library, threads=2), torch.bfloat16, quantization)[1]
     tokens = torch.randint(3, VOCAB, (27,), generator=torch.Generator().manual_seed(7)).tolist()
     with torch.inference_mode():
         first = PagedRunner(alone, 1, 32, torch.bfloat16, 8).logits([(0, 0, tokens)])[0]
-        runner = PagedRunner(beside, 3, 32, torch.bfloat16, 8)
+        runner = PagedRunner(batched, 3, 32, torch.bfloat16, 8)
         runner.logits([(0, 0, tokens[:11]), (1, 0, tokens[3:5])])
         runner.logits([(1, 2, tokens[7:9]), (0, 11, tokens[11:26]), (2, 0, tokens[1:20])])
         last = runner.logits([(2, 19, [5]), (1, 4, [6, 7]), (0, 26, tokens[26:])])[2]

@@ -1,4 +1,4 @@
-"""Clients that take their time or come in crowds: protocol and gate over real sockets, a tiny app behind them."""
+"""Slow clients and many clients: protocol and gate over real sockets, in front of a tiny app."""
 
 import asyncio
 import contextlib
@@ -161,7 +161,7 @@ def test_a_body_that_outlives_its_answer_ends_with_it() -> None:
 
 
 def test_no_clock_cuts_an_answer() -> None:
-    """Neither its length, nor a stray line end, nor a slow head behind it."""
+    """Neither its length, nor a stray line end, nor a slow head after it."""
 
     async def main() -> list[bytes]:
         async with listening() as here:

@@ -1,6 +1,6 @@
 """lm-eval over HTTP, with the server's tokenizer: its numbers are those of the model.
 
-It has an environment of its own beside the tests' (see the Makefile): it brings many packages.
+It has its own environment (see the Makefile), because it brings many packages.
 """
 
 import json

@@ -1,6 +1,6 @@
 """guidellm, a load generator that people use, against a server with a real model.
 
-It has an environment of its own beside the tests' (see the Makefile): its pins are not ours.
+It has its own environment (see the Makefile), because its pins differ from ours.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Clients over openai 3 against a live server: chat, streams, and errors as each of them tells them.
 
-They have an environment of their own beside the tests' (see the Makefile): their pins are not ours.
+They have their own environment (see the Makefile), because their pins differ from ours.
 """
 
 import json

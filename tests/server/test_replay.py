@@ -1,4 +1,4 @@
-"""An engine killed in mid-stream, request by request: everything a client is told is what it would have been.
+"""An engine killed in mid-stream, request by request: clients receive exactly what they would have received.
 
 Here over the fake executor, many requests and kills; with a model's numbers in test_real_model.py.
 """
@@ -50,7 +50,7 @@ def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
     whole["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
     whole["token_ids"] += choice.get("token_ids") or []
     logprobs = choice.get("logprobs") or {}
-    # One entry a token: how tokens were dealt to chunks is a matter of timing.
+    # One entry per token: how tokens are grouped into chunks depends on timing.
     columns = [
         logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset") if name in logprobs
     ]
@@ -74,13 +74,13 @@ async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[
             while so_far["tokens"] < count:
                 await asyncio.sleep(0.001)
             server.kill_engine()
-            assert not all(task.done() for task in tasks), "nobody was disturbed"
+            assert not all(task.done() for task in tasks), "no stream was interrupted"
             await asyncio.to_thread(server.wait_restarted)
         return await asyncio.gather(*tasks)
 
 
 def asks_that_end_in_many_ways(told_without: Sequence[dict[str, Any]]) -> list[Ask]:
-    """By length, a stop string, one of a sequence's own, a stop token, and the same if `min_tokens` forbids the first.
+    """By length, a stop string (also of one sequence), a stop token, and with `min_tokens` forbidding the first.
 
     told_without: what the same requests say that all end by length; their stops are taken from there.
     """
