@@ -4,6 +4,8 @@ make_chunk_limits."""
 from collections.abc import Sized
 from dataclasses import dataclass
 
+import numpy as np
+
 from pagoda.base.config import SchedulerConfig, SchedulingMode
 from pagoda.core.decision_log import Reason
 from pagoda.core.request import RequestState, RequestStatus
@@ -13,45 +15,68 @@ from pagoda.core.step_plan import StepPlan
 
 
 class ChunkLimit:
-    """Shortens chunks: `narrow` once per step, for all rows; `fit` for one chunk. This one shortens nothing.
+    """Shortens chunks: `narrow` once per step, then `fit` for one chunk, or `fit_rows` for all running rows at once.
 
-    reason: why a request waits of which `fit` leaves nothing.
+    This one shortens nothing.   reason: why a request waits of which `fit` leaves nothing.
     """
 
     reason = Reason.BUDGET
 
     @property
-    def acts_on_rows(self) -> bool:
-        """Whether `fit` must be asked for running rows one by one. The budget and the cap need not: numpy does it."""
+    def must_plan_by_row(self) -> bool:
+        """Whether running rows must be planned one by one now: `fit_rows` cannot say what `fit` would."""
         return False
 
     def narrow(self, plan: StepPlan) -> None:
-        """Lower the step's budget, or the cap of each row."""
+        """A step is opened: lower its budget, or what its rows may take."""
 
     def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
         """Return how many of `num_new` tokens from `start` may be computed. row: -1 for a request that would enter."""
         return num_new
 
+    def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+        """`fit` for all running rows, in running order, of which none is placed yet; int32 [num_rows]."""
+        return num_new
+
     def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
         """The chunk that `fit` was asked for is placed. A limit that keeps track overrides this, `release`, `enter`."""
+
+    def commit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> None:
+        """The chunks of running rows that `fit_rows` was asked for are placed."""
 
     def release(self, request: RequestState) -> None:
         """The chunk is not placed after all, or the request left the running batch."""
 
     def enter(self, request: RequestState, row: int) -> None:
-        """The request computes its prompt in `row`."""
+        """The request has a row of its own now, and what it lacks will be computed there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LongPromptCap(ChunkLimit):
-    """`long_prefill_token_threshold` tokens per row. A request that is alone delays no other, and is not capped."""
+    """`long_prefill_token_threshold` tokens per row. A request that is alone delays no other, and is not capped.
+
+    Drafts are no prompt: a row gets all of them. whole_items: a media item above the threshold is computed whole.
+    """
 
     threshold: int
     requests: Sized
+    table: RequestTable
+    whole_items: bool
 
     def narrow(self, plan: StepPlan) -> None:
-        if len(self.requests) > 1:
-            plan.row_cap = self.threshold
+        plan.row_cap = self.threshold if len(self.requests) > 1 else 0
+
+    def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
+        if num_new <= plan.row_cap or not plan.row_cap:
+            return num_new
+        num_drafts = int(self.table.num_drafts[row]) if row >= 0 else 0
+        longest_item = max((item.length for item in request.facts.media), default=0) if self.whole_items else 0
+        return min(num_new, max(plan.row_cap, 1 + num_drafts, longest_item))
+
+    def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+        if not plan.row_cap:
+            return num_new
+        return np.minimum(num_new, np.maximum(plan.row_cap, 1 + self.table.num_drafts[rows]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,26 +84,45 @@ class PrefillBesideDecodes(ChunkLimit):
     """At most `share` tokens of prompts, all together, in a step in which anything decodes."""
 
     share: int
-    num_speculative_tokens: int
     batch: RunningBatch
     table: RequestTable
 
     def narrow(self, plan: StepPlan) -> None:
         num_decodes = len(self.batch.running.rows) - len(self.batch.prefilling)
-        if not num_decodes:
-            return
-        # Decodes take what they want of this budget wherever they are in the running order: the cap keeps prompts
-        # before them from it.
-        num_drafts = sum(len(drafts) for drafts in self.table.drafts.values())
-        plan.budget = min(plan.budget, num_decodes + num_drafts + self.share)
-        plan.row_cap = min(plan.row_cap or self.share, max(self.share, 1 + self.num_speculative_tokens))
-
-
-class RowCap(ChunkLimit):
-    """What `narrow` left for each row."""
+        if num_decodes:
+            num_drafts = sum(len(drafts) for drafts in self.table.drafts.values())
+            plan.budget = min(plan.budget, num_decodes + num_drafts + self.share)
+            plan.prompt_budget = self.share
 
     def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
-        return min(num_new, plan.row_cap) if plan.row_cap else num_new
+        return num_new if self._decodes(plan, row) else min(num_new, plan.prompt_budget or 0)
+
+    def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+        if plan.prompt_budget is None:
+            return num_new
+        num_new, prompt_budget = num_new.copy(), plan.prompt_budget
+        for i in self._prompts(rows):
+            num_new[i] = min(int(num_new[i]), prompt_budget)
+            prompt_budget -= int(num_new[i])
+        return num_new
+
+    def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
+        if not self._decodes(plan, row):
+            plan.take_prompt_tokens(row, plan.placed[row][1])
+
+    def commit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> None:
+        if plan.prompt_budget is not None:
+            for i in self._prompts(rows):
+                plan.take_prompt_tokens(int(rows[i]), int(num_new[i]))
+
+    def _prompts(self, rows: np.ndarray) -> list[int]:
+        """Return where prompts are in `rows`."""
+        prefilling = self.batch.prefilling
+        return np.flatnonzero(np.isin(rows, list(prefilling))).tolist() if prefilling else []
+
+    def _decodes(self, plan: StepPlan, row: int) -> bool:
+        """Whether nothing is bounded, or the row was running and lacked its last token only."""
+        return plan.prompt_budget is None or (row >= 0 and row not in self.batch.prefilling and row not in plan.entries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,29 +136,40 @@ class Budget(ChunkLimit):
             return num_new
         return plan.budget if self._may_cut(request, start + num_new) else 0
 
+    def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+        taken = np.cumsum(num_new)
+        if taken[-1] <= plan.budget:
+            return num_new
+        # Earlier rows get what they want; the last one served gets the rest.
+        return np.clip(plan.budget - (taken - num_new), 0, num_new)
+
     def _may_cut(self, request: RequestState, num_tokens: int) -> bool:
-        """Prompts are cut in mixed mode only; but a phased engine must cut what outgrew a step before a preemption."""
+        """Prompts are cut in mixed mode only; but a phased engine must cut what has outgrown a step with its output."""
         if request.status is RequestStatus.RUNNING:
             return True
         if self.config.scheduling_mode is SchedulingMode.MIXED:
             return self.config.enable_chunked_prefill
-        return request.num_preemptions > 0 and num_tokens > self.config.max_num_batched_tokens
+        return num_tokens > self.config.max_num_batched_tokens
 
 
 class ChunkLimits:
-    """All chunk limits, in the order in which they are asked."""
+    """All chunk limits, in the order in which they are asked.
+
+    last_reason: why the last `fit` that left nothing did so.
+    """
 
     def __init__(self, limits: list[ChunkLimit]) -> None:
         self._limits = limits
         self._narrowing = [limit for limit in limits if type(limit).narrow is not ChunkLimit.narrow]
-        self._on_rows = [limit for limit in limits if type(limit).acts_on_rows is not ChunkLimit.acts_on_rows]
+        self._fitting_rows = [limit for limit in limits if type(limit).fit_rows is not ChunkLimit.fit_rows]
+        self._by_row = [limit for limit in limits if type(limit).must_plan_by_row is not ChunkLimit.must_plan_by_row]
         self._following = [limit for limit in limits if type(limit).commit is not ChunkLimit.commit]
         self.last_reason = Reason.BUDGET
 
     @property
-    def act_on_rows(self) -> bool:
+    def must_plan_by_row(self) -> bool:
         """Whether running rows must be planned one by one."""
-        return any(limit.acts_on_rows for limit in self._on_rows)
+        return any(limit.must_plan_by_row for limit in self._by_row)
 
     def narrow(self, plan: StepPlan) -> None:
         for limit in self._narrowing:
@@ -129,9 +184,19 @@ class ChunkLimits:
                 return 0
         return num_new
 
+    def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+        """Return how many of the tokens that each running row lacks may be computed."""
+        for limit in self._fitting_rows:
+            num_new = limit.fit_rows(plan, rows, num_new)
+        return num_new
+
     def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
         for limit in self._following:
             limit.commit(plan, request, row)
+
+    def commit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> None:
+        for limit in self._following:
+            limit.commit_rows(plan, rows, num_new)
 
     def release(self, request: RequestState) -> None:
         for limit in self._following:
@@ -147,9 +212,10 @@ def make_chunk_limits(
 ) -> ChunkLimits:
     """Return the limits that the settings call for. requests: all that have not ended."""
     limits: list[ChunkLimit] = []
-    mixed = config.scheduling_mode is SchedulingMode.MIXED  # phased prompts are never cut
-    if mixed and config.long_prefill_token_threshold:
-        limits.append(LongPromptCap(config.long_prefill_token_threshold, requests))
-    if mixed and config.prefill_beside_decodes:
-        limits.append(PrefillBesideDecodes(config.prefill_beside_decodes, config.num_speculative_tokens, batch, table))
-    return ChunkLimits([*limits, RowCap(), Budget(config), encoder])
+    cuts_prompts = config.scheduling_mode is SchedulingMode.MIXED and config.enable_chunked_prefill
+    if cuts_prompts and config.long_prefill_token_threshold:
+        threshold, whole_items = config.long_prefill_token_threshold, config.no_partial_media
+        limits.append(LongPromptCap(threshold, requests, table, whole_items))
+    if cuts_prompts and config.prefill_beside_decodes:
+        limits.append(PrefillBesideDecodes(config.prefill_beside_decodes, batch, table))
+    return ChunkLimits([*limits, Budget(config), encoder])

@@ -106,7 +106,7 @@ class Scheduler:
         )
         self._checks = RequestChecks(config, table, encoder, policy)
         self._run_running = RunRunning(config, table, kv, batch, limits, preemption, lifecycle, outbox)
-        self._resume_swapped = ResumeSwapped(swapped, gates, kv, batch, lifecycle, outbox, log)
+        self._resume_swapped = ResumeSwapped(swapped, gates, kv, batch, limits, lifecycle, outbox, log)
         self._admit_waiting = AdmitWaiting(
             config, waiting, table, kv, batch, gates, limits, preemption, lifecycle, outbox, log, counters
         )
@@ -126,7 +126,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         state = self._checks.make_state(request)
-        for sequence in state.sequences[:1] if state.awaiting_fork else state.sequences:
+        for sequence in state.unfinished[:1] if state.awaiting_fork else state.unfinished:
             self._kv.hash_prompt(sequence)
         self._lifecycle.add(state)
 

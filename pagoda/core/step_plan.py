@@ -34,7 +34,9 @@ class SteadyStep:
 class StepPlan:
     """What has been decided so far. Passes write the first part; the second is filled in when they are done.
 
-    budget, encoder_budget: tokens left.   row_cap: most tokens one row gets, 0 for no cap.   now_s: when it was opened.
+    budget, encoder_budget: tokens left.   now_s: when it was opened.
+    row_cap: most tokens of a prompt that one row gets, 0 for no cap.
+    prompt_budget: tokens left for prompts, None for no limit of their own.   prompts: row -> tokens taken of it.
     bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.   entries: by row.
     steady: set if the bulk rows are a steady step.
 
@@ -44,6 +46,7 @@ class StepPlan:
     """
 
     row_cap = 0
+    prompt_budget: int | None = None
     num_scheduled = 0
     steady: SteadyStep | None = None
     bulk_rows = bulk_start = bulk_new = NO_INTS
@@ -66,6 +69,7 @@ class StepPlan:
         self.encoder_budget = encoder_budget
         self.now_s = now_s
         self.placed: dict[int, tuple[int, int]] = {}
+        self.prompts: dict[int, int] = {}
         self.drafts: dict[int, np.ndarray] = {}
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
         self.entries: dict[int, Entry] = {}
@@ -87,6 +91,12 @@ class StepPlan:
         self.budget -= total
         self.num_scheduled += total
 
+    def take_prompt_tokens(self, row: int, num_new: int) -> None:
+        """The `num_new` tokens that the row computes are a prompt's."""
+        assert self.prompt_budget is not None, "there is no budget for prompts in this step"
+        self.prompts[row] = num_new
+        self.prompt_budget -= num_new
+
     def take_out(self, row: int) -> None:
         """The row does not run in this step after all; its share of the budget is returned."""
         self.steady = None
@@ -99,6 +109,8 @@ class StepPlan:
             self.bulk_new = self.bulk_new[keep]
         self.budget += returned
         self.num_scheduled -= returned
+        if self.prompt_budget is not None:
+            self.prompt_budget += self.prompts.pop(row, 0)
         self.drafts.pop(row, None)
         self.entries.pop(row, None)
 

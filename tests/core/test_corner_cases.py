@@ -1,5 +1,7 @@
 """Corner cases: ends, failures and refusals that meet a preemption, a fork or a full batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from pagoda.base.config import PreemptionMode
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.queues import QueueScan, RequestQueue
 from pagoda.core.request import Request, RequestState, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput
 from pagoda.core.step_plan import StepPlan
 from tests.core.rig import FILL, Rig, StepTold
 
@@ -135,3 +137,24 @@ def test_a_step_that_computes_something_needs_its_result() -> None:
     with pytest.raises(ValueError, match="step 1 computes 4 tokens"):
         rig.scheduler.update_from_output(told.output, None)
     assert rig.home(told).emitted == {"a": [FILL]}
+
+
+def test_hashes_of_a_replayed_request_go_with_its_end() -> None:
+    """One of its sequences had ended before the engine died: it is not run again, and its tokens are not hashed."""
+    rig = Rig(enable_prefix_caching=True)
+    rig.add("a", 8, max_tokens=3, n=2, prior_output=((1, 2, 3), (1,)))
+    rig.run()
+    assert not rig.scheduler._kv._content._chains
+
+
+def test_prompt_logprobs_of_an_aborted_request_are_dropped() -> None:
+    """Its handle may be in use again."""
+    rig = Rig()
+    rig.add("a", 4, prompt_logprobs=0)
+    told = rig.plan()
+    rig.abort("a")
+    columns = LogprobColumns(np.zeros((3, 1), np.int32), np.zeros((3, 1), np.float32), np.ones(3, np.int32))
+    result = replace(result_of(told), prompt_logprobs={int(told.output.rows[0]): columns})
+    assert not any(
+        outputs.prompt_logprobs for outputs in rig.scheduler.update_from_output(told.output, result).values()
+    )

@@ -44,6 +44,8 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
     max_model_len = draw(st.sampled_from([24, 40]))
     phased = mode is SchedulingMode.PHASED
     budget = draw(st.sampled_from([24, 40] if phased else [seats, 8, 12, 24]).filter(lambda tokens: tokens >= seats))
+    cuts_prompts = phased or draw(st.integers(0, 7)) > 0
+    budget = budget if cuts_prompts else max_model_len
     groups = draw(GROUPS)
     depth = draw(st.sampled_from([1, 1, 2, 3]))
     media = draw(st.integers(0, 3)) == 0
@@ -55,10 +57,11 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         scheduling_mode=mode,
         scheduling_policy=draw(st.sampled_from(SchedulingPolicy)),
         preemption_mode=draw(st.sampled_from(PreemptionMode)),
+        enable_chunked_prefill=cuts_prompts,
         admit_whole_prompt=draw(st.booleans()),
         max_num_partial_prefills=draw(st.sampled_from([0, 0, 1])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 5])),
-        prefill_beside_decodes=0 if no_partial_media else draw(st.sampled_from([0, 0, 3])),
+        prefill_beside_decodes=draw(st.sampled_from([0, 0, 2, 3])) if cuts_prompts and not no_partial_media else 0,
         num_lookahead_slots=draw(st.sampled_from([0, 0, 2])),
         num_speculative_tokens=draw(st.sampled_from([0, 3])),
         max_loras=draw(st.sampled_from([0, 1, 2])),

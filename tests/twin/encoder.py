@@ -78,8 +78,8 @@ class EncoderDesk:
                     break  # the request's first branch to compute anything filled the cross-attention table
             elif item.offset + item.length <= computed or item.offset >= computed + want:
                 continue
-            if self.whole_only and computed < item.offset and computed + want < item.offset + item.length:
-                return item.offset - computed, items, repeats
+            if self.whole_only and not self.encoder_decoder and computed + want < item.offset + item.length:
+                return max(0, item.offset - computed), items, repeats
             if not self.encoder_decoder:
                 if any(media[other].content_hash == item.content_hash for other in items):
                     repeats.append(place)

@@ -134,11 +134,13 @@ class TwinScheduler:
         self.admitted: list[Record] = []
         self.has_prompt = False
         phased = self.config.scheduling_mode is SchedulingMode.PHASED  # its prompts are never cut
-        self.cap = 0 if phased or len(self.requests) == 1 else self.config.long_prefill_token_threshold
-        share, talking = self.config.prefill_beside_decodes, self._talking()
-        if share and talking and not phased:
-            self.budget = min(self.budget, sum(1 + len(branch.drafts) for branch in talking) + share)
-            self.cap = min(self.cap or share, max(share, 1 + self.config.num_speculative_tokens))
+        self.cuts = not phased and self.config.enable_chunked_prefill
+        self.cap = self.config.long_prefill_token_threshold if self.cuts and len(self.requests) > 1 else 0
+        share, decoding = self.config.prefill_beside_decodes, self._decoding()
+        self.prompt_budget: int | None = None
+        if share and decoding and self.cuts:
+            self.budget = min(self.budget, sum(1 + len(branch.drafts) for branch in decoding) + share)
+            self.prompt_budget = share
         if self.config.scheduling_mode is SchedulingMode.MIXED:
             if not self._continue_running() and self._return_swapped():
                 self._admit_waiting()
@@ -151,7 +153,7 @@ class TwinScheduler:
                 self._return_swapped()
         return self._record()
 
-    def _talking(self) -> list[Branch]:
+    def _decoding(self) -> list[Branch]:
         """Those that run and have all their prompt behind them."""
         started = [branch for live in self.running for branch in live.alive if branch.started]
         return [branch for branch in started if not branch.mid_prefill]
@@ -192,10 +194,17 @@ class TwinScheduler:
         known = len(branch.tokens) + branch.placeholders
         if branch.placeholders and known >= branch.num_prompt + self._max_tokens(live):
             return 0  # what is in flight ends it
-        want = known + len(branch.drafts) - branch.computed
-        if 0 < self.cap < want:
-            want = self.cap
+        want = self._capped(live, known + len(branch.drafts) - branch.computed, len(branch.drafts))
+        if branch.mid_prefill and self.prompt_budget is not None:
+            want = min(want, self.prompt_budget)
         return min(want, self.budget, self.max_model_len - branch.computed - 1)
+
+    def _capped(self, live: Live, want: int, num_drafts: int = 0) -> int:
+        """Prompts are capped; drafts are not, nor are media items that must stay whole."""
+        if not self.cap:
+            return want
+        whole = max((item.length for item in live.request.media), default=0) if self.config.no_partial_media else 0
+        return min(want, max(self.cap, 1 + num_drafts, whole))
 
     def _victim(self, candidates: list[Live]) -> Live:
         if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
@@ -207,6 +216,8 @@ class TwinScheduler:
         for entry in [entry for entry in self.planned if entry.live is victim]:
             self.planned.remove(entry)
             self.budget += entry.new
+            if self.prompt_budget is not None:
+                self.prompt_budget += entry.of_prompts
             entry.branch.computed -= entry.new
             entry.branch.in_flight -= entry.new
         self.memory.call_off_copies(victim.branches)
@@ -277,8 +288,11 @@ class TwinScheduler:
                 return False
             wants: list[int] = []
             for branch in live.alive:
-                want = len(branch.tokens) - branch.computed
-                wants.append(min(want, self.budget - sum(wants), self.cap or want))
+                want = min(len(branch.tokens) - branch.computed, self.budget - sum(wants))
+                want = self._capped(live, want)
+                wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget))
+            if not any(wants) and any(branch.computed < len(branch.tokens) for branch in live.alive):
+                return False
             uptos = [
                 min(branch.computed + want + self.config.num_lookahead_slots, self.max_model_len)
                 for branch, want in zip(live.alive, wants, strict=True)
@@ -298,7 +312,7 @@ class TwinScheduler:
                 self.admitted.append({"id": self._name(live, branch), "kind": "resumed", "cached": branch.computed})
                 if want:
                     self.memory.grow(branch, upto)
-                    self._place(live, branch, want)
+                    self._place(live, branch, want, enters=True)
         return not self.swapped
 
     def _never(self, live: Live) -> None:
@@ -316,28 +330,28 @@ class TwinScheduler:
             if live.stale_steps or self._too_many_adapters(live):
                 stepped_over.append(self.waiting.pop(0))
                 continue
-            answer = "later" if self._line_stops(live) else self._admit(live)
+            answer = self._line_stops(live) or self._admit(live)
             if answer == "never":
                 self._never(live)
-            elif answer == "later" and not self._make_way(live):
+            elif answer != "ok" and not (answer == "no room" and self._make_way(live)):
                 break
         self.waiting[:0] = stepped_over
         self.waiting.sort(key=lambda other: other.place)
 
-    def _line_stops(self, live: Live) -> bool:
+    def _line_stops(self, live: Live) -> str | None:
         if self._seats_taken() + live.seats > self.config.max_num_seqs:
-            return live.seats <= self.config.max_num_seqs
+            return "no room" if live.seats <= self.config.max_num_seqs else None
         factor = self.config.scheduler_delay_factor
         oldest = min(other.request.arrival_time_s for other in self.waiting)
         if self.running and factor > 0 and self.clock.now() - oldest <= factor * self.last_prompt_step_s:
-            return True
+            return "later"
         lacking = sum(
             branch.computed < len(branch.tokens) and not self._is_decode(branch)
             for other in self.running
             for branch in other.alive
             if branch.started
         )
-        return 0 < self.config.max_num_partial_prefills <= lacking
+        return "later" if 0 < self.config.max_num_partial_prefills <= lacking else None
 
     @staticmethod
     def _is_decode(branch: Branch) -> bool:
@@ -354,7 +368,7 @@ class TwinScheduler:
     def _may_chunk(self, live: Live) -> bool:
         if self.config.scheduling_mode is SchedulingMode.MIXED:
             return self.config.enable_chunked_prefill
-        return live.status == "preempted" and len(live.alive[0].tokens) > self.config.max_num_batched_tokens
+        return len(live.alive[0].tokens) > self.config.max_num_batched_tokens
 
     def _admit(self, live: Live) -> str:
         request, branch = live.request, live.alive[0]
@@ -367,14 +381,14 @@ class TwinScheduler:
         if live.seats > self.config.max_num_seqs:
             return "never"
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
-        if phased and known > self.config.max_num_batched_tokens and not self._may_chunk(live):
+        if phased and request.num_prompt_tokens > self.config.max_num_batched_tokens:
             return "never"
         # Branches that return share the first one's prompt blocks; a hit would not hold those behind a window.
         whole = len(live.alive) > 1 and live.forked and self.memory.has_windows
         cached, hits = (0, nothing) if whole else self.memory.hit(request, branch.tokens)
-        want = known - cached
-        if 0 < self.cap < want:
-            want = self.cap
+        want = self._capped(live, known - cached)
+        if self.prompt_budget is not None:
+            want = min(want, self.prompt_budget)
         if want > self.budget and not self._may_chunk(live):
             return "later"
         want, items, repeats = self.desk.share(live, cached, min(want, self.budget))
@@ -388,7 +402,7 @@ class TwinScheduler:
         if need > len(self.pool.free) - (self.watermark if self.running else 0):
             self.desk.release(live)
             alone = not self.running and len(self.pool.free) == len(self.pool)
-            return "never" if alone else "later"  # there is nothing to wait for
+            return "never" if alone else "no room"  # alone, there is nothing to wait for
         kind = "resumed" if live.status == "preempted" else "new"
         self.waiting.remove(live)
         self._enter(live)
@@ -397,7 +411,7 @@ class TwinScheduler:
         branch.started = True
         self.memory.grow(branch, upto)
         self.admitted.append({"id": self._name(live, branch), "kind": kind, "cached": cached})
-        self._place(live, branch, want)
+        self._place(live, branch, want, enters=True)
         self.has_prompt = True
         self.desk.encode(live, items, repeats)
         return "ok"
@@ -424,13 +438,16 @@ class TwinScheduler:
         self._preempt(worst)
         return True
 
-    def _place(self, live: Live, branch: Branch, new: int) -> None:
+    def _place(self, live: Live, branch: Branch, new: int, *, enters: bool = False) -> None:
         self.budget -= new
+        of_prompts = new if self.prompt_budget is not None and (enters or branch.mid_prefill) else 0
+        if self.prompt_budget is not None:
+            self.prompt_budget -= of_prompts
         known = len(branch.tokens) + branch.placeholders
         drafts = branch.drafts[: max(0, branch.computed + new - known)]
         branch.drafts = []
         self.memory.record(live.request, branch, min(branch.computed + new, len(branch.tokens)))
-        self.planned.append(Planned(live, branch, branch.computed, new, drafts, live.epoch))
+        self.planned.append(Planned(live, branch, branch.computed, new, drafts, live.epoch, of_prompts=of_prompts))
         branch.computed += new
         branch.in_flight += new
         branch.mid_prefill = branch.computed < known

@@ -68,6 +68,7 @@ class Planned:
     drafts: list[int]
     epoch: int
     samples: bool = False
+    of_prompts: int = 0  # tokens taken of what prompts may have
 
 
 @dataclass(eq=False)

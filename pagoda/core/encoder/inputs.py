@@ -45,7 +45,7 @@ class EncoderInputs(ChunkLimit):
     # A chunk limit
 
     @property
-    def acts_on_rows(self) -> bool:
+    def must_plan_by_row(self) -> bool:
         return bool(self._rows)
 
     def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
@@ -83,10 +83,10 @@ class EncoderInputs(ChunkLimit):
                 break
             elif at.offset + at.length <= start:
                 continue
-            if self._whole_items and start < at.offset and start + num_new < at.offset + at.length:
-                chunk.num_new = max(0, at.offset - start)
-                break
             if not self.encoder_decoder:
+                if self._whole_items and start + num_new < at.offset + at.length:
+                    chunk.num_new = max(0, at.offset - start)
+                    break
                 if at.content_hash in hashes:
                     chunk.repeated.append(item)
                     continue

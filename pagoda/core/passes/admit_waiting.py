@@ -103,13 +103,13 @@ class AdmitWaiting:
         """End a request that can never be served: too long for a phased step, too many sequences or blocks."""
         config, num_seqs = self.config, len(request.unfinished)
         need = self.kv.sizing.blocks_for_request(num_tokens, request.facts.encoder_len) + self._sibling_blocks(request)
-        never_cut = config.scheduling_mode is SchedulingMode.PHASED and not request.num_preemptions
+        phased = config.scheduling_mode is SchedulingMode.PHASED
         if need > self.kv.num_blocks:
             why = f"needs {need} KV blocks of the {self.kv.num_blocks} there are"
         elif num_seqs > config.max_num_seqs:
             why = f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
-        elif never_cut and num_tokens > config.max_num_batched_tokens:
-            limit = config.max_num_batched_tokens
+        elif phased and request.facts.num_prompt_tokens > config.max_num_batched_tokens:
+            num_tokens, limit = request.facts.num_prompt_tokens, config.max_num_batched_tokens
             why = f"has {num_tokens} tokens; a phased step takes {limit} (max_num_batched_tokens)"
         else:
             return False

@@ -191,7 +191,7 @@ class CommitOutputs:
         by_client: dict[int, dict[int, LogprobColumns]] = {}
         for row, columns in result.prompt_logprobs.items():
             sequence = self.table.sequence_of[row]
-            if sequence is None or row in result.failed:
+            if sequence is None or sequence.is_finished or row in result.failed:
                 continue
             request, count = sequence.request, len(columns.ranks)
             start = int(output.start[output.rows == row][0])

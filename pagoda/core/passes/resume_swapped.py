@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pagoda.core.chunk_limits import ChunkLimits
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.gates import Gates, Skip
 from pagoda.core.kv import AdmissionResult, KVCacheManager
@@ -23,6 +24,7 @@ class ResumeSwapped:
     gates: Gates
     kv: KVCacheManager
     batch: RunningBatch
+    limits: ChunkLimits
     lifecycle: Lifecycle
     outbox: Outbox
     log: DecisionLog
@@ -48,7 +50,10 @@ class ResumeSwapped:
     def _resume(self, request: RequestState, plan: StepPlan) -> bool:
         """Bring the request back, or end it if that can never be. Return False if it has to wait."""
         sequences = request.unfinished
-        shares = self._divide(plan, sequences)
+        shares = self._divide(plan, request)
+        if not any(shares) and any(map(_num_lacking, sequences)):
+            self.log.held(request.request_id, self.limits.last_reason, stops_queue=True)
+            return False
         ends = [sequence.num_computed + share for sequence, share in zip(sequences, shares, strict=True)]
         need = self.kv.blocks_to_swap_in(sequences, ends)
         result = self.kv.can_allocate(need, others_run=bool(self.batch.requests))
@@ -65,19 +70,26 @@ class ResumeSwapped:
         for sequence, share, end in zip(sequences, shares, ends, strict=True):
             row, start = sequence.row, sequence.num_computed
             plan.entries[row] = Entry(row, AdmitKind.SWAPPED_IN, start)
+            self.limits.enter(request, row)
             if share:
                 self.kv.allocate_slots_swapped_in(row, end)
                 plan.place(row, start, share)
+                self.limits.commit(plan, request, row)
         self.outbox.await_first_output(sequences[0].row, request)
         note_admitted(self.log, self.kv, request, sum(shares), 0)
         return True
 
-    def _divide(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
+    def _divide(self, plan: StepPlan, request: RequestState) -> list[int]:
         """How many of the tokens that each sequence lacks it computes in this step."""
         left, shares = plan.budget, list[int]()
-        for sequence in sequences:
-            want = len(sequence.token_ids) - sequence.num_computed
-            share = min(want, left, plan.row_cap or want)
+        for sequence in request.unfinished:
+            want = min(_num_lacking(sequence), left)
+            share = self.limits.fit(plan, request, -1, sequence.num_computed, want)
             shares.append(share)
             left -= share
         return shares
+
+
+def _num_lacking(sequence: Sequence) -> int:
+    """Tokens of a sequence without a row that are not computed."""
+    return len(sequence.token_ids) - sequence.num_computed

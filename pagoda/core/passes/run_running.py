@@ -33,7 +33,7 @@ class RunRunning:
         """Plan the rows of the running batch."""
         if self.batch.plan_steady_step(plan):
             return
-        if self.limits.act_on_rows or not self._run_batch(plan):
+        if self.limits.must_plan_by_row or not self._run_batch(plan):
             self._run_row_by_row(plan)
 
     # Any mixture of chunks, decodes and drafts, while blocks last
@@ -42,10 +42,7 @@ class RunRunning:
         """`_run_row_by_row` in one go: equal if no preemption is needed. Otherwise return False, with nothing done."""
         rows = self.batch.running.rows
         start = self.table.num_computed[rows]
-        want = self._wanted(plan, rows, start)
-        taken = np.cumsum(want)
-        if taken[-1] > plan.budget:  # earlier rows get what they want; the last one served gets the rest
-            want = np.clip(plan.budget - (taken - want), 0, want)
+        want = self.limits.fit_rows(plan, rows, self._wanted(rows, start))
         runs = want > 0
         if not runs.all():
             rows, start, want = rows[runs], start[runs], want[runs]
@@ -54,13 +51,14 @@ class RunRunning:
         if short.any() and not self.kv.allocate_slots(rows[short], ends[short]):
             return False
         plan.place_bulk(rows, start, want, int(want.sum()))
+        self.limits.commit_rows(plan, rows, want)
         if self.table.drafts:
             for i in np.flatnonzero(self.table.num_drafts[rows]).tolist():
                 self._place_drafts(plan, int(rows[i]), int(ends[i]))
         return True
 
-    def _wanted(self, plan: StepPlan, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """Tokens each row lacks, drafts included, under the row cap; int32 [num_rows]."""
+    def _wanted(self, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Tokens each row lacks, drafts included; int32 [num_rows]."""
         table = self.table
         known = table.num_tokens[rows] + table.num_pending[rows]
         end = known
@@ -72,8 +70,7 @@ class RunRunning:
             # The token in flight finishes this row; do not schedule it again.
             ends_in_flight = (table.num_pending[rows] > 0) & (known >= table.length_limit[rows])
             end = np.where(ends_in_flight, start, end)
-        want = np.maximum(end - start, 0)
-        return np.minimum(want, plan.row_cap) if plan.row_cap else want
+        return np.maximum(end - start, 0)
 
     def _place_drafts(self, plan: StepPlan, row: int, end: int) -> None:
         """Plan those drafts of the row that fit before `end`; drop the others."""
@@ -104,7 +101,7 @@ class RunRunning:
         row = sequence.row
         one = np.array([row])
         start = int(self.table.num_computed[row])
-        want = int(self._wanted(plan, one, self.table.num_computed[one])[0])
+        want = int(self._wanted(one, self.table.num_computed[one])[0])
         want = self.limits.fit(plan, request, row, start, want)
         if want <= 0:
             return True

@@ -1,0 +1,125 @@
+"""Chunk limits: what a step gives to prompts next to decodes, to drafts under a cap, and to prompts that stay whole."""
+
+import pytest
+
+from pagoda.base.config import PreemptionMode, SchedulingMode
+from pagoda.core.chunk_limits import ChunkLimit
+from pagoda.core.request import MediaItem, RequestState
+from pagoda.core.step_plan import StepPlan
+from tests.core.rig import Rig
+from tests.core.test_corner_cases import preempt
+
+
+@pytest.mark.parametrize("in_row_order", [False, True])
+def test_a_small_share_for_prompts_leaves_drafts_whole(in_row_order: bool) -> None:
+    """in_row_order: a request with media in the batch has the step planned row by row."""
+    rig = Rig(prefill_beside_decodes=2, encoder_budget=8, encoder_cache_tokens=8)
+    rig.add("a", 4)
+    rig.step()
+    if in_row_order:
+        rig.add("m", 12, media=(MediaItem("image", 8, 4),))
+    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    told = rig.step({"a": [1, 2, 3, 7]})
+    assert told.scheduled["a"] == 4
+    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    assert rig.step({"a": [1, 2, 3, 7]}).scheduled["a"] == 4
+
+
+def test_the_cap_for_long_prompts_leaves_drafts_whole() -> None:
+    rig = Rig(long_prefill_token_threshold=2)
+    rig.add("a", 4)
+    rig.add("b", 4)
+    while rig.step().samples != ["a", "b"]:
+        pass
+    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    assert rig.step({"a": [1, 2, 3, 7]}).scheduled == {"a": 4, "b": 1}
+
+
+@pytest.mark.parametrize("in_row_order", [False, True])
+def test_prompts_admitted_before_the_decodes_share_what_prompts_may_take(in_row_order: bool) -> None:
+    rig = Rig(
+        max_num_batched_tokens=8,
+        long_prefill_token_threshold=3,
+        prefill_beside_decodes=3,
+        encoder_budget=8,
+        encoder_cache_tokens=8,
+    )
+    rig.add("a", 10, media=(MediaItem("image", 8, 2),) if in_row_order else ())
+    rig.add("b", 10)
+    rig.add("c", 1)
+    rig.add("d", 1)
+    assert rig.step().scheduled == {"a": 3, "b": 3, "c": 1, "d": 1}
+    assert rig.step().scheduled == {"a": 3, "c": 1, "d": 1}
+    assert rig.step().scheduled == {"a": 3, "c": 1, "d": 1}
+    assert rig.step().scheduled == {"a": 1, "b": 2, "c": 1, "d": 1}
+
+
+def test_the_cap_cuts_no_prompt_where_prompts_are_not_cut() -> None:
+    rig = Rig(max_num_batched_tokens=32, max_model_len=32, enable_chunked_prefill=False, long_prefill_token_threshold=5)
+    rig.add("a", 4)
+    rig.add("b", 12)
+    assert rig.step().scheduled == {"a": 4, "b": 12}
+
+
+def test_an_item_at_the_start_of_a_chunk_is_not_split() -> None:
+    rig = Rig(max_num_batched_tokens=8, no_partial_media=True, encoder_budget=16, encoder_cache_tokens=16)
+    rig.add("a", 4)
+    rig.step()
+    rig.add("m", 12, media=(MediaItem("image", 0, 8),))
+    assert rig.step().scheduled == {"a": 1}  # seven tokens are left, the image has eight
+    rig.abort("a")
+    assert rig.step().scheduled == {"m": 8}
+
+
+def test_a_cap_below_an_item_that_must_stay_whole_yields_to_it() -> None:
+    rig = Rig(
+        max_num_batched_tokens=16,
+        no_partial_media=True,
+        long_prefill_token_threshold=3,
+        encoder_budget=16,
+        encoder_cache_tokens=16,
+    )
+    rig.add("a", 4)
+    rig.step()
+    rig.add("m", 12, media=(MediaItem("image", 2, 8),))
+    assert [rig.step().scheduled["m"] for _ in range(3)] == [2, 8, 2]
+
+
+def test_a_replayed_request_that_outgrew_a_phased_step_is_served() -> None:
+    """Before the engine died it was served, since its prompt fits a step; its output since then must not end it."""
+    rig = Rig(scheduling_mode=SchedulingMode.PHASED, max_num_batched_tokens=8, max_num_seqs=4)
+    rig.add("a", 6, max_tokens=8, prior_output=((1, 2, 3, 4),))
+    assert rig.step().scheduled == {"a": 8}
+    assert rig.step().emitted == {"a": [7]}
+    assert len(rig.run()["a"]) == 3
+
+
+class NotNow(ChunkLimit):
+    """Grants nothing while it is closed, and notes which rows enter."""
+
+    def __init__(self) -> None:
+        self.is_closed = True
+        self.entered: list[int] = []
+
+    def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
+        return 0 if self.is_closed else num_new
+
+    def enter(self, request: RequestState, row: int) -> None:
+        self.entered.append(row)
+
+
+def test_every_chunk_limit_is_asked_for_a_request_that_comes_back_from_host_memory() -> None:
+    rig = Rig(num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8)
+    rig.add("a", 20)
+    rig.step()
+    preempt(rig, "a")
+    limit = NotNow()
+    limits = rig.scheduler._limits
+    limits._limits.append(limit)
+    limits._following.append(limit)
+    assert rig.step().scheduled == {}
+    assert rig.swapped == ["a"]
+    limit.is_closed = False
+    assert rig.step().scheduled == {"a": 8}
+    assert limit.entered == [rig.scheduler._requests["a"].sequences[0].row]
+    assert len(rig.run()["a"]) == 8
