@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.constraints.native import NativeConstraints
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.native.abi import Bad, Shared
 from pagoda.kernels.native.arguments import Call, new_group, prepare_call, torch_facts
@@ -35,6 +36,8 @@ class NativeOps:
         self.prepare_linear = self.linears.prepare
         self.prepare_quantized_linear = self.linears.prepare_quantized_linear
         self.prepare_experts = self.linears.prepare_experts
+        self.table_of = self.linears.table_of
+        self.constrain = NativeConstraints(library, threads).constrain
         sampling = NativeSampling(library, threads)
         self.best_tokens = sampling.best_tokens
         self.sample = sampling.sample

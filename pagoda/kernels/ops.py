@@ -13,9 +13,10 @@ import torch
 
 from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.batch import KVLayer
+from pagoda.kernels.constraints.batch import BatchConstraints
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import ExpertWeights, LinearWeight
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 class PrepareOps(Protocol):
@@ -30,6 +31,13 @@ class PrepareOps(Protocol):
     ) -> LinearWeight:
         """Pack codes and scales. The native kernels multiply them as they are, and quantise their input by the same
         groups; the others dequantise to `dtype`, the compute dtype.
+        """
+        ...
+
+    def table_of(self, weight: LinearWeight) -> Tensor | None:
+        """Return the rows of a prepared weight as a table for `embedding`, in the same memory.
+
+        None where the prepared form is not rows of the compute dtype that `embedding` can read.
         """
         ...
 
@@ -50,7 +58,11 @@ class CacheOps(Protocol):
 
 
 class SamplingOps(Protocol):
-    """From logits to tokens. The definition is `kernels/sampling/reference.py`."""
+    """From logits to tokens. The definitions are in `kernels/constraints` and `kernels/sampling`, reference.py."""
+
+    def constrain(self, logits: torch.Tensor, constraints: BatchConstraints) -> None:
+        """Apply bias, penalties, allowed and forbidden tokens to float32 [S, V] in place."""
+        ...
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [S, V] -> (largest logit float32 [S], an id int64 [S] that has it); NaN where a row has one."""

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from pagoda.kernels.constraints import reference as constraints
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import reference as linear
 from pagoda.kernels.linear.quantize import QuantizedWeight
@@ -16,7 +17,7 @@ from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.ops.declare import Op
 from pagoda.ops.forward import FORWARD_OPS
-from pagoda.ops.tensor import ExpertWeights, LinearWeight
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 def reference_of(op: Op) -> Callable[..., object]:
@@ -39,6 +40,7 @@ class ReferenceOps:
 
     name = "reference"
 
+    constrain = staticmethod(constraints.constrain)
     copy_blocks = staticmethod(kv_cache.copy_blocks)
     top_logprobs = staticmethod(logprobs.top_logprobs)
 
@@ -53,6 +55,9 @@ class ReferenceOps:
         self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
         return linear.PlainLinear(weight.dequantize().to(dtype), bias)
+
+    def table_of(self, weight: LinearWeight) -> Tensor | None:
+        return weight.weight if isinstance(weight, linear.PlainLinear) else None
 
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
         return ExpertList(tuple(experts))

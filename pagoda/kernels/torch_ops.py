@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
+from pagoda.kernels.constraints import library as constraints
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import library as linear
 from pagoda.kernels.linear.quantize import QuantizedWeight
@@ -15,7 +16,7 @@ from pagoda.kernels.sampling import library as sampling
 from pagoda.kernels.sampling import logprobs
 from pagoda.ops.declare import Op
 from pagoda.ops.forward import FORWARD_OPS
-from pagoda.ops.tensor import ExpertWeights, LinearWeight
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 def torch_version_of(op: Op) -> Callable[..., object]:
@@ -31,6 +32,7 @@ class TorchOps:
     name = "torch"
 
     copy_blocks = staticmethod(kv_cache.copy_blocks)
+    constrain = staticmethod(constraints.constrain)
     sample = staticmethod(sampling.sample)
     top_logprobs = staticmethod(logprobs.top_logprobs)
 
@@ -45,6 +47,9 @@ class TorchOps:
         self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
         return linear.prepare(weight.dequantize().to(dtype), bias)
+
+    def table_of(self, weight: LinearWeight) -> Tensor | None:
+        return weight.weight if isinstance(weight, linear.LibraryLinear) and not weight.packed else None
 
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
         return ExpertList(tuple(experts))

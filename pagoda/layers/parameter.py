@@ -117,5 +117,5 @@ class Parameter(Generic[T]):
         return self._value
 
     def fill(self, value: T) -> None:
-        """Set the value: loading does, once."""
+        """Set the value. Loading does this once, or twice for a table that then shares the memory of a tied weight."""
         self._value = value

@@ -160,13 +160,20 @@ class Filler:
         )
 
     def _tied(self, table_path: str, matrix: Matrix, table: Parameter[Tensor]) -> LinearWeight:
-        """From the table in memory, unless the codes that it is stored in are wanted."""
+        """Prepare the weight from the table in memory, or from the codes that it is stored in if those are wanted.
+
+        If the prepared weight holds the table's values, the table is then read from it, and held once.
+        """
         shard = shard_of(matrix, 0, 1)
         codes = self._codes(list(weight_pieces(self._naming, table_path, matrix, shard)))
         if codes is not None:
             return self._ops.prepare_quantized_linear(codes, self._dtype)
         assert isinstance(table.value, torch.Tensor)
-        return self._prepare(matrix, table.value, None)
+        weight = self._prepare(matrix, table.value, None)
+        shared = None if self._quantizes(matrix) else self._ops.table_of(weight)
+        if shared is not None:
+            table.fill(shared)
+        return weight
 
     def _prepared(self, path: str, matrix: Matrix, shard: MatrixShard, expert: int) -> LinearWeight:
         bias = None
@@ -179,9 +186,12 @@ class Filler:
         return self._prepare(matrix, self._stacked(pieces), bias)
 
     def _prepare(self, matrix: Matrix, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        if self._quantization == "int8" and matrix.quantizable:
+        if self._quantizes(matrix):
             return self._ops.prepare_quantized_linear(quantize(weight, INT8_GROUP), self._dtype, bias)
         return self._ops.prepare_linear(weight, bias)
+
+    def _quantizes(self, matrix: Matrix) -> bool:
+        return self._quantization == "int8" and matrix.quantizable
 
     def _stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the pieces stacked row-wise, in the compute dtype."""

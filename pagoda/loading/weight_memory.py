@@ -34,8 +34,8 @@ class PreparedAs:
 def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
     """Bytes of all parameters once loaded: exact for packed weights, but for the padding between them.
 
-    An embedding that is also the head is held twice, as the table that is looked up and as the packed head; torch's
-    float32 kernels multiply with the table itself.
+    A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
+    bfloat16: then the embedding's rows are held in the compute dtype as well.
     """
     architecture, config = read_architecture(files)
     form_of = _forms(files, architecture.gguf, prepared)
@@ -43,9 +43,20 @@ def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
     total = 0
     for path, parameter in parameters(architecture.model(config)):
         paths[id(parameter)] = path
-        tied = parameter.declared.tied if isinstance(parameter.declared, Matrix) else None
-        total += _bytes(path if tied is None else paths[id(tied)], parameter.declared, prepared, form_of)
+        declared = parameter.declared
+        if isinstance(declared, Matrix) and declared.tied is not None:
+            path = paths[id(declared.tied)]
+            if _shares_table(form_of(path, declared)[0], prepared):
+                total -= _bytes(path, declared.tied.declared, prepared, form_of)
+        total += _bytes(path, declared, prepared, form_of)
     return total
+
+
+def _shares_table(form: Form, prepared: PreparedAs) -> bool:
+    """Whether a tied embedding reads its rows from the head, held in `form`: see PrepareOps.table_of."""
+    holds_floats = form.value == prepared.dtype
+    packed_by_torch = not prepared.packed and prepared.dtype == "bfloat16"
+    return holds_floats and not packed_by_torch
 
 
 _FormOf = Callable[[str, Matrix], tuple[Form, int]]
@@ -67,8 +78,6 @@ def _bytes(path: str, declared: Declaration, prepared: PreparedAs, form_of: _For
                 form, group = form_of(path, matrix)
                 bias = packed_bias_bytes(matrix.rows) if matrix.bias else 0
                 return count * (packed_bytes(form, matrix.rows, matrix.columns, group) + bias)
-            if matrix.tied is not None and prepared.dtype == "float32" and prepared.quantization is None:
-                return 0
             return count * (matrix.rows * matrix.columns + (matrix.rows if matrix.bias else 0)) * element
 
 

@@ -71,9 +71,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A contiguous tensor that belongs to the model. dtype: as in Rows."""
+    """A contiguous tensor that belongs to the model.
+
+    dtype: as in Rows.   packed: it may also be the rows of a packed linear weight (PrepareOps.table_of).
+    """
 
     dtype: DType | str | None = None
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

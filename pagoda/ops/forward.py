@@ -112,7 +112,7 @@ class ForwardOps(Protocol):
     @op(
         "embedding",
         token_ids=Rows(I32, below="table"),
-        table=Table(),
+        table=Table(packed=True),
         scale=Scalar.F32,
         out=Out("token_ids", lambda s: s["table"][1:], "table"),
     )

@@ -7,16 +7,16 @@ import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
 
-_NO_IDS = np.empty(0, np.int64)
+_NO_IDS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowConstraints:
     """One row's logit constraints; rows without any have no RowConstraints.
 
-    bias_ids: int64 [b], bias: float32 [b], added to those logits.   allowed: int64 [a], the only allowed ids, or None.
+    bias_ids: int32 [b], bias: float32 [b], added to those logits.   allowed: int32 [a], the only allowed ids, or None.
     bad_words: token sequences that must not appear in the output, or None.
-    min_tokens: while the output is shorter, `end_ids` (int64, EOS and stop tokens) are forbidden.
+    min_tokens: while the output is shorter, `end_ids` (int32, EOS and stop tokens) are forbidden.
     has_penalty: the presence, frequency or repetition penalty is not neutral.
     """
 
@@ -42,17 +42,17 @@ class RowConstraints:
         ):
             return None
         return cls(
-            bias_ids=np.array([token for token, _ in params.logit_bias], np.int64),
+            bias_ids=np.array([token for token, _ in params.logit_bias], np.int32),
             bias=np.array([value for _, value in params.logit_bias], np.float32),
-            allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
+            allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int32),
             bad_words=BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
             min_tokens=params.min_tokens,
-            end_ids=np.array(ends, np.int64),
+            end_ids=np.array(ends, np.int32),
             has_penalty=has_penalty,
         )
 
     def forbidden(self, output_token_ids: np.ndarray) -> np.ndarray:
-        """Return the ids (int64) that must not follow this output: early end tokens and last tokens of bad words."""
+        """Return the ids (int32) that must not follow this output: early end tokens and last tokens of bad words."""
         banned = self.bad_words.after(output_token_ids) if self.bad_words is not None else []
         if len(output_token_ids) < self.min_tokens:
             banned = [*banned, self.end_ids]
@@ -77,10 +77,10 @@ class BadWords:
                 num_nodes += child == num_nodes
                 node = child
             ends.setdefault(node, set()).add(word[-1])
-        self._ends = {node: np.array(sorted(ids), np.int64) for node, ids in ends.items()}
+        self._ends = {node: np.array(sorted(ids), np.int32) for node, ids in ends.items()}
 
     def after(self, output_token_ids: np.ndarray) -> list[np.ndarray]:
-        """Return int64 arrays of the ids that must not follow this output."""
+        """Return int32 arrays of the ids that must not follow this output."""
         node, at = 0, len(output_token_ids)
         found = [self._ends[0]] if 0 in self._ends else []
         while at:

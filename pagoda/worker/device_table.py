@@ -9,6 +9,7 @@ import numpy as np
 from pagoda.base.sampling_params import PoolingParams
 from pagoda.core.scheduler_output import RowFork, RowInit, SchedulerOutput
 from pagoda.worker.constraints import RowConstraints
+from pagoda.worker.token_counts import TokenCounts
 
 # Columns with one number per row that a fork copies.
 _COLUMNS = (
@@ -22,7 +23,6 @@ _COLUMNS = (
     "frequency",
     "repetition",
     "num_logprobs",
-    "constrained",
 )
 
 
@@ -34,6 +34,7 @@ class DeviceTable:
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
     constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
+    token_counts: per row with penalties, else None; they count from `token_ids` when they are asked.
     wants_states: bool [max_rows], rows with prompt logprobs or pooling, which need hidden states of prompt positions.
     """
 
@@ -58,6 +59,7 @@ class DeviceTable:
         self.constrained = np.zeros(max_rows, np.bool_)
         self.wants_states = np.zeros(max_rows, np.bool_)
         self.constraints: list[RowConstraints | None] = [None] * max_rows
+        self.token_counts: list[TokenCounts | None] = [None] * max_rows
         self.pooling: list[PoolingParams | None] = [None] * max_rows
 
     def apply(self, output: SchedulerOutput) -> None:
@@ -87,7 +89,7 @@ class DeviceTable:
         self.num_tokens[rows] = positions + 1
 
     def _forget(self, row: int) -> None:
-        self.constraints[row] = None
+        self.constraints[row] = self.token_counts[row] = None
         self.pooling[row] = None
         self.constrained[row] = self.wants_states[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
@@ -119,8 +121,15 @@ class DeviceTable:
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
             self.wants_states[row] = True
-        self.constraints[row] = RowConstraints.of(params, init.eos_token_ids)
-        self.constrained[row] = self.constraints[row] is not None
+        self._constrain(row, RowConstraints.of(params, init.eos_token_ids))
+
+    def _constrain(self, row: int, constraints: RowConstraints | None) -> None:
+        """Set the row's constraints; its penalties start to count anew. The columns must be set before."""
+        self.constraints[row] = constraints
+        self.constrained[row] = constraints is not None
+        counts = constraints is not None and constraints.has_penalty
+        with_prompt = bool(self.repetition[row] != 1)
+        self.token_counts[row] = TokenCounts(int(self.num_prompt[row]), with_prompt) if counts else None
 
     def _fork(self, fork: RowFork) -> None:
         src, dst = fork.src, fork.dst
@@ -134,5 +143,5 @@ class DeviceTable:
         self.num_prompt_logprobs[dst] = -1  # only returned for the sequence that computes the prompt
         self.wants_states[dst] = False
         self.seeds[dst] = fork.seed & 0xFFFFFFFFFFFFFFFF
-        self.constraints[dst] = self.constraints[src]
+        self._constrain(dst, self.constraints[src])
         self.pooling[dst] = self.pooling[src]

@@ -1,7 +1,7 @@
 """Sampler: turn the logits of a step's draws into tokens and log-probabilities.
 
-Rows only pay for features they use. Order: logit bias, penalties, forbidden and allowed tokens; then kernels/sampling.
-Log-probabilities are the model's own, before any of this.
+Order: logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling. Each is one
+call for the whole batch, and a row only pays for what it uses. Log-probabilities are the model's own, before any of it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.ops import SamplingOps
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.torch_ops import TorchOps
+from pagoda.worker.batch_constraints import batch_constraints
 from pagoda.worker.device_table import DeviceTable
+
+_NO_DRAWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +47,13 @@ class Sampler:
         wants_logprobs = table.num_logprobs[rows] >= 0
         any_logprobs = bool(wants_logprobs.any())
         constrained = np.flatnonzero(table.constrained[rows])
+        # A grammar's mask belongs here, in place: log-probabilities include it, but nothing that follows.
+        reported = constrained[wants_logprobs[constrained]] if any_logprobs else _NO_DRAWS
+        originals = logits[torch.from_numpy(reported).to(logits.device)] if reported.size else None
         raw = logits
         if constrained.size:
-            logits = logits.clone() if any_logprobs else logits
-            apply_constraints(logits, table, constrained, rows[constrained], positions[constrained])
+            constraints = batch_constraints(table, constrained, rows[constrained], positions[constrained])
+            self._ops.constrain(logits, constraints)
         best = self._ops.best_tokens(logits)
         finite = np.isfinite(best[0].cpu().numpy())
         if not finite.all():
@@ -64,6 +70,8 @@ class Sampler:
         chosen = tokens.cpu().numpy()
         columns = None
         if any_logprobs:
+            if originals is not None:
+                raw[torch.from_numpy(reported).to(raw.device)] = originals
             columns = self._some_logprobs(raw, chosen, wants_logprobs, int(table.num_logprobs[rows].max()))
         return Sampled(chosen, finite, columns)
 
@@ -83,73 +91,3 @@ class Sampler:
         ranks = np.zeros(len(chosen), np.int32)
         token_ids[index], logprobs[index], ranks[index] = some.token_ids, some.logprobs, some.ranks
         return LogprobColumns(token_ids, logprobs, ranks)
-
-
-def apply_constraints(
-    logits: torch.Tensor, table: DeviceTable, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
-) -> None:
-    """Modify logits [n, V] in place for the draws (int64 [m]) whose rows (int32 [m]) have constraints."""
-    of_row = [table.constraints[row] for row in rows.tolist()]
-    cells: list[tuple[int, np.ndarray, np.ndarray]] = []
-    for draw, limits in zip(draws.tolist(), of_row, strict=True):
-        if limits is not None and limits.bias_ids.size:
-            cells.append((draw, limits.bias_ids, limits.bias))
-    if cells:
-        at, ids, values = _cells(cells, logits.device)
-        logits.index_put_((at, ids), values, accumulate=True)
-    penalised = np.array([limits is not None and limits.has_penalty for limits in of_row])
-    if penalised.any():
-        _apply_penalties(logits, table, draws[penalised], rows[penalised], positions[penalised])
-    cells = []
-    for draw, row, position, limits in zip(draws.tolist(), rows.tolist(), positions.tolist(), of_row, strict=True):
-        if limits is None:
-            continue
-        if limits.allowed is not None:
-            allowed = torch.from_numpy(limits.allowed).to(logits.device)
-            own = logits[draw]
-            kept = own.index_select(0, allowed)
-            own.fill_(-torch.inf).index_copy_(0, allowed, kept)
-        forbidden = limits.forbidden(table.token_ids[row, table.num_prompt[row] : position])
-        if forbidden.size:
-            cells.append((draw, forbidden, np.full(forbidden.size, -np.inf, np.float32)))
-    if cells:
-        at, ids, values = _cells(cells, logits.device)
-        logits.index_put_((at, ids), values)
-
-
-def _cells(
-    cells: list[tuple[int, np.ndarray, np.ndarray]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (row, ids, values) records as three flat tensors."""
-    at = np.repeat(np.array([row for row, _, _ in cells], np.int64), [len(ids) for _, ids, _ in cells])
-    ids = np.concatenate([ids for _, ids, _ in cells], dtype=np.int64)
-    values = np.concatenate([values for _, _, values in cells])
-    return torch.from_numpy(at).to(device), torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)
-
-
-def _apply_penalties(
-    logits: torch.Tensor, table: DeviceTable, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
-) -> None:
-    """Apply the repetition penalty (prompt and output), then frequency and presence penalties (output only).
-
-    They are computed from the token history, so there is no state to restore after a preemption or rejected draft.
-    """
-    penalised = zip(draws.tolist(), rows.tolist(), positions.tolist(), strict=True)
-    seen: list[tuple[int, np.ndarray, np.ndarray]] = []
-    shifts: list[tuple[int, np.ndarray, np.ndarray]] = []
-    for draw, row, position in penalised:
-        repetition, frequency, presence = table.repetition[row], table.frequency[row], table.presence[row]
-        if repetition != 1:
-            history = table.token_ids[row, :position]
-            seen.append((draw, history, np.broadcast_to(repetition, history.shape)))
-        if frequency or presence:
-            used, counts = np.unique(table.token_ids[row, table.num_prompt[row] : position], return_counts=True)
-            shifts.append((draw, used, frequency * counts.astype(np.float32) + presence))
-    if seen:
-        # A repeated token is read and written several times, with the same value: cheaper than sorting.
-        at, ids, repetitions = _cells(seen, logits.device)
-        values = logits[at, ids]
-        logits[at, ids] = torch.where(values > 0, values / repetitions, values * repetitions)
-    if shifts:
-        at, ids, amounts = _cells(shifts, logits.device)
-        logits[at, ids] -= amounts

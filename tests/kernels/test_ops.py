@@ -90,6 +90,22 @@ def test_embedding(fast: Ops, reference: ReferenceOps, scale: float, dtype: torc
 
 
 @DTYPES
+@pytest.mark.parametrize("scale", [1.0, 33.94])
+@pytest.mark.parametrize(("vocab", "hidden"), [(50, 40), (33, 7), (1, 1), (64, 17)])
+def test_embedding_of_a_tied_head(
+    fast: Ops, reference: ReferenceOps, vocab: int, hidden: int, scale: float, dtype: torch.dtype
+) -> None:
+    """Rows read from the packed head are the rows of the table, bit for bit."""
+    table = draw(vocab, hidden, dtype=dtype)
+    shared = fast.table_of(fast.prepare_linear(table.clone()))
+    if shared is None:
+        assert (fast.name, dtype) == ("torch", torch.bfloat16)  # packed by torch in its own layout
+        return
+    token_ids = torch.tensor([0, vocab - 1, vocab // 2, vocab // 2], dtype=torch.int32)
+    assert torch.equal(fast.embedding(token_ids, shared, scale), reference.embedding(token_ids, table, scale))
+
+
+@DTYPES
 @pytest.mark.parametrize("head_dim", [32, 80, 128])
 def test_rotary(fast: Ops, reference: ReferenceOps, head_dim: int, dtype: torch.dtype) -> None:
     q, k, _ = fast.split_qkv(draw(6, 7 * head_dim, dtype=dtype), 3, 2, head_dim)

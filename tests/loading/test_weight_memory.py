@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +12,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.packed import PackedExperts, PackedWeight
+from pagoda.kernels.linear.packed import PackedExperts, PackedTable, PackedWeight
+from pagoda.kernels.linear.reference import PlainLinear
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
@@ -39,26 +40,30 @@ def _native(without_native: Callable[[str], NoReturn]) -> None:
         without_native(str(error))
 
 
-def held_by(value: object) -> int:
-    """Bytes of a loaded parameter."""
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """What a loaded parameter holds."""
     match value:
         case torch.Tensor():
-            return value.nbytes
+            yield value
         case RotaryTables():
-            return held_by(value.cos) + held_by(value.sin)
+            yield from (value.cos, value.sin)
+        case PackedTable():
+            yield from tensors_of(value.weight)
         case PackedWeight():
-            return value.panels.nbytes + (0 if value.bias is None else value.bias.nbytes)
-        case LibraryLinear():
-            return value.weight.nbytes + (0 if value.bias is None else value.bias.nbytes)
+            yield from (value.panels, *(() if value.bias is None else (value.bias,)))
+        case LibraryLinear() | PlainLinear():
+            yield from (value.weight, *(() if value.bias is None else (value.bias,)))
         case ExpertList() | PackedExperts():
-            return sum(map(held_by, value.weights))
+            for weight in value.weights:
+                yield from tensors_of(weight)
         case _:
             raise TypeError(type(value).__name__)
 
 
 def held(model: Model) -> int:
-    values = {id(parameter.value): parameter.value for _, parameter in parameters(model)}
-    return sum(map(held_by, values.values()))
+    """Bytes of all parameters, memory that several of them share counted once."""
+    tensors = [tensor for _, parameter in parameters(model) for tensor in tensors_of(parameter.value)]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def loaded(files: ModelFiles, kernels: str, prepared: PreparedAs) -> Model:
@@ -96,12 +101,30 @@ def test_codes_of_a_gguf(name: str, kind: Kind, tmp_path: Path) -> None:
 def test_dense_in_float32(name: str, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
     prepared = PreparedAs("float32", None, packed=False, num_positions=64)
-    assert weight_memory(files, prepared) == held(loaded(files, "torch", prepared)) - shared(name)
+    assert weight_memory(files, prepared) == held(loaded(files, "torch", prepared))
 
 
-def shared(name: str) -> int:
-    """Bytes that `held` counts twice: torch multiplies with the embedding's table itself."""
-    return 131 * 96 * 4 if name == "llama-tied-biased" else 0
+@pytest.mark.parametrize("kernels", ["native", "torch", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3"])
+def test_a_tied_embedding_shares_the_memory_of_the_head(name: str, dtype: str, kernels: str, tmp_path: Path) -> None:
+    """Except where torch packs the head in its own layout, and where the head is quantised."""
+    files = identify(save(make_model(name), tmp_path))
+    ids = torch.tensor([0, 1, 31, 32, 130, 64], dtype=torch.int32)
+    rows = {}
+    for quantization in (None, "int8"):
+        model = loaded(files, kernels, PreparedAs(dtype, quantization, packed=kernels == "native", num_positions=50))
+        values = {path: parameter.value for path, parameter in parameters(model)}
+        table = values["model.embed_tokens.weight"]
+        head = values["lm_head.weight"]
+        packed_by_torch = isinstance(head, LibraryLinear) and head.packed
+        assert packed_by_torch <= (kernels == "torch" and dtype == "bfloat16")
+        shares = not packed_by_torch and {t.data_ptr() for t in tensors_of(table)} <= {
+            t.data_ptr() for t in tensors_of(head)
+        }
+        assert shares == (quantization is None and not packed_by_torch)
+        rows[quantization] = select_ops(kernels, CPU, 1).embedding(ids, table, 3.0)
+    assert rows[None].equal(rows["int8"])  # the table that is not shared holds the checkpoint's values
 
 
 def test_plan_needs_no_torch(tmp_path: Path) -> None:

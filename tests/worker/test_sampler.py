@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.scheduler_output import RowFork, RowInit
+from pagoda.kernels.sampling.reference import sample as sample_by_definition
 from pagoda.kernels.sampling.reference import uniforms
+from pagoda.kernels.select import select_ops
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.sampler import Sampled, Sampler
 from tests.worker.hand_made import i32, row_init, step
@@ -115,6 +118,101 @@ def test_a_row_alone_in_a_batch_and_after_preemption_gives_the_same() -> None:
         table.apply(step(9, [], admitted=(init,)))
         alone = Sampler().sample(logits[i : i + 1].clone(), table, i32(2), table.num_tokens[i32(2)])
         assert alone.tokens[0] == together.tokens[i]
+
+
+def any_params(rng: np.random.Generator) -> SamplingParams:
+    """A random combination of everything that chooses a token."""
+    few = tuple(rng.choice(VOCAB, 6, replace=False).tolist())
+    maybe = rng.random(6) < 0.4
+    return SamplingParams(
+        temperature=float(rng.choice([0.0, 0.0, 0.8])),
+        top_k=int(rng.choice([0, 4])),
+        top_p=float(rng.choice([1.0, 0.7])),
+        min_p=float(rng.choice([0.0, 0.1])),
+        presence_penalty=float(rng.choice([0.0, 1.5])),
+        frequency_penalty=float(rng.choice([0.0, 0.6, -0.6])),
+        repetition_penalty=float(rng.choice([1.0, 1.3, 0.8])),
+        logit_bias=((few[0], 3.0), (few[1], -50.0)) if maybe[0] else (),
+        allowed_token_ids=tuple(rng.choice(VOCAB, 20, replace=False).tolist()) if maybe[1] else None,
+        bad_words_token_ids=((few[2],), (few[3], few[4])) if maybe[2] else (),
+        min_tokens=7 if maybe[3] else 0,
+        stop_token_ids=few[4:] if maybe[4] else (),
+        logprobs=2 if maybe[5] else None,
+        max_tokens=None,
+    )
+
+
+@pytest.mark.parametrize("kernels", ["reference", "torch", "native"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_combinations_over_steps(kernels: str, seed: int) -> None:
+    """Drafts accepted and rejected, forks, and rows that another request takes over: each draw is as by loops."""
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(select_ops(kernels, torch.device("cpu"), 2))
+    num_rows, num_steps = 10, 12
+    params = [any_params(rng) for _ in range(num_rows)]
+    prompts = [rng.integers(0, VOCAB, rng.integers(1, 12)).tolist() for _ in params]
+    tokens = [list(prompt) for prompt in prompts]
+    table = DeviceTable(num_rows, 128, 16, 1)
+    table.apply(step(1, [], admitted=tuple(admission(i, tokens[i], prompts[i], params[i]) for i in range(num_rows))))
+    for number in range(2, 2 + num_steps):
+        src, dst = rng.choice(num_rows, 2, replace=False).tolist()
+        if rng.random() < 0.3:
+            params[dst], prompts[dst], tokens[dst] = params[src], prompts[src], list(tokens[src])
+            table.apply(step(number, [], released=i32(dst), forks=(RowFork(src, dst, 1, 100 + dst),)))
+        elif rng.random() < 0.5:  # preempted or swapped out; its request comes back in another request's row
+            params[dst], prompts[dst], tokens[dst] = params[src], prompts[src], list(tokens[src])
+            resumed = admission(dst, tokens[dst], prompts[dst], params[dst])
+            table.apply(step(number, [], released=i32(dst), admitted=(resumed,)))
+        drafts = [rng.integers(0, VOCAB, rng.choice([0, 0, 2])).tolist() for _ in params]
+        spans = [(i, len(tokens[i]), 1 + len(drafts[i])) for i in range(num_rows)]
+        proposed = {i: i32(*draft) for i, draft in enumerate(drafts) if draft}
+        spans = [(row, begin - 1, count) for row, begin, count in spans]
+        table.apply(step(number, spans, drafts=proposed))
+        rows = i32(*(i for i in range(num_rows) for _ in range(1 + len(drafts[i]))))
+        positions = i32(*(len(tokens[i]) + j for i in range(num_rows) for j in range(1 + len(drafts[i]))))
+        logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32))
+        got = sampler.sample(logits.clone(), table, rows, positions)
+        assert got.finite.all()
+        assert_logprobs_of(logits, got, table.num_logprobs[rows])
+        for draw_index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            known = [*tokens[row], *drafts[row]][:position]
+            prompt_len = len(prompts[row])
+            edited = edited_by_loops(logits[draw_index].numpy(), params[row], known[:prompt_len], known[prompt_len:])
+            assert got.tokens[draw_index] == sampled_by_definition(edited, params[row], 100 + row, position)
+        accepted = [int(rng.integers(0, len(draft) + 1)) for draft in drafts]
+        for row, draft in enumerate(drafts):
+            mine = np.flatnonzero(rows == row)
+            last = int(got.tokens[mine[accepted[row]]])
+            new = [*draft[: accepted[row]], last]
+            at = np.arange(len(tokens[row]), len(tokens[row]) + len(new), dtype=np.int32)
+            table.commit(np.full(len(new), row, np.int32), at, np.array(new))
+            tokens[row] += new
+
+
+def admission(row: int, tokens: list[int], prompt: list[int], params: SamplingParams) -> RowInit:
+    return row_init(row, tokens, [1, 2], params, num_prompt=len(prompt), seed=100 + row, eos=EOS)
+
+
+def sampled_by_definition(edited: np.ndarray, params: SamplingParams, seed: int, position: int) -> int:
+    """reference.sample of one row."""
+    columns = [params.temperature], [params.top_k], [params.top_p], [params.min_p]
+    types = (np.float32, np.int32, np.float32, np.float32)
+    uniform = uniforms(np.array([seed], np.uint64), np.array([position]))
+    logits = torch.from_numpy(edited.astype(np.float32)).unsqueeze(0)
+    arrays = [np.array(column, dtype) for column, dtype in zip(columns, types, strict=True)]
+    return int(sample_by_definition(logits, *arrays, uniform)[0])
+
+
+def assert_logprobs_of(logits: torch.Tensor, got: Sampled, wanted: np.ndarray) -> None:
+    """Those of the draws that want any are the model's, before any constraint."""
+    assert (got.logprobs is not None) == bool((wanted >= 0).any())
+    expected = torch.log_softmax(logits.double(), -1).numpy()
+    for draw_index in np.flatnonzero(wanted >= 0):
+        assert got.logprobs is not None
+        ids, values = got.logprobs.token_ids[draw_index], got.logprobs.logprobs[draw_index]
+        assert ids[0] == got.tokens[draw_index]
+        assert np.allclose(values, expected[draw_index][ids], atol=1e-5)
+        assert np.allclose(np.sort(expected[draw_index])[::-1][:2], values[1:], atol=1e-5)
 
 
 def test_seed_and_position_make_the_token() -> None:

@@ -1,7 +1,30 @@
-// The embedding gather; its definition is embedding/reference.py.
+// The embedding gather; its definition is embedding/reference.py. A table that is tied to the output head is read from
+// the head's packed panels.
+#include "../linear/packed.h"
 #include "elementwise.h"
 
 namespace {
+
+// Row `row` of a packed weight with `words` words per row, of which the first `bytes` bytes are copied.
+template <class Word>
+void copy_from_panels(const void* panels, int64_t words, int64_t row, void* to, int64_t bytes) {
+    const Word* from = static_cast<const Word*>(panels) + row / PANEL * PANEL * words + row % PANEL;
+    auto* out = static_cast<char*>(to);
+    int64_t whole = bytes / static_cast<int64_t>(sizeof(Word));
+    for (int64_t i = 0; i < whole; i++) memcpy(out + sizeof(Word) * i, from + i * PANEL, sizeof(Word));
+    memcpy(out + sizeof(Word) * whole, from + (words - 1) * PANEL, bytes - sizeof(Word) * whole);
+}
+
+template <class T>
+void copy_row(const Tensor& table, int64_t row, T* to) {
+    int64_t hidden = table.dim, bytes = sizeof(T) * hidden;
+    if (table.layout == LAYOUT_ROWS)
+        memcpy(static_cast<void*>(to), elements_of<T>(table) + row * hidden, bytes);
+    else if (table.dtype == F16)
+        copy_from_panels<uint16_t>(table.data, hidden, row, to, bytes);
+    else
+        copy_from_panels<uint32_t>(table.data, (bytes + 3) / 4, row, to, bytes);
+}
 
 template <class T>
 void gather(const EmbeddingArgs& a, int threads) {
@@ -11,12 +34,10 @@ void gather(const EmbeddingArgs& a, int threads) {
     parallel(threads_for(tokens * hidden, threads), [&](int thread, int num_threads) {
         Range mine = share_of(tokens, thread, num_threads);
         for (int64_t t = mine.begin; t < mine.end; t++) {
-            const T* from = elements_of<T>(a.table) + ids[t] * hidden;
             T* to = elements_of<T>(a.out) + t * hidden;
-            if (a.scale == 1.0f)
-                memcpy(static_cast<void*>(to), from, sizeof(T) * hidden);
-            else
-                for_lanes(hidden, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(from + i, n) * scale, n); });
+            copy_row(a.table, ids[t], to);
+            if (a.scale != 1.0f)
+                for_lanes(hidden, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(to + i, n) * scale, n); });
         }
     });
 }

@@ -35,6 +35,18 @@ class PackedWeight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedTable:
+    """The rows of a packed weight of floats as an embedding table."""
+
+    weight: PackedWeight
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.weight.out_features, self.weight.in_features)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedExperts:
     """Packed weights of one shape and kind, one per expert.
 
@@ -106,6 +118,12 @@ class PackedLinears:
     ) -> PackedWeight:
         """See PrepareOps."""
         return self.prepare_quantized(weight, bias)
+
+    def table_of(self, weight: LinearWeight) -> PackedTable | None:
+        """See PrepareOps. A quantised weight does not hold the table's values."""
+        if not isinstance(weight, PackedWeight) or weight.dtype is None:
+            return None
+        return PackedTable(weight, weight.dtype)
 
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> PackedExperts:
         """See PrepareOps. Raises ValueError for experts that are not packed alike."""

@@ -39,7 +39,20 @@ class Bad(IntEnum):
     SLOT = 5
 
 
-ENUMS: dict[str, type[IntEnum]] = {"": DType, "DOMAIN_": Domain, "KIND_": Kind, "BAD_": Bad}
+class Layout(IntEnum):
+    """How the rows of a Tensor lie in memory."""
+
+    ROWS = 0
+    PANELS = 1  # as a packed weight of floats: see linear/packed.h
+
+
+ENUMS: dict[str, type[IntEnum]] = {
+    "": DType,
+    "DOMAIN_": Domain,
+    "KIND_": Kind,
+    "BAD_": Bad,
+    "LAYOUT_": Layout,
+}
 """Enums of the header, by the prefix their names have there."""
 
 _SCALARS = {
@@ -82,8 +95,9 @@ def struct(name: str, doc: str, /, **fields: str) -> type[Shared]:
 
 Tensor = struct(
     "Tensor",
-    "Rows of `heads` vectors of `dim` elements, without gaps within a row; the next row is `stride` elements on.",
-    data="void*", rows="int64_t", stride="int64_t", heads="int64_t", dim="int64_t", dtype="int32_t", unused="int32_t",
+    "Rows of `heads` vectors of `dim` elements, without gaps within a row; the next row is `stride` elements on. "
+    "layout: LAYOUT_ROWS, except for a table declared to be taken in panels too; its stride then means nothing.",
+    data="void*", rows="int64_t", stride="int64_t", heads="int64_t", dim="int64_t", dtype="int32_t", layout="int32_t",
 )  # fmt: skip
 KVPages = struct(
     "KVPages",
@@ -140,6 +154,19 @@ Run = struct(
     "One batch for a program. rows: [NUM_DOMAINS]. places: slots are filled in from `scratch`, aligned to 64. "
     "bad_check, bad_at: where a check failed.",
     rows="const int64_t*", places="void**", scratch="void*", bad_check="int64_t", bad_at="int64_t",
+)  # fmt: skip
+
+TokenRuns = struct(
+    "TokenRuns",
+    "TokenLists: list i is ids[starts[i]] .. ids[starts[i + 1] - 1].",
+    starts="const int64_t*", ids="const int32_t*",
+)  # fmt: skip
+LogitConstraints = struct(
+    "LogitConstraints",
+    "BatchConstraints. Arrays have an element per row, but bias_values and output_counts one per id of their list.",
+    rows="const int64_t*", count="int64_t", bias="TokenRuns", bias_values="const float*", penalized="TokenRuns",
+    output_counts="const int32_t*", repetition="const float*", frequency="const float*", presence="const float*",
+    has_allowed="const bool*", allowed="TokenRuns", forbidden="TokenRuns",
 )  # fmt: skip
 
 _SCALAR_TYPES = {Scalar.F32: "float", Scalar.I32: "int32_t", Scalar.FLAG: "int32_t"}
@@ -210,6 +237,9 @@ FUNCTIONS: dict[str, Function] = {
         "void", pages="void*", pairs="const int64_t*", count="int64_t", block_bytes="int64_t", threads="int32_t"
     ),
     # Sampling.
+    "pagoda_constrain": _function(
+        "void", **(_LOGITS | {"logits": "float*"}), constraints="const LogitConstraints*", threads="int32_t"
+    ),
     "pagoda_best_tokens": _function("void", **_LOGITS, values="float*", ids="int64_t*", threads="int32_t"),
     "pagoda_sample": _function(
         "void", **_LOGITS, best_values="const float*", best_ids="const int64_t*", temperature="const float*",

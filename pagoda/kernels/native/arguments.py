@@ -10,8 +10,8 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
-from pagoda.kernels.linear.packed import PackedExperts, PackedWeight
-from pagoda.kernels.native.abi import ARGS, RowGroup, Shared
+from pagoda.kernels.linear.packed import PackedExperts, PackedTable, PackedWeight
+from pagoda.kernels.native.abi import ARGS, Layout, RowGroup, Shared
 from pagoda.kernels.native.dtypes import DTYPE_CODES, TORCH_DTYPES
 from pagoda.ops.batch import AttentionMetadata as AnyMetadata
 from pagoda.ops.batch import KVLayer as AnyKVLayer
@@ -174,6 +174,13 @@ def _set_rows(call: Call, name: str, declared: Rows, facts: RowsFacts) -> None:
 
 
 def _set_table(call: Call, name: str, declared: Table, value: object) -> None:
+    if declared.packed and isinstance(value, PackedTable):
+        record = getattr(call.record, name)
+        call.shapes[name], call.dtypes[name] = value.shape, DTYPE_CODES[value.dtype]
+        set_tensor(record, value.shape[1:], call.dtypes[name])
+        record.data, record.rows, record.layout = value.weight.panels.data_ptr(), value.shape[0], Layout.PANELS
+        call.kept.append(value)
+        return
     if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.dtype not in DTYPE_CODES:
         raise _wrong(call.op, name, "a contiguous tensor", value)
     dtype = DTYPE_CODES[value.dtype]

@@ -1,4 +1,6 @@
-"""What the kernels' own checks found, said in words."""
+"""Errors for arguments that would lead a kernel out of its memory."""
+
+import torch
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native.abi import Bad
@@ -23,3 +25,12 @@ def bad_group(bad: int, at: int, num_blocks: int) -> InvariantBroken:
     return InvariantBroken(
         f"attention metadata, {which} {at}: {_GROUP_RULES[Bad(bad)]} ({num_blocks} blocks); the step was not run"
     )
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """Raise ValueError for logits that the kernels cannot read."""
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits must be float32 [rows, vocab] with adjacent columns, not {tuple(logits.shape)} of {logits.dtype} "
+            f"with strides {logits.stride()}"
+        )

@@ -151,7 +151,7 @@ class RecordingOps:
                 if values[name].name is None:
                     raise NotRecordable(f"{op.name}: {name} that is not an input of the batch")
                 table = arguments[declared.below]
-                limit = table.value.domain if isinstance(table, View) else cast(torch.Tensor, table).shape[0]
+                limit = table.value.domain if isinstance(table, View) else cast(Tensor, table).shape[0]
                 self._checks[IndexCheck(values[name], limit)] = None
             elif isinstance(declared, Group):
                 group = self._group_index(arguments[name])

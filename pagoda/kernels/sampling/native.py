@@ -5,16 +5,8 @@ import torch
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.scheduler_output import LogprobColumns
+from pagoda.kernels.native.checks import check_logits
 from pagoda.kernels.native.library import NativeLibrary
-
-
-def _check(logits: torch.Tensor) -> None:
-    """Raises ValueError for logits that the kernels cannot read."""
-    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
-        raise ValueError(
-            f"logits must be float32 [rows, vocab] with adjacent columns, not {tuple(logits.shape)} of {logits.dtype} "
-            f"with strides {logits.stride()}"
-        )
 
 
 class NativeSampling:
@@ -25,7 +17,7 @@ class NativeSampling:
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(largest logit float32 [S], its lowest id int64 [S]) of float32 [S, V]; NaN where a row has one."""
-        _check(logits)
+        check_logits(logits)
         rows, vocab = logits.shape
         values, ids = logits.new_empty(rows), torch.empty(rows, dtype=torch.int64)
         self._library["best_tokens"](
@@ -44,7 +36,7 @@ class NativeSampling:
         best: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See reference.sample. best: (values, ids) of `best_tokens` where the caller has them already."""
-        _check(logits)
+        check_logits(logits)
         values, ids = self.best_tokens(logits) if best is None else best
         rows, vocab = logits.shape
         columns = (
@@ -63,7 +55,7 @@ class NativeSampling:
 
     def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
         """See logprobs.top_logprobs; among equals the lower id stands first."""
-        _check(logits)
+        check_logits(logits)
         rows, vocab = logits.shape
         k = min(k, vocab)
         found = LogprobColumns(

@@ -1,0 +1,78 @@
+"""BatchConstraints: what to change in the logits of some rows of a batch, as flat arrays."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pagoda.kernels.native.checks import bad_index
+
+_NO_IDS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLists:
+    """One list of token ids per constrained row, concatenated.
+
+    starts: int64 [m + 1], list i is ids[starts[i]:starts[i + 1]].   ids: int32 [starts[m]].
+    """
+
+    starts: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, lists: Sequence[np.ndarray]) -> "TokenLists":
+        """Concatenate integer arrays."""
+        starts = np.zeros(len(lists) + 1, np.int64)
+        np.cumsum([len(ids) for ids in lists], out=starts[1:])
+        return cls(starts, np.concatenate(lists, dtype=np.int32, casting="same_kind") if starts[-1] else _NO_IDS)
+
+    def spans(self) -> Iterator[slice]:
+        """Yield where each list is in `ids`."""
+        ends = self.starts.tolist()
+        return (slice(begin, end) for begin, end in pairwise(ends))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64 [starts[m]]: which list each id belongs to."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchConstraints:
+    """Changes to m rows of logits [n, V], in the order in which they apply. Ids are distinct within a list.
+
+    rows: int64 [m], which rows of the logits, each at most once.
+    bias, bias_values: added to the logits; float32, one per id.
+    penalized, output_counts: tokens that the penalties apply to, and how often each occurs in the output (int32, one
+        per id; 0 for a token that is only in the prompt).
+    repetition, frequency, presence: float32 [m]. A penalized token's logit is divided by `repetition` if positive, else
+        multiplied by it; if the token is in the output, `frequency * count + presence` is then subtracted.
+    has_allowed, allowed: bool [m], rows in which every token that is not in their list becomes -inf.
+    forbidden: tokens that become -inf.
+    """
+
+    rows: np.ndarray
+    bias: TokenLists
+    bias_values: np.ndarray
+    penalized: TokenLists
+    output_counts: np.ndarray
+    repetition: np.ndarray
+    frequency: np.ndarray
+    presence: np.ndarray
+    has_allowed: np.ndarray
+    allowed: TokenLists
+    forbidden: TokenLists
+
+    def check(self, num_rows: int, vocab_size: int) -> None:
+        """Raise InvariantBroken for a row or a token id outside logits [num_rows, vocab_size]."""
+        _check_below("rows", self.rows, num_rows)
+        for name in ("bias", "penalized", "allowed", "forbidden"):
+            _check_below(name, getattr(self, name).ids, vocab_size)
+
+
+def _check_below(name: str, indices: np.ndarray, limit: int) -> None:
+    if indices.size and (indices.min() < 0 or indices.max() >= limit):
+        at = int(np.flatnonzero((indices < 0) | (indices >= limit))[0])
+        raise bad_index(f"constrain: {name}", int(indices[at]), at, limit)

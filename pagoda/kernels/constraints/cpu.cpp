@@ -1,0 +1,47 @@
+// Logit constraints of a batch; their definition is constraints/reference.py. One row is one thread's work.
+#include <cstring>
+#include <limits>
+
+#include "parallel.h"
+
+namespace {
+
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+template <class Body>
+void for_ids(const TokenRuns& runs, int64_t row, Body&& body) {
+    for (int64_t i = runs.starts[row]; i < runs.starts[row + 1]; i++) body(runs.ids[i], i);
+}
+
+void constrain_row(float* logits, int64_t vocab, const LogitConstraints& c, int64_t row) {
+    for_ids(c.bias, row, [&](int32_t id, int64_t i) { logits[id] += c.bias_values[i]; });
+    float repetition = c.repetition[row], frequency = c.frequency[row], presence = c.presence[row];
+    for_ids(c.penalized, row, [&](int32_t id, int64_t i) {
+        float value = logits[id] > 0.0f ? logits[id] / repetition : logits[id] * repetition;
+        int32_t count = c.output_counts[i];
+        logits[id] = count > 0 ? value - (frequency * static_cast<float>(count) + presence) : value;
+    });
+    if (c.has_allowed[row]) {
+        size_t count = static_cast<size_t>(c.allowed.starts[row + 1] - c.allowed.starts[row]);
+        auto* kept = static_cast<float*>(thread_scratch(sizeof(float) * (count + 1)));
+        float* next = kept;
+        for_ids(c.allowed, row, [&](int32_t id, int64_t) { *next++ = logits[id]; });
+        for (int64_t id = 0; id < vocab; id++) logits[id] = NEVER;
+        next = kept;
+        for_ids(c.allowed, row, [&](int32_t id, int64_t) { logits[id] = *next++; });
+    }
+    for_ids(c.forbidden, row, [&](int32_t id, int64_t) { logits[id] = NEVER; });
+}
+
+}  // namespace
+
+// logits [rows, vocab], changed in place. The caller has checked every row and id.
+PAGODA_EXPORT void pagoda_constrain(float* logits, int64_t stride, int64_t rows, int64_t vocab,
+                                    const LogitConstraints* c, int32_t threads) {
+    (void)rows;
+    std::atomic<int64_t> next{0};
+    parallel(c->count > 1 ? threads : 1, [&](int, int) {
+        for (int64_t row; (row = next.fetch_add(1)) < c->count;)
+            constrain_row(logits + c->rows[row] * stride, vocab, *c, row);
+    });
+}

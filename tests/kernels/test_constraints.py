@@ -1,0 +1,80 @@
+"""Logit constraints of a batch: the torch and native versions against the definition, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.base.errors import InvariantBroken
+from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
+from pagoda.kernels.ops import Ops
+from pagoda.kernels.reference_ops import ReferenceOps
+
+
+def random_ids(rng: np.random.Generator, vocab: int, most: int) -> np.ndarray:
+    """Distinct ids, often none."""
+    size = int(rng.choice([0, 0, 1, min(most, vocab), rng.integers(0, min(most, vocab) + 1)]))
+    return rng.choice(vocab, size, replace=False).astype(np.int32)
+
+
+def random_constraints(rng: np.random.Generator, num_rows: int, vocab: int) -> BatchConstraints:
+    rows = np.flatnonzero(rng.random(num_rows) < 0.8)
+    m = len(rows)
+    bias, penalized, allowed, forbidden = (
+        TokenLists.of([random_ids(rng, vocab, most) for _ in range(m)]) for most in (9, 300, 40, 20)
+    )
+    return BatchConstraints(
+        rows,
+        bias,
+        rng.choice([-100.0, -0.5, 1e-3, 100.0], len(bias.ids)).astype(np.float32),
+        penalized,
+        rng.integers(0, 5, len(penalized.ids)).astype(np.int32),
+        rng.choice([1.0, 1.1, 0.7, 3.0], m).astype(np.float32),
+        rng.choice([0.0, 0.3, -2.0], m).astype(np.float32),
+        rng.choice([0.0, 1.9, -0.1], m).astype(np.float32),
+        rng.random(m) < 0.4,
+        allowed,
+        forbidden,
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 17, 1000])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_batch_of_every_combination(fast: Ops, reference: ReferenceOps, vocab: int, seed: int) -> None:
+    rng = np.random.default_rng([seed, vocab])
+    constraints = random_constraints(rng, 12, vocab)
+    logits = torch.from_numpy(rng.normal(0, 4, (12, vocab)).astype(np.float32))
+    if vocab > 1:
+        logits[3, vocab // 2], logits[4, 0], logits[5, 1] = torch.inf, -torch.inf, torch.nan
+    logits[6, 0] = 0.0
+    expected = logits.clone()
+    reference.constrain(expected, constraints)
+    padded = torch.full((12, vocab + 3), 7.0)  # rows that do not follow each other without gaps
+    padded[:, :vocab] = logits
+    fast.constrain(padded[:, :vocab], constraints)
+    assert torch.equal(padded[:, :vocab].nan_to_num(nan=1e30), expected.nan_to_num(nan=1e30))
+    assert (padded[:, vocab:] == 7.0).all()
+    untouched = np.setdiff1d(np.arange(12), constraints.rows)
+    assert expected[untouched].nan_to_num().equal(logits[untouched].nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["bias", "penalized", "allowed", "forbidden"])
+@pytest.mark.parametrize("bad", [-1, 17, 2**31 - 1])
+def test_ids_outside_the_vocabulary_are_refused(fast: Ops, reference: ReferenceOps, name: str, bad: int) -> None:
+    none = TokenLists.of([np.empty(0, np.int32)])
+    lists = dict.fromkeys(("bias", "penalized", "allowed", "forbidden"), none)
+    lists[name] = TokenLists.of([np.array([3, bad], np.int32)])
+    one = np.ones(1, np.float32)
+    constraints = BatchConstraints(
+        np.zeros(1, np.int64),
+        lists["bias"],
+        np.ones(len(lists["bias"].ids), np.float32),
+        lists["penalized"],
+        np.ones(len(lists["penalized"].ids), np.int32),
+        one, one, one,
+        np.ones(1, bool),
+        lists["allowed"],
+        lists["forbidden"],
+    )  # fmt: skip
+    for ops in (fast, reference):
+        with pytest.raises(InvariantBroken, match=f"constrain: {name}: element 1 is {bad}, allowed are 0 to 16"):
+            ops.constrain(torch.zeros(2, 17), constraints)
