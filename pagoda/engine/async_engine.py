@@ -108,12 +108,14 @@ class AsyncEngine:
             async for output in outputs:
                 yield output
 
-    async def prepare_params(self, params: SamplingParams) -> PreparedParams:
+    # `key` in the methods below: whose text it is. Long texts of different keys take turns.
+
+    async def prepare_params(self, params: SamplingParams, key: str = "") -> PreparedParams:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
         num_chars = sum(map(len, params.bad_words))
         self.input_processor.limits.of_request.check_lists(params)
         if num_chars:
-            return await self._threads.run(num_chars, self.input_processor.prepare_params, params)
+            return await self._threads.run(key, num_chars, self.input_processor.prepare_params, params)
         return self.input_processor.prepare_params(params)
 
     async def prepare(
@@ -125,6 +127,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        key: str = "",
     ) -> Request:
         """Tokenise and validate a prompt. Raises RequestError; nothing runs until `stream`.
 
@@ -136,12 +139,12 @@ class AsyncEngine:
         token_ids: Sequence[int] | Any
         if text is not None and len(text) >= LONG_TEXT_CHARS:
             token_ids = await self._threads.run(
-                len(text), self.input_processor.token_ids_of, prompt, add_special_tokens
+                key, len(text), self.input_processor.token_ids_of, prompt, add_special_tokens
             )
         else:
             token_ids = self.input_processor.token_ids_of(prompt, add_special_tokens)
         if isinstance(params, SamplingParams) and params.bad_words:
-            params = await self.prepare_params(params)
+            params = await self.prepare_params(params, key)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_is_new(request_id)
         return self.input_processor.make_request(
@@ -242,6 +245,7 @@ class AsyncEngine:
         add_special_tokens: bool = False,
         must_fit: bool = False,
         is_bounded: bool = False,
+        key: str = "",
     ) -> RenderedChat:
         """Render a conversation into the model's prompt (see InputProcessor.render_chat).
 
@@ -254,7 +258,7 @@ class AsyncEngine:
             messages, chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs
         )
         try:
-            text = await self._templates.render(job)
+            text = await self._templates.render(job, key)
         except ForeignValues:
             text = await asyncio.to_thread(InProcessRenderer().render, job)
         except ConfigError as error:
@@ -264,27 +268,27 @@ class AsyncEngine:
         if len(text) < LONG_TEXT_CHARS:
             return self.input_processor.tokenize_chat(text, add_special_tokens, must_fit)
         return await self._threads.run(
-            len(text), self.input_processor.tokenize_chat, text, add_special_tokens, must_fit
+            key, len(text), self.input_processor.tokenize_chat, text, add_special_tokens, must_fit
         )
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True, key: str = "") -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
         if len(text) < LONG_TEXT_CHARS:
             return self.input_processor.encode(text, add_special_tokens)
-        return await self._threads.run(len(text), self.input_processor.encode, text, add_special_tokens)
+        return await self._threads.run(key, len(text), self.input_processor.encode, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, skipping unknown ids. Runs on the calling thread: meant for short lists."""
         return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], key: str = "") -> str:
         """Like `decode`, but long lists are decoded on a thread.
 
         Raises RequestError for an id outside the vocabulary of both the model and the tokenizer.
         """
         if len(token_ids) < _LONG_TEXT_TOKENS:
             return self._decode_known(token_ids)
-        return await self._threads.run(len(token_ids), self._decode_known, token_ids)
+        return await self._threads.run(key, len(token_ids), self._decode_known, token_ids)
 
     def _decode_known(self, token_ids: Sequence[int]) -> str:
         # A model's vocabulary may be padded beyond its tokenizer's; a tokenizer may have tokens its model lacks.
@@ -294,14 +298,14 @@ class AsyncEngine:
                 raise RequestError(f"token {at} is {token_id}, outside the vocabulary of {size}", "tokens")
         return self.decode(token_ids)
 
-    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+    async def token_strings(self, token_ids: Sequence[int], key: str = "") -> list[str]:
         """Return each token's own text, with U+FFFD for incomplete characters."""
 
         def texts() -> list[str]:
             read = self.input_processor.tokenizer.token_bytes
             return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
 
-        return await self._threads.run(len(token_ids), texts)
+        return await self._threads.run(key, len(token_ids), texts)
 
     @property
     def died(self) -> WorkerDied | None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from pagoda.engine.fair_turns import FairTurns
 from pagoda.engine.template_job import TemplateJob
 from pagoda.engine.template_process import TemplateLimits, TemplateProcess
 
@@ -16,9 +17,21 @@ class _Lane:
 
     def __init__(self, limits: TemplateLimits, niceness: int) -> None:
         self.processes = [TemplateProcess(limits, niceness) for _ in range(_NUM_PROCESSES)]
-        self.idle: asyncio.LifoQueue[TemplateProcess] = asyncio.LifoQueue()
+        self._idle = list(self.processes)
+        self._turns = FairTurns(_NUM_PROCESSES)
+
+    async def take(self, key: str) -> TemplateProcess:
+        await self._turns.take(key)
+        return self._idle.pop()
+
+    def release(self, process: TemplateProcess) -> None:
+        self._idle.append(process)
+        self._turns.release()
+
+    def close(self) -> None:
+        self._turns.close()
         for process in self.processes:
-            self.idle.put_nowait(process)
+            process.close()
 
 
 class TemplatePool:
@@ -31,19 +44,19 @@ class TemplatePool:
         self._callers = _Lane(limits, _CALLERS_NICENESS)
         self._threads = ThreadPoolExecutor(2 * _NUM_PROCESSES, "pagoda-template")
 
-    async def render(self, job: TemplateJob) -> str:
+    async def render(self, job: TemplateJob, key: str = "") -> str:
         """Return the prompt. Raises RequestError, or ConfigError for a template that is not valid Jinja.
 
-        Cancelling the call stops the rendering.
+        Cancelling the call stops the rendering.   key: callers' keys take turns.
         """
         lane = self._own if job.is_own else self._callers
-        process = await lane.idle.get()
+        process = await lane.take(key)
         loop = asyncio.get_running_loop()
         work = self._threads.submit(process.render, job)
 
         def release(_: "Future[str]") -> None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(lane.idle.put_nowait, process)
+                loop.call_soon_threadsafe(lane.release, process)
 
         work.add_done_callback(release)
         try:
@@ -59,6 +72,5 @@ class TemplatePool:
     def close(self) -> None:
         """Kill all processes, even if they are rendering. Idempotent."""
         for lane in (self._own, self._callers):
-            for process in lane.processes:
-                process.close()
+            lane.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -33,7 +33,9 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     """
     app = create_api(has_keys=bool(config.api_keys))
     app.state.server = state
-    bounded = QueuedBytes(app, config.max_queued_bytes, lambda: state.generator.metrics.on_refusal("bytes"))
+    num_keys = len({*config.api_keys, config.admin_api_key} - {None})
+    on_refusal = functools.partial(state.generator.metrics.on_refusal, "bytes")
+    bounded = QueuedBytes(app, config.max_queued_bytes, num_keys, on_refusal)
     layers: ASGIApp = Gate(bounded, config, state.drain)
     if config.cors_origins:
         # Outside the gate: browsers hide responses without these headers from a page, including error responses, and

@@ -56,6 +56,7 @@ async def create_chat_completion(http: Request) -> Response:
         add_special_tokens=body.add_special_tokens,
         must_fit=body.truncate_prompt_tokens is None,
         is_bounded=True,
+        key=http.scope["state"]["key"],
     )
     prompt = await cancel_on_disconnect(http, rendering)
     top = (body.top_logprobs or 0) if body.logprobs else None

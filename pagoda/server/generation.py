@@ -245,7 +245,7 @@ class Generator:
         salt = self._salt(key, body.cache_salt)
         with contextlib.ExitStack() as place:
             engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
-            preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, add_special_tokens)
+            preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, add_special_tokens, key)
             texts = [*params.bad_words, *(prompt for prompt in prompts if isinstance(prompt, str))]
             # Short prompts are ready at once; longer ones may queue for a thread, which nobody should do in vain.
             is_long = sum(map(len, texts)) >= LONG_TEXT_CHARS
@@ -266,8 +266,9 @@ class Generator:
         priority: int,
         salt: str | None,
         add_special_tokens: bool,
+        key: str,
     ) -> list[Request]:
-        prepared = await self.llm.prepare_params(params)
+        prepared = await self.llm.prepare_params(params, key)
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
         num_prompt_tokens = 0
@@ -279,6 +280,7 @@ class Generator:
                 priority=priority,
                 cache_salt=salt,
                 add_special_tokens=add_special_tokens,
+                key=key,
             )
             requests.append(request)
             if params.prompt_logprobs is not None:

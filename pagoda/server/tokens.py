@@ -22,7 +22,7 @@ async def tokenize(http: Request) -> Response:
     body = await read_body(http, TokenizeRequest, state.request_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
-    llm = state.generator.llm
+    llm, key = state.generator.llm, http.scope["state"]["key"]
     if body.messages is not None:
         rendering = llm.render_chat(
             body.rendered_messages(),
@@ -33,16 +33,17 @@ async def tokenize(http: Request) -> Response:
             template_kwargs=body.chat_template_kwargs,
             add_special_tokens=body.add_special_tokens is True,
             is_bounded=True,
+            key=key,
         )
         prompt = await cancel_on_disconnect(http, rendering)
         token_ids = prompt.token_ids
     else:
         token_ids = await cancel_on_disconnect(
-            http, llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            http, llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False, key=key)
         )
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": state.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
-        answer["token_strs"] = await cancel_on_disconnect(http, llm.token_strings(token_ids))
+        answer["token_strs"] = await cancel_on_disconnect(http, llm.token_strings(token_ids, key))
     return JsonAnswer(answer)
 
 
@@ -52,7 +53,8 @@ async def detokenize(http: Request) -> Response:
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.check_model(body.model)
-    return JsonAnswer({"prompt": await cancel_on_disconnect(http, state.generator.llm.detokenize(body.tokens))})
+    decoding = state.generator.llm.detokenize(body.tokens, http.scope["state"]["key"])
+    return JsonAnswer({"prompt": await cancel_on_disconnect(http, decoding)})
 
 
 @router.get("/tokenizer_info")
