@@ -9,7 +9,7 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.policy import Policy
-from pagoda.core.request import Request, RequestState, Sequence
+from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.stops import find_end
 
@@ -26,15 +26,14 @@ class RequestChecks:
     def make_state(self, request: Request) -> RequestState:
         """Return the request with its sequences. Sequences that had ended before a restart are ended already."""
         self._check(request)
-        state = RequestState(request, self.policy.key(request))
+        state = RequestState(request, self.policy.key(request), awaiting_fork=not request.prior_output)
         prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
         for index in range(request.num_seqs):
             prior = request.prior_output[index] if request.prior_output else ()
             tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
-            state.sequences.append(Sequence(state, index, tokens))
-        if request.prior_output:
-            state.awaiting_fork = False
-            self._end_prior(state)
+            state.sequences.append(Sequence(state, index, tokens, status=self._status_after(request, prior)))
+        if not state.unfinished:
+            raise RequestError("every sequence of prior_output has ended already", "prior_output")
         return state
 
     def _check(self, request: Request) -> None:
@@ -63,16 +62,10 @@ class RequestChecks:
                 most = config.max_num_batched_tokens
                 raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
 
-    def _end_prior(self, state: RequestState) -> None:
-        """Sequences that ended before the engine died are not run again."""
-        facts = state.facts
-        limit = self.table.limit_of(facts)
-        for sequence, prior in zip(state.sequences, facts.prior_output, strict=True):
-            end = find_end(facts, 0, list(prior), limit)
-            if end is not None:
-                sequence.status = end.status
-        if not state.unfinished:
-            raise RequestError("every sequence of prior_output has ended already", "prior_output")
+    def _status_after(self, request: Request, prior: tuple[int, ...]) -> RequestStatus:
+        """Return how a sequence starts: waiting, or ended if it had ended before the engine died."""
+        end = find_end(request, 0, list(prior), self.table.limit_of(request)) if prior else None
+        return RequestStatus.WAITING if end is None else end.status
 
 
 def check_config(

@@ -122,7 +122,9 @@ class PrefillBesideDecodes(ChunkLimit):
 
     def _decodes(self, plan: StepPlan, row: int) -> bool:
         """Whether nothing is bounded, or the row was running and lacked its last token only."""
-        return plan.prompt_budget is None or (row >= 0 and row not in self.batch.prefilling and row not in plan.entries)
+        return plan.prompt_budget is None or (
+            row >= 0 and row not in self.batch.prefilling and row not in plan.entering
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

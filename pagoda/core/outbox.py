@@ -30,8 +30,9 @@ class Outbox:
     awaiting_first_output: row -> request of which no token has been emitted yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
         self.awaiting_first_output: dict[int, RequestState] = {}
+        self._awaits = np.zeros(max_rows, np.bool_)  # by row, the same: one lookup for a whole batch
         self._released: list[int] = []
         self._preempted_ids: list[str] = []
         self._finished_ids: list[str] = []
@@ -43,7 +44,8 @@ class Outbox:
     def forget(self, row: int) -> None:
         """The row is released: workers may forget it."""
         self._released.append(row)
-        self.awaiting_first_output.pop(row, None)
+        if self.awaiting_first_output.pop(row, None) is not None:
+            self._awaits[row] = False
 
     def post_preempted(self, request: RequestState) -> None:
         self._preempted_ids.append(request.request_id)
@@ -80,15 +82,21 @@ class Outbox:
         """Note `row`, unless the client has a token of the request already."""
         if not request.has_output:
             self.awaiting_first_output[row] = request
+            self._awaits[row] = True
 
     def take_first_outputs(self, rows: np.ndarray) -> list[RequestState]:
         """Return the requests of which `rows` emit the first token. They are no longer awaited."""
         first: list[RequestState] = []
-        for row in self.awaiting_first_output.keys() & set(rows.tolist()):
-            request = self.awaiting_first_output.pop(row)
-            request.has_output = True
-            first.append(request)
+        for row in rows[self._awaits[rows]].tolist():
+            self._awaits[row] = False
+            first.append(self.note_first_output(self.awaiting_first_output.pop(row)))
         return first
+
+    @staticmethod
+    def note_first_output(request: RequestState) -> RequestState:
+        """The request emits its first token. Return it."""
+        request.has_output = True
+        return request
 
 
 def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:

@@ -23,6 +23,10 @@ class Policy(Protocol):
         """Return the request of `running` to preempt (not empty, oldest admission first)."""
         ...
 
+    def outranks(self, waiting: RequestState, running: RequestState) -> bool:
+        """Whether `running` may be preempted only to let `waiting` enter."""
+        ...
+
 
 class FirstComeFirstServed:
     """Order of arrival. The newest running request is the victim, and returns to the front of the queue."""
@@ -40,6 +44,9 @@ class FirstComeFirstServed:
     def victim(self, running: Iterable[RequestState]) -> RequestState:
         return next(reversed(running))  # type: ignore[call-overload]  # a dict view
 
+    def outranks(self, waiting: RequestState, running: RequestState) -> bool:
+        return False
+
 
 class MostUrgentFirst:
     """Smallest priority number first, then arrival, then id.
@@ -55,6 +62,9 @@ class MostUrgentFirst:
 
     def victim(self, running: Iterable[RequestState]) -> RequestState:
         return max(running, key=lambda request: (request.facts.priority, request.facts.arrival_time_s))
+
+    def outranks(self, waiting: RequestState, running: RequestState) -> bool:
+        return self.key(waiting.facts) < self.key(running.facts)
 
 
 POLICIES: dict[SchedulingPolicy, type[FirstComeFirstServed] | type[MostUrgentFirst]] = {

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pagoda.base.config import PreemptionMode, SchedulerConfig, SchedulingPolicy
+from pagoda.base.config import PreemptionMode, SchedulerConfig
 from pagoda.core.decision_log import DecisionLog, Preempted, Reason
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
@@ -19,6 +19,9 @@ from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import Counters
 from pagoda.core.step_plan import StepPlan
+
+_NO_ROOM = (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK)
+"""What a preemption can mend."""
 
 
 class CostModel:
@@ -152,14 +155,13 @@ class Preemption:
         self.outbox.post_preempted(victim)
 
     def make_way(self, head: RequestState, plan: StepPlan, reason: Reason) -> bool:
-        """Preempt the policy's victim if `head`, held back for `reason`, is more urgent. Return whether it was done."""
-        evicts = self.config.evict_for_priority and self.config.scheduling_policy is SchedulingPolicy.PRIORITY
-        if not evicts or plan.entries or not self.batch.requests:
+        """Preempt the policy's victim if `head`, held back for `reason`, outranks it. Return whether it was done."""
+        if not self.config.evict_for_priority or plan.entering or not self.batch.requests:
             return False  # a request that entered in this step may use blocks that a running row fills in it
-        if reason not in (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK):
+        if reason not in _NO_ROOM:
             return False
         worst = self.victim()
-        if self.policy.key_on_return(worst) <= head.sort_key:
+        if not self.policy.outranks(head, worst):
             return False
         self.preempt(worst, plan, head)
         return True

@@ -107,7 +107,7 @@ class Sequence:
 
     row: its row in RequestTable, -1 while it has none.
     token_ids, num_computed: current while row is -1; otherwise the table's columns are. RequestTable writes all three.
-    status: written by Lifecycle; RequestChecks ends those that had ended before a restart.
+    status: written by Lifecycle.
     """
 
     request: "RequestState"

@@ -82,7 +82,7 @@ class Scheduler:
         watermark_blocks = int(cache.watermark * (num_blocks + 1))
         self._kv = kv = KVCacheManager(table, sizing, num_blocks, num_host_blocks, watermark_blocks, cache)
         self._in_flight = in_flight = StepsInFlight()
-        self._outbox = outbox = Outbox()
+        self._outbox = outbox = Outbox(self.max_rows)
         self._waiting, self._swapped = waiting, swapped = RequestQueue(), RequestQueue()
         self._batch = batch = RunningBatch(table, kv, in_flight, config.async_scheduling)
         encoder = EncoderInputs(

@@ -37,7 +37,7 @@ class StepPlan:
     budget, encoder_budget: tokens left.   now_s: when it was opened.
     row_cap: most tokens of a prompt that one row gets, 0 for no cap.
     prompt_budget: tokens left for prompts, None for no limit of their own.   prompts: row -> tokens taken of it.
-    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.   entries: by row.
+    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.   entering: by row.
     steady: set if the bulk rows are a steady step.
 
     rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.   at: int64 [num_rows], `rows`.
@@ -72,12 +72,16 @@ class StepPlan:
         self.prompts: dict[int, int] = {}
         self.drafts: dict[int, np.ndarray] = {}
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
-        self.entries: dict[int, Entry] = {}
+        self.entering: dict[int, Entry] = {}
         self.preempted: list[RequestState] = []
 
     @property
     def is_empty(self) -> bool:
         return not self.placed and len(self.bulk_rows) == 0
+
+    def enter(self, row: int, kind: AdmitKind, num_computed: int) -> None:
+        """Workers get to know the row, with `num_computed` computed tokens."""
+        self.entering[row] = Entry(row, kind, num_computed)
 
     def place(self, row: int, start: int, num_new: int) -> None:
         """The row computes `num_new` tokens from `start`."""
@@ -112,7 +116,7 @@ class StepPlan:
         if self.prompt_budget is not None:
             self.prompt_budget += self.prompts.pop(row, 0)
         self.drafts.pop(row, None)
-        self.entries.pop(row, None)
+        self.entering.pop(row, None)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rows, start, num_new of what is placed so far: int32 [num_rows], bulk rows first."""

@@ -11,7 +11,7 @@ from pagoda.core.request_table import RequestTable
 
 
 class BlockAllocator:
-    """One device pool under the tables of all KV groups.
+    """One device pool under the tables of all KV groups. The only writer of the tables' columns.
 
     `extend_rows` (whole batches, numpy) and `extend_row` (one row; the definition) first free what fell behind a
     window, then copy a shared tail block that is about to be written, then allocate new blocks.
@@ -59,7 +59,6 @@ class BlockAllocator:
     def fill_row(self, row: int, prefix: CachedPrefix, end: int, encoder_len: int) -> None:
         """Give an empty row its first blocks: those of `prefix`, then new ones for tokens up to `end`."""
         tables = self._tables
-        tables.clear(row)
         for group in self.growing:
             blocks = np.array(prefix.blocks[group.index], np.int32)
             passed = min(group.num_passed_blocks(prefix.num_tokens), len(blocks))
@@ -67,13 +66,19 @@ class BlockAllocator:
             tables.entries[group.index][row, : len(blocks)] = blocks
             tables.num_released[group.index][row] = passed
             self._pool.touch(blocks[blocks != 0])
-        tables.num_blocks[row] = tables.num_cached[row] = prefix.num_tokens // self._block_size
+        tables.num_blocks[row] = prefix.num_tokens // self._block_size
+        tables.num_cross_blocks[row] = count = blocks_for(encoder_len, self._block_size) if self._cross else 0
         for group in self._cross:
-            count = blocks_for(encoder_len, self._block_size)
-            tables.widen_cross(group.index, count)
+            self._widen(group.index, count)
             tables.entries[group.index][row, :count] = self.allocate(count)
-            tables.num_cross_blocks[row] = count
         self.append(row, end, is_known=False)
+
+    def _widen(self, group: int, num_blocks: int) -> None:
+        """Make room for `num_blocks` entries in a cross-attention table (encoders may outrun the model length)."""
+        entries = self._tables.entries
+        missing = num_blocks - entries[group].shape[1]
+        if missing > 0:
+            entries[group] = np.pad(entries[group], ((0, 0), (0, missing)))
 
     def extend_row(self, row: int, end: int) -> bool:
         """Make room for the row's tokens up to `end`.
@@ -184,13 +189,31 @@ class BlockAllocator:
             self._pool.touch(entries[row, :held])
         tables.num_cross_blocks[row] = tables.num_cross_blocks[source]
         tables.num_blocks[row] = count
-        tables.num_cached[row] = min(int(tables.num_cached[source]), num_tokens // self._block_size)
         self.reserve(np.array([row]))
         if num_tokens % self._block_size:
-            self.mark_shared_tail(source)
-            self.mark_shared_tail(row)
+            self._mark_shared_tail(source)
+            self._mark_shared_tail(row)
 
-    def mark_shared_tail(self, row: int) -> None:
+    def restore(self, row: int, parts: list[tuple[np.ndarray, np.ndarray]], *, tail_is_shared: bool) -> None:
+        """Fill an empty row with blocks that hold its content already: per KV group, (table indices, blocks)."""
+        tables = self._tables
+        tables.num_blocks[row] = tables.num_cross_blocks[row] = 0
+        for group, entries, released, (index, blocks) in zip(
+            tables.groups, tables.entries, tables.num_released, parts, strict=True
+        ):
+            first = int(index[0]) if len(index) and group.grows else 0
+            entries[row, :first] = 0
+            entries[row, index] = blocks
+            released[row] = first
+            if not group.grows:
+                tables.num_cross_blocks[row] = len(index)
+            elif len(index):
+                tables.num_blocks[row] = max(int(tables.num_blocks[row]), int(index[-1]) + 1)
+        self.reserve(np.array([row]))
+        if tail_is_shared:
+            self._mark_shared_tail(row)
+
+    def _mark_shared_tail(self, row: int) -> None:
         """The partly filled block that the row writes next has other references."""
         self._shared_tails.add(row)
         self._tables.reserved_until[row] = -1

@@ -1,5 +1,7 @@
 """BlockPool: reference counts and free blocks of one memory tier. It knows nothing of tokens, rows or hashes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
@@ -81,6 +83,10 @@ class BlockPool:
         self._unlog(blocks[self.ref_count[blocks] == 0])
         self.ref_count[blocks] += 1
 
+    def add_references(self, blocks: np.ndarray, counts: np.ndarray) -> None:
+        """Add `counts[i]` references to `blocks[i]`, which has one already. Distinct ids."""
+        self.ref_count[blocks] += counts.astype(np.int32)
+
     def _unlog(self, blocks: np.ndarray) -> None:
         self._num_logged -= int(np.count_nonzero(self._place[blocks]))
         self._place[blocks] = 0
@@ -100,6 +106,10 @@ class BlockPool:
             self._append(free[keep])
             free = free[~keep]
         self._push(free)
+
+    def note_content(self, blocks: Sequence[int]) -> None:
+        """`blocks`, which are referenced, can be found by hash from now on."""
+        self.has_content[blocks] = True
 
     def drop_content(self, blocks: np.ndarray) -> None:
         """`blocks` cannot be found by hash any more; free ones move to the stack."""

@@ -1,4 +1,4 @@
-"""BlockTables: which blocks each row holds, as numpy columns. Written inside this folder only."""
+"""BlockTables: which blocks each row holds, as numpy columns. BlockAllocator alone writes them."""
 
 import numpy as np
 
@@ -11,7 +11,6 @@ class BlockTables:
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block.
     num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
     num_cross_blocks: int32 [rows], entries used in those that do not.
-    num_cached: int32 [rows], leading blocks that were inserted into the prefix cache.
     num_released: per KV group, int32 [rows], leading blocks freed behind a window.
     reserved_until: int32 [rows]: while a step ends at or below this position, the row needs nothing from the KV
         manager: no block, no copy, nothing to free. Steps without events compare this column and look no further.
@@ -22,22 +21,8 @@ class BlockTables:
         self.entries = [np.zeros((max_rows, max_blocks if group.grows else 0), np.int32) for group in groups]
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.num_cross_blocks = np.zeros(max_rows, np.int32)
-        self.num_cached = np.zeros(max_rows, np.int32)
         self.num_released = [np.zeros(max_rows, np.int32) for _ in groups]
         self.reserved_until = np.zeros(max_rows, np.int32)
-
-    def clear(self, row: int) -> None:
-        """The row holds no blocks; the KV manager must be asked before it computes anything."""
-        self.num_blocks[row] = self.num_cross_blocks[row] = self.num_cached[row] = 0
-        for released in self.num_released:
-            released[row] = 0
-        self.reserved_until[row] = -1
-
-    def widen_cross(self, group: int, num_blocks: int) -> None:
-        """Make room for `num_blocks` entries in a cross-attention table (encoders may outrun the model length)."""
-        missing = num_blocks - self.entries[group].shape[1]
-        if missing > 0:
-            self.entries[group] = np.pad(self.entries[group], ((0, 0), (0, missing)))
 
     def num_used(self, row: int, group: KVGroup) -> int:
         """Entries in use in the row's table of `group`."""

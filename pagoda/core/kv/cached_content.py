@@ -1,10 +1,10 @@
 """CachedContent: what blocks hold. Inserts rows' full blocks into the prefix cache, and finds prefixes in it."""
 
-from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 import numpy as np
 
+from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, make_root
@@ -23,6 +23,7 @@ class CachedPrefix:
 class CachedContent:
     """The prefix cache as rows see it. Hashing is lazy: it happens at the next lookup, or when a block is freed.
 
+    num_cached: int32 [rows], leading blocks of each row that were inserted into the cache.
     enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
     """
 
@@ -36,7 +37,8 @@ class CachedContent:
         seed: int | None,
     ) -> None:
         self.enabled = enabled
-        self.prefix_cache = PrefixCache(len(tables.groups), seed, self._note_content)
+        self.prefix_cache = PrefixCache(len(tables.groups), seed, pool.note_content)
+        self.num_cached = np.zeros(table.max_rows, np.int32)
         self.nothing = CachedPrefix(0, tuple([] for _ in tables.groups))
         self._table = table
         self._tables = tables
@@ -46,8 +48,13 @@ class CachedContent:
         self._block_size = block_size
         self._chains: dict[Sequence, HashChain] = {}
 
-    def _note_content(self, blocks: Ids[int]) -> None:
-        self._pool.has_content[blocks] = True
+    def start_row(self, row: int, num_cached: int) -> None:
+        """The row begins with `num_cached` blocks of the cache; what it had is another sequence's."""
+        self.num_cached[row] = num_cached
+
+    def share(self, source: int, row: int, num_tokens: int) -> None:
+        """`row` references the blocks of the first `num_tokens` tokens of `source`."""
+        self.num_cached[row] = min(int(self.num_cached[source]), num_tokens // self._block_size)
 
     def hash_tokens(self, sequence: Sequence) -> HashChain:
         """Hash the full blocks of a sequence without a row."""
@@ -95,37 +102,37 @@ class CachedContent:
         if chain is None:
             return
         filled = min(num_computed, int(table.num_tokens[row]))
-        first, last = int(tables.num_cached[row]), filled // self._block_size
+        first, last = int(self.num_cached[row]), filled // self._block_size
         if last <= first:
             return
         chain.extend(table.token_ids[row], filled)
         for group in self._groups:
             blocks = tables.entries[group.index][row, first:last].tolist()
             self.prefix_cache.insert(group.index, chain.hashes[first:last], blocks)
-        tables.num_cached[row] = last
+        self.num_cached[row] = last
 
     def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """`cache_blocks` for all of `rows` that have new full blocks. ends: computed tokens, int32 [num_rows]."""
         if not self.enabled:
             return
         filled = np.minimum(ends, self._table.num_tokens[rows]) // self._block_size
-        for i in np.flatnonzero(filled > self._tables.num_cached[rows]).tolist():
+        for i in np.flatnonzero(filled > self.num_cached[rows]).tolist():
             self.cache_blocks(int(rows[i]), int(ends[i]))
 
     def uncache_uncomputed(self, row: int) -> None:
         """The row was taken out of the step: blocks cached for it hold nothing."""
         first = int(self._table.num_computed[row]) // self._block_size
-        last = int(self._tables.num_cached[row])
+        last = int(self.num_cached[row])
         for group in self._groups:
             self._remove(self._tables.entries[group.index][row, first:last])
-        self._tables.num_cached[row] = min(first, last)
+        self.num_cached[row] = min(first, last)
 
     def uncache_row(self, row: int) -> None:
         """The row's KV cannot be trusted: its blocks are removed from the prefix cache."""
         count = int(self._tables.num_blocks[row])
         for group in self._groups:
             self._remove(self._tables.entries[group.index][row, :count])
-        self._tables.num_cached[row] = count
+        self.num_cached[row] = count
 
     def uncache_sequence(self, sequence: Sequence) -> None:
         """The KV of a sequence without a row cannot be trusted: all that is found by its hashes is removed."""
@@ -147,3 +154,10 @@ class CachedContent:
         self.prefix_cache.clear()
         self._pool.drop_all_content()
         return True
+
+    def check(self) -> None:
+        """Check the cache, and that only unfinished sequences have hashes. Raises InvariantBroken."""
+        self.prefix_cache.check()
+        for sequence in self._chains:
+            if sequence.is_finished:
+                raise InvariantBroken(f"{sequence.request.request_id}: a finished sequence still has block hashes")

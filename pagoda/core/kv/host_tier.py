@@ -61,7 +61,7 @@ class HostTier:
         unique, first, inverse, counts = np.unique(device, return_index=True, return_inverse=True, return_counts=True)
         host, _ = self.pool.allocate(len(unique))
         host[np.argsort(first)] = np.sort(host)  # table order
-        self.pool.ref_count[host] = counts
+        self.pool.add_references(host, counts - 1)
         # A copy-on-write of this very step has not happened when swap-outs run: its source still has the content.
         copied_from = self.moves.sources_of(set(rows))
         sources = np.array([copied_from.get(block, block) for block in unique.tolist()], np.int32)
@@ -103,32 +103,17 @@ class HostTier:
         host = self._host_blocks(sequences)
         unique, first, inverse, counts = np.unique(host, return_index=True, return_inverse=True, return_counts=True)
         device = self.allocator.allocate(len(unique))
-        self.device.ref_count[device] = counts
+        self.device.add_references(device, counts - 1)
         order = np.argsort(first)
         self.moves.swap_in(np.stack((unique[order], device[order]), axis=1))
         device_of, at = device[inverse], 0
         for sequence, tail_is_shared in zip(sequences, shared, strict=True):
-            parked = self._parked[sequence]
-            for group, part in enumerate(parked):
-                self._fill(sequence.row, group, part.index, device_of[at : at + len(part.blocks)])
+            parts: list[tuple[np.ndarray, np.ndarray]] = []
+            for part in self._parked[sequence]:
+                parts.append((part.index, device_of[at : at + len(part.blocks)]))
                 at += len(part.blocks)
-            growing = [parked[group.index].index for group in self.allocator.growing]
-            last = max((int(index[-1]) + 1 for index in growing if len(index)), default=0)
-            self.tables.num_blocks[sequence.row] = last
-            self.allocator.reserve(np.array([sequence.row]))
-            if tail_is_shared:
-                self.allocator.mark_shared_tail(sequence.row)
+            self.allocator.restore(sequence.row, parts, tail_is_shared=tail_is_shared)
             self.drop(sequence)
-
-    def _fill(self, row: int, group_index: int, index: np.ndarray, blocks: np.ndarray) -> None:
-        tables = self.tables
-        entries = tables.entries[group_index]
-        entries[row, index] = blocks
-        if not tables.groups[group_index].grows:
-            tables.num_cross_blocks[row] = len(index)
-        elif len(index):
-            tables.num_released[group_index][row] = index[0]
-            entries[row, : index[0]] = 0  # entries of the row's earlier owner
 
     def drop(self, sequence: Sequence) -> None:
         """Free the host blocks of a sequence, if it has any."""

@@ -149,6 +149,7 @@ class KVCacheManager:
     def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int, encoder_len: int) -> None:
         """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `can_allocate`."""
         self._allocator.fill_row(row, prefix, end, encoder_len)
+        self._content.start_row(row, prefix.num_tokens // self.block_size)
         self._content.cache_blocks(row, end)
 
     # A row goes on
@@ -167,6 +168,7 @@ class KVCacheManager:
     def fork(self, source: int, row: int, num_tokens: int) -> None:
         """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
         self._allocator.share(source, row, num_tokens)
+        self._content.share(source, row, num_tokens)
 
     def fork_hashes(self, source: Sequence, sequence: Sequence) -> None:
         """`sequence` starts with all tokens of `source`."""
@@ -220,10 +222,9 @@ class KVCacheManager:
 
     def swap_in(self, sequences: list[Sequence]) -> None:
         """Bring sibling sequences back into their new rows."""
-        for sequence in sequences:
-            self._tables.clear(sequence.row)
         self._host.swap_in(sequences)
         for sequence in sequences:
+            self._content.start_row(sequence.row, 0)
             self._content.cache_blocks(sequence.row, sequence.num_computed)
 
     def allocate_slots_swapped_in(self, row: int, end: int) -> None:
@@ -250,7 +251,7 @@ class KVCacheManager:
         """Check pools, tables of the running `rows`, and who may write. Raises InvariantBroken."""
         self._pool.check()
         self._host.check()
-        self._content.prefix_cache.check()
+        self._content.check()
         self._check_references(rows)
         self._check_writers(rows)
 

@@ -18,7 +18,7 @@ from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import AdmitKind
 from pagoda.core.stats import Counters
-from pagoda.core.step_plan import Entry, StepPlan
+from pagoda.core.step_plan import StepPlan
 
 REASONS = {
     AdmissionResult.NO_BLOCKS: Reason.BLOCKS,
@@ -148,7 +148,7 @@ class AdmitWaiting:
         self.lifecycle.enter(request)
         row = self.lifecycle.give_row(leader, start)
         self.kv.allocate_prompt(row, prefix, start + num_new, request.facts.encoder_len)
-        plan.entries[row] = Entry(row, AdmitKind.RESUMED if resumed else AdmitKind.NEW, start)
+        plan.enter(row, AdmitKind.RESUMED if resumed else AdmitKind.NEW, start)
         plan.place(row, start, num_new)
         self.limits.enter(request, row)
         self.limits.commit(plan, request, row)

@@ -125,8 +125,7 @@ class CommitOutputs:
             if row in output.drafts:
                 self._roll_back(sequence, row, len(output.drafts[row]), len(tokens))
             if sequence.row < 0 and tokens and not sequence.request.has_output:
-                sequence.request.has_output = True  # its row was forgotten when it was preempted
-                first.append(sequence.request)
+                first.append(self.outbox.note_first_output(sequence.request))  # its row was forgotten
             num_kept[i], finish = self._append(sequence, tokens)
             if finish is not None:
                 finishes.append((int(clients[i]), finish))

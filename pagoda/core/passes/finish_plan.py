@@ -40,7 +40,7 @@ class FinishPlan:
             plan.at, plan.ends = plan.rows.astype(np.intp), plan.start + plan.num_new
             self.table.advance(plan.at, plan.ends, plan.num_new)
             self._find_samples(plan)
-            enter = any(entry.kind is not AdmitKind.SWAPPED_IN for entry in plan.entries.values())
+            enter = any(entry.kind is not AdmitKind.SWAPPED_IN for entry in plan.entering.values())
             if self.batch.leaders:
                 self.fork.run(plan)
             plan.has_prompts = self.batch.note_progress(plan) or enter
@@ -61,8 +61,8 @@ class FinishPlan:
             for row, source, target in self.kv.copies:
                 sequence = self.table.owner(row)
                 self.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
-        if plan.entries:
-            plan.admitted = tuple(self._row_init(entry) for entry in plan.entries.values())
+        if plan.entering:
+            plan.admitted = tuple(self._row_init(entry) for entry in plan.entering.values())
         plan.moves = self.kv.drain_moves()
         plan.notices = self.outbox.drain()
         plan.encoder_freed = self.encoder.take_evicted()

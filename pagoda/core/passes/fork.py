@@ -11,7 +11,7 @@ from pagoda.core.request import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import AdmitKind, RowFork
-from pagoda.core.step_plan import Entry, StepPlan
+from pagoda.core.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +75,6 @@ class Fork:
                 continue
             row = self.lifecycle.give_row(sequence, shared)
             self.kv.fork(leader, row, shared)
-            plan.entries[row] = Entry(row, AdmitKind.RESUMED, shared)
+            plan.enter(row, AdmitKind.RESUMED, shared)
             self.batch.start_prefill(row)
             self.limits.enter(request, row)

@@ -13,7 +13,7 @@ from pagoda.core.queues import QueueScan, RequestQueue
 from pagoda.core.request import RequestState, Sequence
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import AdmitKind
-from pagoda.core.step_plan import Entry, StepPlan
+from pagoda.core.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class ResumeSwapped:
         self.kv.swap_in(sequences)
         for sequence, share, end in zip(sequences, shares, ends, strict=True):
             row, start = sequence.row, sequence.num_computed
-            plan.entries[row] = Entry(row, AdmitKind.SWAPPED_IN, start)
+            plan.enter(row, AdmitKind.SWAPPED_IN, start)
             self.limits.enter(request, row)
             if share:
                 self.kv.allocate_slots_swapped_in(row, end)
