@@ -35,13 +35,18 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on the engine's clock; None until they happen."""
+    """Times in seconds on the engine's clock; None until they happen.
+
+    num_draft_tokens, num_accepted_tokens: drafts verified for this request (speculative decoding), and the right ones.
+    """
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

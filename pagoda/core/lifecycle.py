@@ -154,6 +154,8 @@ class Lifecycle:
             is_done,
             message,
             request.num_preemptions,
+            request.num_draft_tokens,
+            request.num_accepted_tokens,
         )
 
     def _remove(self, request: RequestState, status: RequestStatus) -> None:

@@ -139,6 +139,7 @@ class RequestState:
     num_cached_tokens: prompt tokens found in the prefix cache at its first admission.   queue_s: seconds from its
         arrival to its first admission.   has_output: its client was sent a first token.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
+    num_draft_tokens, num_accepted_tokens: drafts verified for its sequences, and those that were right.
     """
 
     facts: Request
@@ -152,6 +153,8 @@ class RequestState:
     queue_s: float = 0.0
     has_output: bool = False
     num_prompt_logprobs_sent: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def request_id(self) -> str:

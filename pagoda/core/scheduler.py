@@ -208,6 +208,8 @@ class Scheduler:
                 "update_from_output needs its ModelRunnerOutput, not None"
             )
         outputs = self._commit.run(scheduler_output, model_output)
+        if model_output.drafts:
+            self._offer_drafts(model_output.drafts)
         if self.config.check_invariants:
             self.check()
         return outputs
@@ -217,12 +219,20 @@ class Scheduler:
 
         Drafts for a row that is mid-prefill, or whose last token is still in flight, are dropped: they would not fit.
         """
-        table = self._table
+        by_row: dict[int, Sequence[int] | np.ndarray] = {}
         for key, tokens in drafts.items():
             request_id, index = (key, 0) if isinstance(key, str) else key
             request = self._requests.get(request_id)
-            row = request.sequences[index].row if request is not None else -1
-            if row >= 0:
+            if request is not None:
+                by_row[request.sequences[index].row] = tokens
+        self._offer_drafts(by_row)
+
+    def _offer_drafts(self, drafts: Mapping[int, Sequence[int] | np.ndarray]) -> None:
+        """`update_draft_token_ids` by row; rows without a running sequence are ignored."""
+        table = self._table
+        for row, tokens in drafts.items():
+            sequence = table.sequence_of[row] if row >= 0 else None
+            if sequence is not None and sequence.row == row:
                 fits = table.num_tokens[row] - table.num_computed[row] == 1 and row not in self._batch.prefilling
                 table.offer_drafts(row, np.array(tokens if fits else (), np.int32))
         self._batch.changed(rows=False)

@@ -29,6 +29,7 @@ class RowInit:
     token_ids: int32 [num_tokens], prompt then output.   num_computed: tokens whose KV is in the cache already.
     block_ids: per KV group, int32 [num_blocks]; 0 is the null block (freed behind a window).
     sequence: its index in the request.   seed: of this sequence (request seed + index).
+    cache_salt: of its request; what is learnt from this row's text may only be used for rows with the same salt.
     """
 
     row: int
@@ -46,6 +47,7 @@ class RowInit:
     lora: LoraRef | None = None
     media: tuple[MediaItem, ...] = ()
     encoder_len: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class Finish:
     """One sequence of a request ended. The last one's Finish has `request_done`.
 
     stop_reason: the stop token id that ended it, None for eos.   message: for IGNORED and ERROR, for users.
-    num_preemptions: of its request, so far.
+    num_preemptions: of its request, so far.   num_draft_tokens, num_accepted_tokens: of its request, drafts that were
+        verified, and those among them that were right.
     """
 
     request_id: str
@@ -96,6 +99,8 @@ class Finish:
     request_done: bool = True
     message: str | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +180,7 @@ class ModelRunnerOutput:
     pooled: row -> float32 vector.   failed: row -> message, for a row whose numbers are no longer finite.
     duration_s: execution time of the step, for the delay factor and the cost model.
     swap_s: the part of it that swap copies took.
+    drafts: row -> tokens (int32 [k]) that a drafter proposes to verify in the next step.
     """
 
     step: int
@@ -186,6 +192,7 @@ class ModelRunnerOutput:
     failed: dict[int, str] = field(default_factory=dict)
     duration_s: float = 0.0
     swap_s: float = 0.0
+    drafts: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

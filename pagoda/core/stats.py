@@ -1,6 +1,6 @@
 """SchedulerStats: gauges and totals of one scheduler, for metrics."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -18,6 +18,17 @@ class Counters:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_tokens_per_pos: list[int] = field(default_factory=list[int])
+
+    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
+        """A draft of `num_drafted` tokens was verified; the first `num_accepted` were right."""
+        self.drafts += 1
+        self.drafted_tokens += num_drafted
+        self.accepted_tokens += num_accepted
+        per_pos = self.accepted_tokens_per_pos
+        per_pos.extend([0] * (num_drafted - len(per_pos)))
+        for position in range(num_accepted):
+            per_pos[position] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,8 @@ class SchedulerStats:
     num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
     prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
     prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
+    drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
+    many positions as the longest draft had.
     """
 
     num_running: int
@@ -47,13 +60,17 @@ class SchedulerStats:
     drafts: int
     drafted_tokens: int
     accepted_tokens: int
+    accepted_tokens_per_pos: tuple[int, ...]
 
     @classmethod
     def of(cls, counters: Counters, *, num_blocks: int, num_free_blocks: int, **gauges: int) -> "SchedulerStats":
+        totals = {one.name: getattr(counters, one.name) for one in fields(counters)}
+        totals.pop("accepted_tokens_per_pos")
         return cls(
             num_blocks=num_blocks,
             num_free_blocks=num_free_blocks,
             kv_usage=1.0 - num_free_blocks / num_blocks,
             **gauges,
-            **asdict(counters),
+            **totals,
+            accepted_tokens_per_pos=tuple(counters.accepted_tokens_per_pos),
         )

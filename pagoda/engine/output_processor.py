@@ -103,6 +103,8 @@ class OutputProcessor:
             state = self._by_handle.get(finish.handle)
             if state is not None:
                 state.metrics.num_preemptions = finish.num_preemptions
+                state.metrics.num_draft_tokens = finish.num_draft_tokens
+                state.metrics.num_accepted_tokens = finish.num_accepted_tokens
             if state is not None and not state.sequences[finish.sequence].is_done:
                 touched[finish.handle] = state
                 state.end_sequence(finish)

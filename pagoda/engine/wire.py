@@ -81,6 +81,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    accepted_tokens_per_pos: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, stats: SchedulerStats) -> "EngineStats":
@@ -97,6 +98,7 @@ class EngineStats(msgspec.Struct, frozen=True):
             num_drafts=stats.drafts,
             num_draft_tokens=stats.drafted_tokens,
             num_accepted_tokens=stats.accepted_tokens,
+            accepted_tokens_per_pos=stats.accepted_tokens_per_pos,
         )
 
 

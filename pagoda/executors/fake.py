@@ -5,12 +5,14 @@ For tests, and for measuring the layers above an executor.
 
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 
 from pagoda.base.errors import WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.speculation.speculator import Speculator
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -45,7 +47,7 @@ class FakeExecutor:
     """Returns tokens that depend only on the row's tokens and seed (`fake_token`), not on the batch or schedule.
 
     It keeps a DeviceTable, like a worker. Does not support logprobs and pooling.
-    step_s: duration of a step, which sleeps.
+    step_s: duration of a step, which sleeps.   speculator: proposes drafts after each step.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class FakeExecutor:
         num_groups: int = 1,
         vocab_size: int = 32000,
         step_s: float = 0.0,
+        speculator: Speculator | None = None,
     ) -> None:
         self._table = DeviceTable(max_rows, max_len, block_size, num_groups)
         self._digests = np.zeros(max_rows, np.uint64)  # of the known tokens of each row
         self._vocab_size = vocab_size
         self._step_s = step_s
+        self._speculator = speculator
         self._alive = False
         self.num_steps = 0
 
@@ -82,6 +86,17 @@ class FakeExecutor:
         self._alive = False
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        speculator = self._speculator
+        if speculator is None:
+            return self._compute(output)
+        speculator.begin_step()
+        speculator.apply(output, self._table)
+        result = self._compute(output)
+        if output.is_empty:
+            return result
+        return replace(result, drafts=speculator.finish_step(output, self._table, result.num_sampled, {}))
+
+    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         table = self._table
         table.apply(output)
         self.num_steps += 1

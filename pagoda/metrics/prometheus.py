@@ -197,6 +197,14 @@ class _EngineCollector:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             counter.add_metric(self._values, value)
             yield counter
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, accepted in enumerate(stats.accepted_tokens_per_pos or (0,)):
+            by_position.add_metric((*self._values, str(position)), accepted)
+        yield by_position
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings.", labels=("engine", *self._cache_config)
         )

@@ -147,6 +147,9 @@ class Generation:
             return noted
         scheduled, first, end = times.first_scheduled_time, times.first_token_time, times.finished_time
         noted["preemptions"] = times.num_preemptions
+        if times.num_draft_tokens:
+            noted["draft_tokens"] = times.num_draft_tokens
+            noted["accepted_draft_tokens"] = times.num_accepted_tokens
         if scheduled is not None:
             noted["queue_ms"] = round((scheduled - times.arrival_time) * 1e3, 1)
             if first is not None:

@@ -13,6 +13,7 @@ from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.sampler import Sampled, Sampler
+from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.step_times import StepTimes
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
@@ -31,12 +32,15 @@ class ModelRunner:
         cache: CacheEngine,
         device: torch.device,
         sampler: Sampler | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
+        """speculator: proposes drafts after each step; None if nothing drafts."""
         self._forward = forward
         self._table = table
         self._cache = cache
         self._device = device
         self._sampler = sampler or Sampler()
+        self._speculator = speculator
         self.times = StepTimes()
 
     @torch.inference_mode()
@@ -60,6 +64,8 @@ class ModelRunner:
         """
         begin_s = time.perf_counter()
         self.times.begin()
+        if self._speculator is not None:
+            self._speculator.begin_step()
         swap_s = self._apply(output)
         self.times.lap("events")
         if output.is_empty:
@@ -75,6 +81,10 @@ class ModelRunner:
         self.times.lap("sampling")
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         pooled = self._pool(inputs, hidden)
+        drafts: dict[int, np.ndarray] = {}
+        if self._speculator is not None:
+            drafts = self._speculator.finish_step(output, self._table, num_sampled, failed)
+            self.times.lap("drafting")
         return ModelRunnerOutput(
             step=output.step,
             sampled=sampled,
@@ -85,12 +95,15 @@ class ModelRunner:
             failed=failed,
             duration_s=time.perf_counter() - begin_s,
             swap_s=swap_s,
+            drafts=drafts,
         )
 
     def _apply(self, output: SchedulerOutput) -> float:
         """Apply the step's events; return the seconds its swaps took. A partial apply corrupts the table: fatal."""
         try:
             swap_s = self._cache.apply(output)
+            if self._speculator is not None:
+                self._speculator.apply(output, self._table)
             self._table.apply(output)
         except Exception as error:
             raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error

@@ -31,6 +31,7 @@ def row_init(
     seed: int = 0,
     eos: tuple[int, ...] = (),
     pooling: PoolingParams | None = None,
+    cache_salt: str | None = None,
 ) -> RowInit:
     return RowInit(
         row=row,
@@ -45,6 +46,7 @@ def row_init(
         eos_token_ids=eos,
         sampling=sampling,
         pooling=pooling,
+        cache_salt=cache_salt,
     )
 
 

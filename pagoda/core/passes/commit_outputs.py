@@ -156,9 +156,9 @@ class CommitOutputs:
         # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
         if sequence.row == row or sequence.status is RequestStatus.SWAPPED:
             self.table.roll_back(sequence, num_drafts - num_accepted)
-        self.counters.drafts += 1
-        self.counters.drafted_tokens += num_drafts
-        self.counters.accepted_tokens += num_accepted
+        sequence.request.num_draft_tokens += num_drafts
+        sequence.request.num_accepted_tokens += num_accepted
+        self.counters.count_draft(num_drafts, num_accepted)
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
         """Append to a running sequence, or to one that was preempted or parked meanwhile. Return (kept, its end)."""

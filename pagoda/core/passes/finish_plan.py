@@ -89,4 +89,5 @@ class FinishPlan:
             lora=facts.lora,
             media=facts.media,
             encoder_len=facts.encoder_len,
+            cache_salt=facts.cache_salt,
         )

@@ -1,0 +1,52 @@
+"""Drafter: proposes the next tokens of rows. A wrong proposal costs time; it never changes a token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.worker.device_table import DeviceTable
+
+NUM_GRADES = 6
+"""Drafts are graded 0 .. 5 by how sure the drafter is. Acceptance is counted per grade, so grades need no scale."""
+
+_GRADE_BOUNDS = (2, 3, 5, 8, 15)  # longest match of each grade but the last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """The proposed continuation of one row.
+
+    tokens: int32 [k], may be empty.   grade: 0 .. NUM_GRADES - 1, a higher one is more likely to be accepted.
+    """
+
+    tokens: np.ndarray
+    grade: int = 0
+
+
+NO_DRAFT = Draft(np.empty(0, np.int32))
+
+
+class Drafter(Protocol):
+    """One way to propose tokens. To add one, write a class and list it in drafters/registry.py."""
+
+    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+        """Note the step's events (rows released, admitted, forked). Called before they are applied to `table`."""
+        ...
+
+    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+        """Return a draft for each of `rows` (int32 [n]), of at most `most` tokens (int32 [n], at least 1).
+
+        The tokens known of a row are table.token_ids[row, :table.num_tokens[row]].
+        """
+        ...
+
+
+def grade_of_match(length: int) -> int:
+    """Return the grade of a draft that continues an earlier occurrence of the row's last `length` tokens."""
+    for grade, bound in enumerate(_GRADE_BOUNDS):
+        if length <= bound:
+            return grade
+    return NUM_GRADES - 1

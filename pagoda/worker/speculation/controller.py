@@ -1,0 +1,130 @@
+"""DraftController: whether and how far to draft, so that speculation never costs what it does not bring back.
+
+Pure: it is given times and results, and holds no clock. Whatever it decides, tokens are the same.
+"""
+
+import numpy as np
+
+from pagoda.worker.drafters.drafter import NUM_GRADES
+from pagoda.worker.speculation.acceptance import Acceptance
+from pagoda.worker.speculation.lengths import best_lengths
+from pagoda.worker.speculation.step_costs import StepCosts
+
+_LOSS_SHARE = 0.007  # of the time: what speculation that does not pay may cost in the long run
+_MOST_CREDIT_S = 0.25  # of time that may be lost in one go
+_FIRST_CREDIT_S = 0.03
+_MIN_PLAIN_STEPS = 2  # measured before the first draft at a batch size
+_PLAIN_EVERY = 64  # steps with drafts between two plain ones, which keep the measurement of plain steps fresh
+_FIRST_PROBE_AFTER = 8  # steps
+_MOST_BETWEEN_PROBES = 64
+_PROBE_TOKENS = 4
+_MOST_IN_A_STEP = 256  # drafts
+
+
+class DraftController:
+    """Plans the lengths of drafts before they are made and again, with their grades known, before they are verified.
+
+    Losses are kept account of: a step with drafts must emit its tokens in the time that plain steps would have taken.
+    What it takes longer is drawn from a credit, which grows with 0.7 % of all time and with what speculation gains;
+    without credit nothing is drafted.
+    """
+
+    def __init__(self, max_rows: int, max_drafts: int) -> None:
+        """max_drafts: most tokens per row and step."""
+        self._max_drafts = max_drafts
+        self._costs = StepCosts()
+        self._acceptance = Acceptance(max_rows)
+        self._credit_s = _FIRST_CREDIT_S
+        self._draft_s_per_token = 0.0
+        self._since_plain = 0
+        self._since_probe = 0
+        self._probe_after = _FIRST_PROBE_AFTER
+        self._next_probed = 0
+        self._is_probe = False
+
+    def forget(self, row: int) -> None:
+        """The row has a new request."""
+        self._acceptance.forget(row)
+
+    def copy(self, source: int, target: int) -> None:
+        """Row `target` is a fork of `source`."""
+        self._acceptance.copy(source, target)
+
+    # What happened
+
+    def observe_step(self, num_rows: int, num_drafts: int, num_emitted: int, seconds: float, draft_s: float) -> None:
+        """A step of decoding rows is complete.
+
+        num_drafts: verified in it.   num_emitted: tokens sampled.   seconds: of the step and what goes with it.
+        draft_s: the part of it that making the drafts took.
+        """
+        self._costs.observe(num_rows, num_drafts, seconds - draft_s)
+        self._credit_s += _LOSS_SHARE * seconds
+        if num_drafts:
+            self._since_plain += 1
+            curve = self._costs.curve(num_rows, 0)
+            gained_s = float(curve[0]) * num_emitted / num_rows - seconds if curve is not None else 0.0
+            self._credit_s += gained_s
+            if self._is_probe:
+                longer = min(2 * self._probe_after, _MOST_BETWEEN_PROBES)
+                self._probe_after = _FIRST_PROBE_AFTER if gained_s > 0 else longer
+        else:
+            self._since_plain = 0
+            self._credit_s -= draft_s
+        self._credit_s = min(self._credit_s, _MOST_CREDIT_S)
+
+    def observe_drafting(self, num_tokens: int, seconds: float) -> None:
+        """Making drafts of `num_tokens` tokens in all took `seconds`."""
+        if num_tokens:
+            per_token = seconds / num_tokens
+            known = self._draft_s_per_token
+            self._draft_s_per_token = per_token if not known else 0.9 * known + 0.1 * per_token
+
+    def observe_draft(self, row: int, grade: int, num_drafts: int, num_accepted: int) -> None:
+        """The draft of one row was verified."""
+        self._acceptance.observe(row, grade, num_drafts, num_accepted)
+
+    # What to do
+
+    def plan(self, rows: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """Return the tokens to draft for each of `rows`, int32 [num_rows], before the drafts are known.
+
+        room: int32 [num_rows], most tokens that could be of use.
+        """
+        lengths = np.minimum(room, self._max_drafts)
+        nothing = np.zeros(len(rows), np.int32)
+        self._is_probe = False
+        self._since_probe += 1
+        curve = self._curve(len(rows), lengths)
+        if curve is None or self._since_plain >= _PLAIN_EVERY or self._credit_s <= 0:
+            return nothing
+        best_grade = self._acceptance.of(rows).max(1)
+        planned = best_lengths(best_grade, lengths, curve, self._draft_s_per_token)
+        if not planned.any() and self._since_probe >= self._probe_after:
+            self._next_probed = (self._next_probed + 1) % len(rows)  # rows take turns
+            planned[self._next_probed] = min(_PROBE_TOKENS, int(lengths[self._next_probed]))
+        return planned
+
+    def trim(self, rows: np.ndarray, lengths: np.ndarray, grades: np.ndarray) -> np.ndarray:
+        """Return how many tokens of each draft to verify, int32 [num_rows], now that they are known.
+
+        rows: all that decode.   lengths: of their drafts (int32), 0 for none.   grades: int [num_rows].
+        """
+        curve = self._curve(len(rows), lengths)
+        if curve is None or not lengths.any():
+            return np.zeros(len(rows), np.int32)
+        survival = self._acceptance.of(rows)[np.arange(len(rows)), np.minimum(grades, NUM_GRADES - 1)]
+        chosen = best_lengths(survival, lengths, curve)
+        if not chosen.any() and self._since_probe >= self._probe_after:
+            # Verify a little of one draft, to learn whether that pays by now.
+            self._is_probe = True
+            self._since_probe = 0
+            probed = int(np.flatnonzero(lengths)[0])
+            chosen[probed] = min(_PROBE_TOKENS, int(lengths[probed]))
+        return chosen
+
+    def _curve(self, num_rows: int, lengths: np.ndarray) -> np.ndarray | None:
+        """Return the costs of steps with up to all of these drafts; None if plain steps are not measured yet."""
+        if self._costs.num_plain_steps(num_rows) < _MIN_PLAIN_STEPS:
+            return None
+        return self._costs.curve(num_rows, min(int(lengths.sum()), _MOST_IN_A_STEP))
