@@ -1,6 +1,6 @@
 """check_invariants: what must always hold (section 10 of the contract), checked over all owners.
 
-Cheap enough for production: numpy over pools and tables, Python over requests only.
+Python loops run over requests, rows and cached blocks: meant for tests, and for `check_invariants`.
 """
 
 from collections.abc import Mapping

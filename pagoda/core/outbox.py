@@ -36,7 +36,7 @@ class Outbox:
         self._released: list[int] = []
         self._preempted_ids: list[str] = []
         self._finished_ids: list[str] = []
-        self._ignored: list[Finish] = []
+        self._ended_while_planning: list[Finish] = []
         self._deferred: dict[int, list[Finish]] = {}
 
     # For workers, with the next SchedulerOutput
@@ -55,18 +55,20 @@ class Outbox:
 
     def drain(self) -> StepNotices:
         """Return what the SchedulerOutput being built must say."""
-        if not (self._released or self._preempted_ids or self._finished_ids or self._ignored):
+        if not (self._released or self._preempted_ids or self._finished_ids or self._ended_while_planning):
             return NO_NOTICES
         released = np.array(self._released, np.int32) if self._released else NO_INTS
-        notices = StepNotices(released, tuple(self._preempted_ids), tuple(self._finished_ids), tuple(self._ignored))
-        self._released, self._preempted_ids, self._finished_ids, self._ignored = [], [], [], []
+        notices = StepNotices(
+            released, tuple(self._preempted_ids), tuple(self._finished_ids), tuple(self._ended_while_planning)
+        )
+        self._released, self._preempted_ids, self._finished_ids, self._ended_while_planning = [], [], [], []
         return notices
 
     # For clients, with the next EngineCoreOutputs
 
     def post_deferred(self, request: RequestState, finishes: list[Finish]) -> None:
         """Sequences ended while a step was planned: workers learn it now, the client with the next outputs."""
-        self._ignored.extend(finishes)
+        self._ended_while_planning.extend(finishes)
         self._deferred.setdefault(request.facts.client_index, []).extend(finishes)
 
     @property

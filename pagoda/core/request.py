@@ -119,7 +119,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.status.is_finished
+        return self.status >= RequestStatus.FINISHED_STOPPED
 
     @property
     def seed(self) -> int:
@@ -156,13 +156,14 @@ class RequestState:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
-    @property
-    def request_id(self) -> str:
-        return self.facts.request_id
+    request_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.facts.request_id
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if not sequence.is_finished]
+        return [sequence for sequence in self.sequences if sequence.status < RequestStatus.FINISHED_STOPPED]
 
     @property
     def rows(self) -> list[int]:

@@ -198,7 +198,7 @@ class RequestTable:
             self._num_pending[rows] -= 1
         return end
 
-    def commit_one(self, sequence: Sequence, tokens: list[int]) -> None:
+    def append_tokens(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append `tokens` to a sequence with or without a row."""
         row = sequence.row
         if row < 0:
@@ -236,7 +236,7 @@ class RequestTable:
 
     def active_rows(self) -> np.ndarray:
         """int64 [n]: rows of running sequences, in running order."""
-        rows = np.flatnonzero(self._state == RowState.ACTIVE)
+        rows = (self._state == RowState.ACTIVE).nonzero()[0]
         return rows[np.argsort(self._order[rows], kind="stable")]
 
     def owner(self, row: int) -> Sequence:

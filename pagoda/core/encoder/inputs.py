@@ -133,13 +133,12 @@ class EncoderInputs(ChunkLimit):
         """The row does not run in this step: its encoder runs go to the next request that waits for them, if any."""
         for run in plan.encoder_runs.pop(sequence.row, ()):
             holder = self._cache.release_planned_run(sequence.request, run.content_hash)
-            rows = requests[holder].rows if holder is not None else []
-            if holder is None or not rows:
+            if holder is None:
                 plan.encoder_budget += sequence.request.facts.media[run.item].length
                 continue
-            items = requests[holder].facts.media
+            row, items = requests[holder].rows[0], requests[holder].facts.media
             item = next(number for number, media in enumerate(items) if media.content_hash == run.content_hash)
-            plan.encoder_runs.setdefault(rows[0], []).append(EncoderRun(rows[0], item, run.content_hash))
+            plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, run.content_hash))
 
     def forget(self, row: int) -> None:
         self._rows.pop(row, None)

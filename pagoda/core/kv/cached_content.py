@@ -116,7 +116,7 @@ class CachedContent:
         if not self.enabled:
             return
         filled = np.minimum(ends, self._table.num_tokens[rows]) // self._block_size
-        for i in np.flatnonzero(filled > self.num_cached[rows]).tolist():
+        for i in (filled > self.num_cached[rows]).nonzero()[0].tolist():
             self.cache_blocks(int(rows[i]), int(ends[i]))
 
     def uncache_uncomputed(self, row: int) -> None:

@@ -1,6 +1,6 @@
 """How many KV blocks things need. Pure arithmetic: start-up, admission and `pagoda plan` ask the same functions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,21 +18,19 @@ class KVGroup:
     """One KV group, with what follows from the pool's settings.
 
     max_held: most blocks a row of this group holds at once (windows free what is behind them), 0 for no limit.
+    grows: whether its table grows with the sequence (all groups except cross attention).
     """
 
     index: int
     spec: KVGroupSpec
     block_size: int
     max_held: int = 0
+    grows: bool = field(init=False)
+    is_window: bool = field(init=False)
 
-    @property
-    def grows(self) -> bool:
-        """Whether its table grows with the sequence (all groups except cross attention)."""
-        return self.spec.kind is not KVGroupKind.CROSS
-
-    @property
-    def is_window(self) -> bool:
-        return self.spec.kind is KVGroupKind.WINDOW
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grows", self.spec.kind is not KVGroupKind.CROSS)
+        object.__setattr__(self, "is_window", self.spec.kind is KVGroupKind.WINDOW)
 
     @property
     def num_hit_blocks(self) -> int:

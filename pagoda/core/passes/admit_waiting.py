@@ -79,19 +79,22 @@ class AdmitWaiting:
 
     def _admit(self, request: RequestState, plan: StepPlan) -> Reason | None:
         """Let the first request in, or end it, or return why it waits. Nothing is allocated before all checks pass."""
-        leader = request.unfinished[0]
-        num_tokens = len(leader.token_ids)
-        if self._refuse(request, num_tokens):
+        sequences = request.unfinished
+        leader, num_tokens = sequences[0], len(sequences[0].token_ids)
+        sibling_blocks = 0 if request.awaiting_fork else self._sibling_blocks(request, sequences[1:])
+        why = self._why_never(request, len(sequences), num_tokens, sibling_blocks)
+        if why is not None:
+            self.lifecycle.refuse(request, why)
             return None
-        prefix = self.kv.get_computed_blocks(leader, skip=self._skips_prefix_cache(request))
+        prefix = self.kv.get_computed_blocks(leader, skip=self._skips_prefix_cache(request, len(sequences)))
         num_new = self.limits.fit(plan, request, -1, prefix.num_tokens, num_tokens - prefix.num_tokens)
         if num_new == 0:
             self.limits.release(request)
             return self.limits.last_reason
-        need = self._blocks_needed(request, num_tokens, num_new, prefix)
+        need = self._blocks_needed(request, num_tokens, num_new, prefix, sibling_blocks)
         result = self.kv.can_allocate(need, others_run=bool(self.batch.requests))
         if result is AdmissionResult.OK:
-            self._enter(request, leader, prefix, num_new, plan)
+            self._enter(request, sequences, prefix, num_new, plan)
             return None
         self.limits.release(request)
         if result is AdmissionResult.NEVER:
@@ -99,52 +102,49 @@ class AdmitWaiting:
             return None
         return REASONS[result]
 
-    def _refuse(self, request: RequestState, num_tokens: int) -> bool:
-        """End a request that can never be served: too long for a phased step, too many sequences or blocks."""
-        config, num_seqs = self.config, len(request.unfinished)
-        need = self.kv.sizing.blocks_for_request(num_tokens, request.facts.encoder_len) + self._sibling_blocks(request)
+    def _why_never(self, request: RequestState, num_seqs: int, num_tokens: int, sibling_blocks: int) -> str | None:
+        """Return why a request can never be served: too long for a phased step, too many sequences or blocks."""
+        config = self.config
+        need = self.kv.sizing.blocks_for_request(num_tokens, request.facts.encoder_len) + sibling_blocks
         phased = config.scheduling_mode is SchedulingMode.PHASED
         if need > self.kv.num_blocks:
-            why = f"needs {need} KV blocks of the {self.kv.num_blocks} there are"
-        elif num_seqs > config.max_num_seqs:
-            why = f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
-        elif phased and request.facts.num_prompt_tokens > config.max_num_batched_tokens:
+            return f"needs {need} KV blocks of the {self.kv.num_blocks} there are"
+        if num_seqs > config.max_num_seqs:
+            return f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
+        if phased and request.facts.num_prompt_tokens > config.max_num_batched_tokens:
             num_tokens, limit = request.facts.num_prompt_tokens, config.max_num_batched_tokens
-            why = f"has {num_tokens} tokens; a phased step takes {limit} (max_num_batched_tokens)"
-        else:
-            return False
-        self.lifecycle.refuse(request, why)
-        return True
+            return f"has {num_tokens} tokens; a phased step takes {limit} (max_num_batched_tokens)"
+        return None
 
-    def _skips_prefix_cache(self, request: RequestState) -> bool:
+    def _skips_prefix_cache(self, request: RequestState, num_seqs: int) -> bool:
         facts = request.facts
         wants_prompt_logprobs = facts.sampling is not None and facts.sampling.prompt_logprobs is not None
         # Sequences that come back share the first one's blocks, which a hit in a window group may not all have.
-        shares_behind_window = self.kv.has_windows and len(request.unfinished) > 1 and not request.awaiting_fork
+        shares_behind_window = self.kv.has_windows and num_seqs > 1 and not request.awaiting_fork
         return facts.skip_prefix_read or wants_prompt_logprobs or shares_behind_window
 
-    def _blocks_needed(self, request: RequestState, num_tokens: int, num_new: int, prefix: CachedPrefix) -> int:
+    def _blocks_needed(
+        self, request: RequestState, num_tokens: int, num_new: int, prefix: CachedPrefix, sibling_blocks: int
+    ) -> int:
         """Blocks for this chunk; with `admit_whole_prompt`, for all known tokens (a check, not a reservation)."""
         kv, encoder_len = self.kv, request.facts.encoder_len
         need = kv.blocks_to_admit(kv.sizing.slots_up_to(prefix.num_tokens + num_new), prefix, encoder_len)
         if self.config.admit_whole_prompt:
             whole = kv.blocks_to_admit(num_tokens, prefix, encoder_len, capped=True)
-            need = max(need, whole + self._sibling_blocks(request))
+            need = max(need, whole + sibling_blocks)
         return need
 
-    def _sibling_blocks(self, request: RequestState) -> int:
+    def _sibling_blocks(self, request: RequestState, siblings: list[Sequence]) -> int:
         """Blocks of sequences that come back next to the first one, after the full prompt blocks that all share."""
-        if request.awaiting_fork:
-            return 0
-        lengths = [len(sequence.token_ids) for sequence in request.unfinished[1:]]
+        lengths = [len(sequence.token_ids) for sequence in siblings]
         return self.kv.sizing.blocks_for_siblings(lengths, request.facts.num_prompt_tokens)
 
     def _enter(
-        self, request: RequestState, leader: Sequence, prefix: CachedPrefix, num_new: int, plan: StepPlan
+        self, request: RequestState, sequences: list[Sequence], prefix: CachedPrefix, num_new: int, plan: StepPlan
     ) -> None:
         """All checks passed: take the row and the blocks."""
         resumed = request.status is RequestStatus.PREEMPTED
-        start = prefix.num_tokens
+        leader, start = sequences[0], prefix.num_tokens
         self.lifecycle.enter(request)
         row = self.lifecycle.give_row(leader, start)
         self.kv.allocate_prompt(row, prefix, start + num_new, request.facts.encoder_len)
@@ -152,7 +152,7 @@ class AdmitWaiting:
         plan.place(row, start, num_new)
         self.limits.enter(request, row)
         self.limits.commit(plan, request, row)
-        if len(request.unfinished) > 1:
+        if len(sequences) > 1:
             self.batch.lead(row, request)
         self.outbox.await_first_output(row, request)
         self._count_prefix(request, len(leader.token_ids), start, resumed)

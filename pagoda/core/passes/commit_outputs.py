@@ -169,9 +169,9 @@ class CommitOutputs:
             num_tokens, limit = len(sequence.token_ids), table.limit_of(facts)
         end = find_end(facts, num_tokens - facts.num_prompt_tokens, tokens, limit)
         if end is None:
-            table.commit_one(sequence, tokens)
+            table.append_tokens(sequence, tokens)
             return len(tokens), None
-        table.commit_one(sequence, tokens[: end.num_kept])
+        table.append_tokens(sequence, tokens[: end.num_kept])
         return end.num_kept, self.lifecycle.finish(sequence, end.status, end.stop_token)
 
     def _fail(self, sequence: Sequence, message: str) -> tuple[int, Finish]:

@@ -52,7 +52,7 @@ class FinishPlan:
         """A row samples when its chunk reaches the end of its known tokens."""
         table, rows = self.table, plan.at
         reaches = (plan.ends >= table.num_tokens[rows] + table.num_pending[rows]) & ~table.is_pooled[rows]
-        plan.sample_index = np.flatnonzero(reaches).astype(np.int32)
+        plan.sample_index = reaches.nonzero()[0].astype(np.int32)
         plan.sample_rows = plan.rows[plan.sample_index]
 
     def _drain(self, plan: StepPlan) -> None:

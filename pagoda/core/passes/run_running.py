@@ -53,7 +53,7 @@ class RunRunning:
         plan.place_bulk(rows, start, want, int(want.sum()))
         self.limits.commit_rows(plan, rows, want)
         if self.table.drafts:
-            for i in np.flatnonzero(self.table.num_drafts[rows]).tolist():
+            for i in self.table.num_drafts[rows].nonzero()[0].tolist():
                 self._place_drafts(plan, int(rows[i]), int(ends[i]))
         return True
 
