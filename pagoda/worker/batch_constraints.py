@@ -1,11 +1,8 @@
 """batch_constraints: gather the logit constraints of a step's draws from the table."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
-from pagoda.worker.constraints import RowConstraints
 from pagoda.worker.device_table import DeviceTable
 
 _NO_IDS = np.empty(0, np.int32)
@@ -22,11 +19,7 @@ def batch_constraints(
     of_row = [constraints for row in rows.tolist() if (constraints := table.constraints[row]) is not None]
     assert len(of_row) == len(rows), "table.constrained disagrees with table.constraints"
 
-    def lists(get: Callable[[RowConstraints], np.ndarray | None]) -> list[np.ndarray]:
-        return [_NO_IDS if (ids := get(constraints)) is None else ids for constraints in of_row]
-
     penalized, counts = _penalized(table, rows, positions)
-    bias = lists(lambda constraints: constraints.bias_ids)
     values = [constraints.bias for constraints in of_row if constraints.bias.size]
     forbidden = [
         constraints.forbidden(table.token_ids[row, num_prompt:position])
@@ -36,15 +29,14 @@ def batch_constraints(
     ]
     return BatchConstraints(
         rows=draws,
-        bias=TokenLists.of(bias),
+        bias=TokenLists.of([constraints.bias_ids for constraints in of_row]),
         bias_values=np.concatenate(values) if values else _NO_VALUES,
         penalized=penalized,
         output_counts=counts,
         repetition=table.repetition[rows],
         frequency=table.frequency[rows],
         presence=table.presence[rows],
-        has_allowed=np.array([constraints.allowed is not None for constraints in of_row]),
-        allowed=TokenLists.of(lists(lambda constraints: constraints.allowed)),
+        allowed=[constraints.allowed for constraints in of_row],
         forbidden=TokenLists.of(forbidden),
     )
 

@@ -14,7 +14,8 @@ _NO_IDS = np.empty(0, np.int32)
 class RowConstraints:
     """One row's logit constraints; rows without any have no RowConstraints.
 
-    bias_ids: int32 [b], bias: float32 [b], added to those logits.   allowed: int32 [a], the only allowed ids, or None.
+    bias_ids: int32 [b], bias: float32 [b], added to those logits.   allowed: bool [highest allowed id + 1], the
+        only allowed ids, or None.
     bad_words: token sequences that must not appear in the output, or None.
     min_tokens: while the output is shorter, `end_ids` (int32, EOS and stop tokens) are forbidden.
     has_penalty: the presence, frequency or repetition penalty is not neutral.
@@ -44,7 +45,7 @@ class RowConstraints:
         return cls(
             bias_ids=np.array([token for token, _ in params.logit_bias], np.int32),
             bias=np.array([value for _, value in params.logit_bias], np.float32),
-            allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int32),
+            allowed=None if params.allowed_token_ids is None else _mask_of(params.allowed_token_ids),
             bad_words=BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
             min_tokens=params.min_tokens,
             end_ids=np.array(ends, np.int32),
@@ -57,6 +58,12 @@ class RowConstraints:
         if len(output_token_ids) < self.min_tokens:
             banned = [*banned, self.end_ids]
         return np.concatenate(banned) if banned else _NO_IDS
+
+
+def _mask_of(token_ids: Sequence[int]) -> np.ndarray:
+    mask = np.zeros(max(token_ids) + 1, np.bool_)
+    mask[list(token_ids)] = True
+    return mask
 
 
 class BadWords:

@@ -1,5 +1,7 @@
 """Logit constraints of a batch: the torch and native versions against the definition, bit for bit."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,10 @@ def random_ids(rng: np.random.Generator, vocab: int, most: int) -> np.ndarray:
 def random_constraints(rng: np.random.Generator, num_rows: int, vocab: int) -> BatchConstraints:
     rows = np.flatnonzero(rng.random(num_rows) < 0.8)
     m = len(rows)
-    bias, penalized, allowed, forbidden = (
-        TokenLists.of([random_ids(rng, vocab, most) for _ in range(m)]) for most in (9, 300, 40, 20)
+    bias, penalized, forbidden = (
+        TokenLists.of([random_ids(rng, vocab, most) for _ in range(m)]) for most in (9, 300, 20)
     )
+    allowed = [rng.random(rng.integers(0, vocab + 1)) < 0.5 if rng.random() < 0.4 else None for _ in range(m)]
     return BatchConstraints(
         rows,
         bias,
@@ -31,7 +34,6 @@ def random_constraints(rng: np.random.Generator, num_rows: int, vocab: int) -> B
         rng.choice([1.0, 1.1, 0.7, 3.0], m).astype(np.float32),
         rng.choice([0.0, 0.3, -2.0], m).astype(np.float32),
         rng.choice([0.0, 1.9, -0.1], m).astype(np.float32),
-        rng.random(m) < 0.4,
         allowed,
         forbidden,
     )
@@ -57,24 +59,40 @@ def test_a_batch_of_every_combination(fast: Ops, reference: ReferenceOps, vocab:
     assert expected[untouched].nan_to_num().equal(logits[untouched].nan_to_num())
 
 
-@pytest.mark.parametrize("name", ["bias", "penalized", "allowed", "forbidden"])
+@pytest.mark.parametrize("name", ["bias", "penalized", "forbidden"])
 @pytest.mark.parametrize("bad", [-1, 17, 2**31 - 1])
 def test_ids_outside_the_vocabulary_are_refused(fast: Ops, reference: ReferenceOps, name: str, bad: int) -> None:
-    none = TokenLists.of([np.empty(0, np.int32)])
-    lists = dict.fromkeys(("bias", "penalized", "allowed", "forbidden"), none)
-    lists[name] = TokenLists.of([np.array([3, bad], np.int32)])
-    one = np.ones(1, np.float32)
-    constraints = BatchConstraints(
-        np.zeros(1, np.int64),
-        lists["bias"],
-        np.ones(len(lists["bias"].ids), np.float32),
-        lists["penalized"],
-        np.ones(len(lists["penalized"].ids), np.int32),
-        one, one, one,
-        np.ones(1, bool),
-        lists["allowed"],
-        lists["forbidden"],
-    )  # fmt: skip
+    lists = {key: [] if key != name else [3, bad] for key in ("bias", "penalized", "forbidden")}
     for ops in (fast, reference):
         with pytest.raises(InvariantBroken, match=f"constrain: {name}: element 1 is {bad}, allowed are 0 to 16"):
-            ops.constrain(torch.zeros(2, 17), constraints)
+            ops.constrain(torch.zeros(2, 17), of_one_row(**lists))
+
+
+def test_rows_and_masks_outside_the_logits_are_refused(fast: Ops, reference: ReferenceOps) -> None:
+    for ops in (fast, reference):
+        with pytest.raises(InvariantBroken, match="constrain: allowed: element 0 is 17, allowed are 0 to 16"):
+            ops.constrain(torch.zeros(2, 17), of_one_row(allowed=np.ones(18, np.bool_)))
+        with pytest.raises(InvariantBroken, match="constrain: rows: element 0 is 2, allowed are 0 to 1"):
+            ops.constrain(torch.zeros(2, 17), of_one_row(row=2))
+
+
+def of_one_row(
+    row: int = 0,
+    bias: Sequence[int] = (),
+    penalized: Sequence[int] = (),
+    forbidden: Sequence[int] = (),
+    allowed: np.ndarray | None = None,
+) -> BatchConstraints:
+    one = np.ones(1, np.float32)
+    return BatchConstraints(
+        np.array([row]),
+        TokenLists.of([np.array(bias, np.int32)]),
+        np.ones(len(bias), np.float32),
+        TokenLists.of([np.array(penalized, np.int32)]),
+        np.ones(len(penalized), np.int32),
+        one,
+        one,
+        one,
+        [allowed],
+        TokenLists.of([np.array(forbidden, np.int32)]),
+    )

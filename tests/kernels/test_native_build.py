@@ -216,7 +216,8 @@ from pagoda.kernels.native import library
 lesser = library.load(Path({str(tmp_path)!r}), march={march!r})
 assert lesser.isa == {isa!r}
 library.load = lambda: lesser  # before the tests' conftest takes it
-tests = ["tests/kernels/test_" + name for name in ("ops.py", "linear.py", "attention.py", "native_sampling.py")]
+names = ("ops", "linear", "attention", "native_sampling", "constraints")
+tests = [f"tests/kernels/test_{{name}}.py" for name in names]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or bits", *tests]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

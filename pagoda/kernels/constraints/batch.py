@@ -49,7 +49,7 @@ class BatchConstraints:
         per id; 0 for a token that is only in the prompt).
     repetition, frequency, presence: float32 [m]. A penalized token's logit is divided by `repetition` if positive, else
         multiplied by it; if the token is in the output, `frequency * count + presence` is then subtracted.
-    has_allowed, allowed: bool [m], rows in which every token that is not in their list becomes -inf.
+    allowed: per row, bool [up to V] or None. Tokens that are not marked, or are beyond its end, become -inf.
     forbidden: tokens that become -inf.
     """
 
@@ -61,15 +61,16 @@ class BatchConstraints:
     repetition: np.ndarray
     frequency: np.ndarray
     presence: np.ndarray
-    has_allowed: np.ndarray
-    allowed: TokenLists
+    allowed: Sequence[np.ndarray | None]
     forbidden: TokenLists
 
     def check(self, num_rows: int, vocab_size: int) -> None:
         """Raise InvariantBroken for a row or a token id outside logits [num_rows, vocab_size]."""
         _check_below("rows", self.rows, num_rows)
-        for name in ("bias", "penalized", "allowed", "forbidden"):
+        for name in ("bias", "penalized", "forbidden"):
             _check_below(name, getattr(self, name).ids, vocab_size)
+        last_ids = np.array([0 if mask is None else max(0, len(mask) - 1) for mask in self.allowed])
+        _check_below("allowed", last_ids, vocab_size)
 
 
 def _check_below(name: str, indices: np.ndarray, limit: int) -> None:

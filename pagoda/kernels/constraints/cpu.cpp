@@ -21,14 +21,10 @@ void constrain_row(float* logits, int64_t vocab, const LogitConstraints& c, int6
         int32_t count = c.output_counts[i];
         logits[id] = count > 0 ? value - (frequency * static_cast<float>(count) + presence) : value;
     });
-    if (c.has_allowed[row]) {
-        size_t count = static_cast<size_t>(c.allowed.starts[row + 1] - c.allowed.starts[row]);
-        auto* kept = static_cast<float*>(thread_scratch(sizeof(float) * (count + 1)));
-        float* next = kept;
-        for_ids(c.allowed, row, [&](int32_t id, int64_t) { *next++ = logits[id]; });
-        for (int64_t id = 0; id < vocab; id++) logits[id] = NEVER;
-        next = kept;
-        for_ids(c.allowed, row, [&](int32_t id, int64_t) { logits[id] = *next++; });
+    if (const uint8_t* allowed = c.allowed[row]) {
+        int64_t length = c.allowed_lengths[row];
+        for (int64_t id = 0; id < length; id++) logits[id] = allowed[id] ? logits[id] : NEVER;
+        for (int64_t id = length; id < vocab; id++) logits[id] = NEVER;
     }
     for_ids(c.forbidden, row, [&](int32_t id, int64_t) { logits[id] = NEVER; });
 }

@@ -32,10 +32,9 @@ def constrain(logits: torch.Tensor, constraints: BatchConstraints) -> None:
         values = logits[at]
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits[at] = torch.where(counts > 0, values - (frequency * counts.float() + presence), values)
-    if constraints.has_allowed.any():
-        at = cells(constraints.allowed)
-        kept = logits[at]
-        logits[torch.from_numpy(constraints.rows[constraints.has_allowed]).to(device)] = -torch.inf
-        logits[at] = kept
+    for row, mask in zip(constraints.rows.tolist(), constraints.allowed, strict=True):
+        if mask is not None:
+            logits[row, : len(mask)].masked_fill_(~torch.from_numpy(mask).to(device), -torch.inf)
+            logits[row, len(mask) :] = -torch.inf
     if constraints.forbidden.ids.size:
         logits[cells(constraints.forbidden)] = -torch.inf

@@ -26,6 +26,9 @@ class NativeConstraints:
             np.ascontiguousarray(column, np.float32)
             for column in (constraints.repetition, constraints.frequency, constraints.presence)
         ]
+        masks = constraints.allowed
+        allowed = np.array([0 if mask is None else mask.ctypes.data for mask in masks], np.uint64)
+        lengths = np.array([0 if mask is None else len(mask) for mask in masks], np.int64)
         record = LogitConstraints(
             rows.ctypes.data,
             len(rows),
@@ -34,8 +37,8 @@ class NativeConstraints:
             _runs(constraints.penalized),
             constraints.output_counts.ctypes.data,
             *(column.ctypes.data for column in columns),
-            constraints.has_allowed.ctypes.data,
-            _runs(constraints.allowed),
+            allowed.ctypes.data,
+            lengths.ctypes.data,
             _runs(constraints.forbidden),
         )
         self._library["constrain"](

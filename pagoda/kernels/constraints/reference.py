@@ -12,7 +12,7 @@ def constrain(logits: torch.Tensor, constraints: BatchConstraints) -> None:
         constraints.rows.tolist(),
         constraints.bias.spans(),
         constraints.penalized.spans(),
-        constraints.allowed.spans(),
+        constraints.allowed,
         constraints.forbidden.spans(),
         strict=True,
     )
@@ -29,10 +29,9 @@ def constrain(logits: torch.Tensor, constraints: BatchConstraints) -> None:
             own[token] = own[token] / repetition if own[token] > 0 else own[token] * repetition
             if count:
                 own[token] -= frequency * int(count) + presence
-        if constraints.has_allowed[i]:
-            kept = {int(token): own[token].clone() for token in constraints.allowed.ids[allowed]}
-            own.fill_(-torch.inf)
-            for token, value in kept.items():
-                own[token] = value
+        if allowed is not None:
+            for token in range(len(own)):
+                if token >= len(allowed) or not allowed[token]:
+                    own[token] = -torch.inf
         for token in constraints.forbidden.ids[forbidden]:
             own[token] = -torch.inf

@@ -163,10 +163,11 @@ TokenRuns = struct(
 )  # fmt: skip
 LogitConstraints = struct(
     "LogitConstraints",
-    "BatchConstraints. Arrays have an element per row, but bias_values and output_counts one per id of their list.",
+    "BatchConstraints. Arrays have an element per row, but bias_values and output_counts one per id of their list, and "
+    "`allowed` points to a byte per token, the first allowed_lengths of the vocabulary, or is null.",
     rows="const int64_t*", count="int64_t", bias="TokenRuns", bias_values="const float*", penalized="TokenRuns",
     output_counts="const int32_t*", repetition="const float*", frequency="const float*", presence="const float*",
-    has_allowed="const bool*", allowed="TokenRuns", forbidden="TokenRuns",
+    allowed="const uint8_t* const*", allowed_lengths="const int64_t*", forbidden="TokenRuns",
 )  # fmt: skip
 
 _SCALAR_TYPES = {Scalar.F32: "float", Scalar.I32: "int32_t", Scalar.FLAG: "int32_t"}

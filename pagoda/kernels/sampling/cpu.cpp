@@ -22,6 +22,7 @@ constexpr int BUCKETS = 1024;     // of weights, by their logarithm; the last on
 typedef double f64x8 __attribute__((vector_size(64)));
 typedef int64_t i64x8 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
 
 f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
 #if defined(PAGODA_AVX512)
@@ -31,9 +32,30 @@ f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
 #endif
 }
 
-// e^x for x <= 0, to about an ulp; exactly 1 at 0 and exactly 0 below -708.
+// e^x for x <= 0, to about two ulps; exactly 1 at 0 and exactly 0 below -708.
+#if defined(PAGODA_AVX512)
 f64x8 exp(f64x8 x) {
+    // x = n ln(2) / 16 + r with |r| <= ln(2) / 32: a power of two, one of sixteen roots from a table, and e^r.
     constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer in the low bits
+    static const double ROOTS[16] = {
+        0x1.0000000000000p+0, 0x1.0b5586cf9890fp+0, 0x1.172b83c7d517bp+0, 0x1.2387a6e756238p+0,
+        0x1.306fe0a31b715p+0, 0x1.3dea64c123422p+0, 0x1.4bfdad5362a27p+0, 0x1.5ab07dd485429p+0,
+        0x1.6a09e667f3bcdp+0, 0x1.7a11473eb0187p+0, 0x1.8ace5422aa0dbp+0, 0x1.9c49182a3f090p+0,
+        0x1.ae89f995ad3adp+0, 0x1.c199bdd85529cp+0, 0x1.d5818dcfba487p+0, 0x1.ea4afa2a490dap+0};
+    f64x8 rounder = f64x8{} + ROUNDER;
+    f64x8 shifted = fma(x, f64x8{} + 0x1.71547652b82fep+4, rounder), n = shifted - rounder;
+    f64x8 r = fma(n, f64x8{} - 0x1.62e42fefa0000p-5, x);
+    r = fma(n, f64x8{} - 0x1.cf79abc9e3b3ap-44, r);
+    f64x8 p = f64x8{} + 1.0 / 720.0;
+    const double terms[] = {1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0};
+    for (double term : terms) p = fma(p, r, f64x8{} + term);
+    __m512d roots = _mm512_permutex2var_pd(_mm512_loadu_pd(ROOTS), (__m512i)shifted, _mm512_loadu_pd(ROOTS + 8));
+    i64x8 power = ((i64x8)shifted >> 4) << 52;
+    return x < -708.0 ? f64x8{} : (f64x8)((i64x8)(p * (f64x8)roots) + power);
+}
+#else
+f64x8 exp(f64x8 x) {
+    constexpr double ROUNDER = 6755399441055744.0;
     f64x8 shifted = x * 1.4426950408889634 + ROUNDER, n = shifted - ROUNDER;
     f64x8 r = (x - n * 0x1.62e42fefa38p-1) - n * 0x1.ef35793c7673p-45;
     f64x8 p = f64x8{} + 1.0 / 6227020800.0;
@@ -43,6 +65,15 @@ f64x8 exp(f64x8 x) {
     for (double term : terms) p = fma(p, r, f64x8{} + term);
     f64x8 power = (f64x8)(((i64x8)shifted + 1023) << 52);
     return x < -708.0 ? f64x8{} : p * power;
+}
+#endif
+
+template <class T, class Vector>
+void store_up_to_8(T* to, Vector values, int64_t count) {
+    if (count >= 8)
+        memcpy(to, &values, sizeof(values));
+    else
+        memcpy(to, &values, sizeof(T) * count);
 }
 
 struct Candidate {
@@ -57,22 +88,55 @@ struct Row {
 
     double weight(float logit) const { return std::exp((static_cast<double>(logit) - largest) * inverse_temperature); }
 
+    // Up to 8 logits, then -inf.
+    f64x8 wide(int64_t at, int64_t count) const {
+#if defined(PAGODA_AVX512)
+        __mmask8 there = static_cast<__mmask8>(count >= 8 ? 0xff : (1 << count) - 1);
+        __m256 nothing = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
+        return (f64x8)_mm512_cvtps_pd(_mm256_mask_loadu_ps(nothing, there, logits + at));
+#else
+        f32x8 raw = f32x8{} - std::numeric_limits<float>::infinity();
+        if (count >= 8)
+            memcpy(&raw, logits + at, sizeof(raw));
+        else
+            memcpy(&raw, logits + at, sizeof(float) * count);
+        return __builtin_convertvector(raw, f64x8);
+#endif
+    }
+
+    static bool all_below(const float* eight, float bound) {
+        bool below = true;
+        for (int i = 0; i < 8; i++) below &= eight[i] < bound;
+        return below;
+    }
+
     // Weights of up to 8 logits, those under min_p as 0.
     f64x8 weights(int64_t at, int64_t count) const {
-        f32x8 raw = f32x8{} - std::numeric_limits<float>::infinity();
-        memcpy(&raw, logits + at, sizeof(float) * (count < 8 ? count : 8));
-        f64x8 w = exp((__builtin_convertvector(raw, f64x8) - largest) * inverse_temperature);
+        f64x8 w = exp((wide(at, count) - largest) * inverse_temperature);
         return w >= min_p ? w : f64x8{};
     }
 
-    // Running sums of the weights after each chunk; returns how many chunks.
-    int64_t chunk_sums(double* reached) const {
+    // A logit below this has weight 0: its weight is under min_p.
+    float cutoff() const {
+        if (min_p <= 0.0) return -std::numeric_limits<float>::infinity();
+        double bound = largest + (std::log(min_p) - 1e-6) / inverse_temperature;
+        return std::nextafter(static_cast<float>(bound), -std::numeric_limits<float>::infinity());
+    }
+
+    // Running sums of the weights after each chunk; returns how many chunks. kept: the weights [vocab], if not null.
+    int64_t chunk_sums(double* reached, double* kept = nullptr) const {
         double running = 0.0;
         int64_t chunks = 0;
+        float lowest = cutoff();
         for (int64_t start = 0; start < vocab; start += SUM_CHUNK) {
             int64_t end = std::min(vocab, start + SUM_CHUNK);
             f64x8 sums = {};
-            for (int64_t i = start; i < end; i += 8) sums += weights(i, end - i);
+            for (int64_t i = start; i < end; i += 8) {
+                if (min_p > 0.0 && end - i >= 8 && all_below(logits + i, lowest)) continue;
+                f64x8 w = weights(i, end - i);
+                sums += w;
+                if (kept != nullptr) store_up_to_8(kept + i, w, end - i);
+            }
             running += ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
             reached[chunks++] = running;
         }
@@ -157,58 +221,88 @@ struct Row {
         return count;
     }
 
-    int bucket(float logit) const {
-        double depth = (largest - static_cast<double>(logit)) * inverse_temperature * 16.0;
-        return depth < BUCKETS - 1 ? static_cast<int>(depth) : BUCKETS - 1;
+    // Which sixteenth of a nat below the largest logit each logit is in; the last bucket takes what is left.
+    void find_buckets(uint16_t* buckets) const {
+        for (int64_t i = 0; i < vocab; i += 8) {
+            f64x8 depth = (largest - wide(i, vocab - i)) * inverse_temperature * 16.0;
+            depth = depth < double(BUCKETS - 1) ? depth : f64x8{} + double(BUCKETS - 1);
+            u16x8 found = __builtin_convertvector(__builtin_convertvector(depth, i64x8), u16x8);
+            store_up_to_8(buckets + i, found, vocab - i);
+        }
     }
 
-    // The tokens that top_p keeps of the whole vocabulary, in order of id; returns how many. `total`: of all weights.
-    // scratch: room for the vocabulary.
-    int64_t wide_nucleus(double top_p, double total, Candidate* kept, Candidate* scratch) const {
-        double sums[BUCKETS] = {};
-        for (int64_t i = 0; i < vocab; i += 8) {
-            f64x8 w = weights(i, vocab - i);
-            for (int64_t j = i; j < std::min(vocab, i + 8); j++) sums[bucket(logits[j])] += w[j - i];
+    // body(id) for each token whose bucket `wanted` accepts, in order of id.
+    template <class Wanted, class Body>
+    void for_buckets(const uint16_t* buckets, Wanted&& wanted, Body&& body) const {
+        for (int64_t start = 0; start < vocab; start += BLOCK) {
+            int64_t end = std::min(vocab, start + BLOCK);
+            int any = 0;
+            for (int64_t i = start; i < end; i++) any |= wanted(buckets[i]);
+            if (!any) continue;
+            for (int64_t i = start; i < end; i++)
+                if (wanted(buckets[i])) body(i);
         }
+    }
+
+    // The tokens that top_p keeps of the whole vocabulary, in order of id; returns how many.
+    // weights: of every token, `total` their sum.   scratch: room for the vocabulary.
+    int64_t wide_nucleus(double top_p, double total, const double* weights, uint16_t* buckets, Candidate* kept,
+                         Candidate* scratch) const {
+        find_buckets(buckets);
+        double sums[2][BUCKETS] = {};  // two, since adding to one number again has to wait for the last addition
+        for (int64_t i = 0; i < vocab; i++) sums[i % 2][buckets[i]] += weights[i];
         double running = 0.0;
         int last = 0;
-        for (; last < BUCKETS - 1 && running + sums[last] < top_p * total; last++) running += sums[last];
+        for (; last < BUCKETS - 1; last++) {
+            double next = running + (sums[0][last] + sums[1][last]);
+            if (!(next < top_p * total)) break;
+            running = next;
+        }
         int64_t inside = 0, count = 0;
-        for (int64_t i = 0; i < vocab; i++)
-            if (bucket(logits[i]) == last) scratch[inside++] = {logits[i], static_cast<int32_t>(i)};
+        for_buckets(buckets, [&](int bucket) { return bucket == last; },
+                    [&](int64_t id) { scratch[inside++] = {logits[id], static_cast<int32_t>(id)}; });
         std::sort(scratch, scratch + inside, before);
         int64_t taken = 0;
-        for (; taken < inside && (taken == 0 || running < top_p * total); taken++) running += weight(scratch[taken].logit);
-        for (int64_t i = 0; i < vocab; i++) {
-            Candidate c{logits[i], static_cast<int32_t>(i)};
-            int b = bucket(c.logit);
-            if (b < last || (b == last && taken > 0 && !before(scratch[taken - 1], c))) kept[count++] = c;
-        }
+        for (; taken < inside && (taken == 0 || running < top_p * total); taken++) running += weights[scratch[taken].id];
+        for_buckets(buckets, [&](int bucket) { return bucket <= last; }, [&](int64_t id) {
+            Candidate c{logits[id], static_cast<int32_t>(id)};
+            if (buckets[id] < last || (taken > 0 && !before(scratch[taken - 1], c))) kept[count++] = c;
+        });
         return count;
+    }
+
+    // From candidates in order of id, by their weights in `all`.
+    int64_t pick_by_weight(const Candidate* kept, int64_t count, const double* all) const {
+        double total = 0.0, running = 0.0;
+        auto weight_of = [&](int64_t i) { return all[kept[i].id] >= min_p ? all[kept[i].id] : 0.0; };
+        for (int64_t i = 0; i < count; i++) total += weight_of(i);
+        double goal = target(total);
+        for (int64_t i = 0; i < count; i++) {
+            running += weight_of(i);
+            if (running > goal) return kept[i].id;
+        }
+        return kept[count - 1].id;  // not reached: the running sum ends at the total, which the goal is below
     }
 
     // From ranked candidates.
     int64_t pick_from_best(Candidate* kept, int64_t count) const {
         std::sort(kept, kept + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
-        return pick_from(kept, count);
-    }
-    // From candidates in order of id.
-    int64_t pick_from(const Candidate* kept, int64_t count) const {
         double total = 0.0, running = 0.0;
-        for (int64_t i = 0; i < count; i++) total += weighed(kept[i]);
+        for (int64_t i = 0; i < count; i++) total += kept_weight(kept[i]);
         double goal = target(total);
         for (int64_t i = 0; i < count; i++) {
-            running += weighed(kept[i]);
+            running += kept_weight(kept[i]);
             if (running > goal) return kept[i].id;
         }
         return kept[count - 1].id;  // not reached: the running sum ends at the total, which the goal is below
     }
-    double weighed(const Candidate& c) const {
+    double kept_weight(const Candidate& c) const {
         double w = weight(c.logit);
         return w >= min_p ? w : 0.0;
     }
 
-    int64_t pick_filtered(int64_t top_k, double top_p, double* reached, float* maxima, Candidate* candidates) const {
+    int64_t pick_filtered(int64_t top_k, double top_p, double* reached, float* maxima, Candidate* candidates,
+                          double* weights) const {
         bool complete;
         if (top_k > 0) {
             int64_t count = std::min(std::min(top_k, vocab), rank(std::min(top_k, vocab), maxima, candidates));
@@ -221,11 +315,13 @@ struct Row {
         }
         Row all = *this;
         all.min_p = 0.0;
-        double total = reached[all.chunk_sums(reached) - 1];
+        double total = reached[all.chunk_sums(reached, weights) - 1];
         int64_t count = rank(std::min<int64_t>(FIRST_RANKS, vocab), maxima, candidates);
         count = nucleus(candidates, count, top_p, total, complete);
         if (complete || count == vocab) return pick_from_best(candidates, count);
-        return pick_from(candidates, all.wide_nucleus(top_p, total, candidates, candidates + vocab));
+        auto* buckets = reinterpret_cast<uint16_t*>(weights + vocab);
+        count = wide_nucleus(top_p, total, weights, buckets, candidates, candidates + vocab);
+        return pick_by_weight(candidates, count, weights);
     }
 };
 
@@ -268,6 +364,7 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
     std::atomic<int64_t> next{0};
     parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
         int64_t blocks = (vocab + BLOCK - 1) / BLOCK;
+        auto* weights = static_cast<double*>(thread_scratch((sizeof(double) + sizeof(uint16_t)) * vocab, 0));
         auto* candidates = static_cast<Candidate*>(thread_scratch(2 * sizeof(Candidate) * vocab, 1));
         auto* maxima = static_cast<float*>(thread_scratch(sizeof(float) * blocks, 2));
         auto* reached = static_cast<double*>(thread_scratch(sizeof(double) * (vocab / SUM_CHUNK + 1), 3));
@@ -278,7 +375,7 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
             else if (top_k[r] <= 0 && top_p[r] >= 1.0f)
                 tokens[r] = row.pick_from_all(reached);
             else
-                tokens[r] = row.pick_filtered(top_k[r], top_p[r], reached, maxima, candidates);
+                tokens[r] = row.pick_filtered(top_k[r], top_p[r], reached, maxima, candidates, weights);
         }
     });
 }
