@@ -25,6 +25,9 @@ class ShortestPromptFirst:
     def victim(self, running: Iterable[RequestState]) -> RequestState:
         return max(running, key=lambda request: self.key(request.facts))
 
+    def outranks(self, waiting: RequestState, running: RequestState) -> bool:
+        return self.key(waiting.facts) < self.key(running.facts)
+
 
 def main() -> None:
     POLICIES[SchedulingPolicy.PRIORITY] = ShortestPromptFirst  # type: ignore[assignment]
