@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from pagoda.base.sampling_params import BeamSearchParams as BeamSearchParams
     from pagoda.base.sampling_params import PoolingParams as PoolingParams
     from pagoda.base.sampling_params import SamplingParams as SamplingParams
+    from pagoda.base.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from pagoda.llm import LLM as LLM
 
 _HOMES = {
     "pagoda.llm": ("LLM",),
     "pagoda.async_llm": ("AsyncLLM",),
     "pagoda.base.sampling_params": ("SamplingParams", "PoolingParams", "BeamSearchParams"),
+    "pagoda.base.structured_outputs": ("StructuredOutputsParams",),
     "pagoda.base.config": ("EngineConfig",),
     "pagoda.base.outputs": (
         "RequestOutput",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
+from pagoda.core.grammar import GrammarBackend
 from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
@@ -39,6 +42,7 @@ _SCHEDULER_ONLY = {
 }
 """Settings that would have no effect, and why."""
 
+_MAX_MASK_THREADS = 8
 _SHORTEST_FITTED = 1024
 """Tokens: a default max_model_len is not lowered below this, since few prompts would fit."""
 
@@ -159,6 +163,12 @@ def build_engine_core(
     setup, capacity = fit_cache(config if isinstance(config, EngineSetup) else resolve_engine(config))
     clock = clock or SystemClock()
     scheduler_config = setup.config.scheduler
+    grammars = _make_grammars(setup)
+
+    def is_grammar_ready(request: Request) -> bool:
+        grammar = request.sampling.grammar if request.sampling is not None else None
+        return grammar is None or grammars.is_ready(grammar)
+
     scheduler = Scheduler(
         scheduler_config,
         setup.config.cache,
@@ -167,8 +177,9 @@ def build_engine_core(
         setup.max_model_len,
         clock,
         num_host_blocks=capacity.num_host_blocks,
+        is_grammar_ready=is_grammar_ready,
     )
-    executor = _make_executor(setup, capacity, scheduler.max_rows)
+    executor = _make_executor(setup, capacity, scheduler.max_rows, grammars)
     if wrap_executor is not None:
         executor = wrap_executor(executor, scheduler.max_rows)
     _start(executor, setup, capacity)
@@ -181,7 +192,20 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         load_s=load_s,
     )
-    return EngineCore(scheduler, executor, clock, facts, setup.spec.vocab_size, scheduler_config.pipeline_depth)
+    depth = scheduler_config.pipeline_depth
+    return EngineCore(scheduler, executor, clock, facts, setup.spec.vocab_size, depth, grammars)
+
+
+def _make_grammars(setup: EngineSetup) -> GrammarBackend:
+    """Return the backend of structured output, which loads the tokenizer with the first grammar."""
+    # Imported here because planning and resolving need neither.
+    from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
+    from pagoda.engine.load_tokenizer import load_tokenizer
+
+    threads = min(os.cpu_count() or 1, _MAX_MASK_THREADS)
+    return LlguidanceBackend(
+        lambda: load_tokenizer(setup.files, setup.config.model.tokenizer), setup.spec.vocab_size, threads
+    )
 
 
 def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None:
@@ -200,7 +224,9 @@ def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None
         ) from error
 
 
-def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> Executor:
+def _make_executor(
+    setup: EngineSetup, capacity: KVCapacity, max_rows: int, grammars: GrammarBackend | None
+) -> Executor:
     if setup.config.parallel.distributed_executor_backend == "fake":
         return FakeExecutor(
             max_rows,
@@ -208,6 +234,7 @@ def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> E
             capacity.block_size,
             len(setup.groups),
             vocab_size=setup.spec.vocab_size,
+            grammars=grammars,
         )
     # Imported here because torch takes a second to import, and planning and resolving do not need it.
     from pagoda.worker.worker import Worker, WorkerConfig
@@ -226,6 +253,7 @@ def _make_executor(setup: EngineSetup, capacity: KVCapacity, max_rows: int) -> E
             max_model_len=setup.max_model_len,
             max_drafts=_max_drafts(config),
             parallel=config.parallel,
+            grammars=grammars,
         )
     )
     return InProcessExecutor(worker, overlap=config.scheduler.pipeline_depth > 1)

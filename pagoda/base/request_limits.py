@@ -47,6 +47,7 @@ class RequestLimits:
     bad_words_chars: int = _limit(16_384, "characters in `bad_words` (or ids in `bad_words_token_ids`)")
     logit_bias: int = _limit(1_024, "entries of `logit_bias`")
     allowed_token_ids: int = _limit(65_536, "ids in `allowed_token_ids`")
+    grammar_chars: int = _limit(262_144, "characters in a JSON schema, grammar, regular expression or list of choices")
     prompts: int = _limit(1_024, "prompts in one completion request")
     outputs: int = _limit(1_024, "outputs of one completion request (prompts times `n`)")
     logprob_entries: int = _limit(4_096, "log-probabilities per step (`n` times `logprobs` + 1)")

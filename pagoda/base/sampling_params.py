@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.base.errors import RequestError
+from pagoda.base.registry import nearest
+from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.base.text import check_encodable
 
 GREEDY_EPSILON = 1e-5
@@ -37,6 +40,8 @@ class SamplingParams:
     logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing).
     detokenize: False leaves the text empty.   spaces_between_special_tokens: kept for compatibility, text is the same.
     truncate_prompt_tokens: keep only the last so many prompt tokens (-1: as many as the model takes).
+    structured_outputs: the form that the output must have, StructuredOutputsParams or a mapping of its fields; the
+        engine replaces it by `grammar`, its own text of it.
     """
 
     n: int = 1
@@ -64,6 +69,8 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # normalise the fields of the frozen record during construction
@@ -90,6 +97,9 @@ class SamplingParams:
         put(self, "logprobs", _optional_integer("logprobs", self.logprobs, 0))
         put(self, "prompt_logprobs", _optional_integer("prompt_logprobs", self.prompt_logprobs, 0))
         _truncation(self.truncate_prompt_tokens)
+        put(self, "structured_outputs", _structure(self.structured_outputs))
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise _refuse("grammar", self.grammar, "None; set structured_outputs")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "True or False")
@@ -107,6 +117,13 @@ class SamplingParams:
         changed = copy.copy(self)
         object.__setattr__(changed, "max_tokens", max_tokens)
         object.__setattr__(changed, "min_tokens", min_tokens)
+        return changed
+
+    def with_grammar(self, grammar: str) -> "SamplingParams":
+        """Return a copy with the engine's text in place of structured_outputs. Its lists are shared."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "structured_outputs", None)
+        object.__setattr__(changed, "grammar", grammar)
         return changed
 
     @property
@@ -246,6 +263,20 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
             token = int(token)
         biases[_integer("logit_bias", token, 0)] = _number("logit_bias", bias, low=-100.0, high=100.0)
     return tuple(sorted(biases.items()))
+
+
+def _structure(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise _refuse("structured_outputs", value, "StructuredOutputsParams, or a mapping of its fields")
+    known = [item.name for item in dataclasses.fields(StructuredOutputsParams) if item.name != "source"]
+    for name in value:
+        if name not in known:
+            raise RequestError(
+                f"structured_outputs: unknown field {name!r:.80}{nearest(str(name), known)}", "structured_outputs"
+            )
+    return StructuredOutputsParams(**value)
 
 
 def _truncation(value: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")
 
+_NUM_COMPILERS = 2
 _LONG_TEXT_TOKENS = 2048
 """From this many token ids on, decoding runs on a thread."""
 
@@ -52,6 +54,7 @@ class AsyncEngine:
         self._outputs = OutputProcessor(input_processor.tokenizer)
         self._readers: dict[str, Mailbox] = {}
         self._threads = TextThreads()
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar-check")
         self._templates = TemplatePool(template_limits or TemplateLimits())
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
@@ -71,6 +74,7 @@ class AsyncEngine:
         self._threads.shutdown()
         self._templates.close()
         self.input_processor.close()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     async def start_text(self) -> None:
         """Start the process that renders chat templates, so that the first conversation does not wait for it."""
@@ -114,6 +118,10 @@ class AsyncEngine:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
         num_chars = sum(map(len, params.bad_words))
         self.input_processor.limits.of_request.check_lists(params)
+        structure = params.structured_outputs
+        if structure is not None and self.input_processor.grammars.known(structure) is None:
+            # Compiling a grammar may take seconds; texts do not wait for it.
+            return await asyncio.wrap_future(self._compilers.submit(self.input_processor.prepare_params, params))
         if num_chars:
             return await self._threads.run(key, num_chars, self.input_processor.prepare_params, params)
         return self.input_processor.prepare_params(params)
@@ -143,7 +151,7 @@ class AsyncEngine:
             )
         else:
             token_ids = self.input_processor.token_ids_of(prompt, add_special_tokens)
-        if isinstance(params, SamplingParams) and params.bad_words:
+        if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
             params = await self.prepare_params(params, key)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_is_new(request_id)

@@ -13,12 +13,15 @@ from pagoda.base.clock import Clock
 from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.executor import Executor
+from pagoda.core.grammar import GrammarBackend
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import EngineFacts
 
 logger = logging.getLogger("pagoda")
+
+_COMPILE_WAIT_S = 0.005  # so that messages are still read while grammars compile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +44,19 @@ class EngineCore:
         facts: EngineFacts,
         vocab_size: int,
         pipeline_depth: int = 1,
+        grammars: GrammarBackend | None = None,
     ) -> None:
-        """pipeline_depth: most steps in flight at once.   executor: already started."""
+        """pipeline_depth: most steps in flight at once.   executor: already started.
+
+        grammars: the backend that the scheduler and the executor use; None if requests cannot have a grammar.
+        """
         self.facts = facts
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
+        self._grammars = grammars
         self._in_flight: deque[_InFlight] = deque()
         self._suspect_until_step = 0  # steps up to this one were scheduled before an earlier failure was known
 
@@ -62,6 +70,10 @@ class EngineCore:
         If it fails, the engine's state is unchanged.
         """
         check_token_ids(request, self._vocab_size)
+        grammar = request.sampling.grammar if request.sampling is not None else None
+        structure = request.sampling.structured_outputs if request.sampling is not None else None
+        if structure is not None or (grammar is not None and self._grammars is None):
+            raise RequestError("structured output is not available on this engine", "structured_outputs")
         try:
             self._scheduler.add_request(request)
         except PagodaError:  # raised by checks, before anything has changed
@@ -69,6 +81,8 @@ class EngineCore:
         except Exception as error:
             self._remove_half_added(request, error)
             raise
+        if grammar is not None and self._grammars is not None:
+            self._grammars.is_ready(grammar)  # begins to compile it; a gate holds the request until it is
 
     def _remove_half_added(self, request: Request, cause: Exception) -> None:
         try:
@@ -104,7 +118,10 @@ class EngineCore:
             if not output.is_empty or _has_events(output):
                 in_flight.append(_InFlight(output, self._executor.submit(output)))
             elif not in_flight:
-                return self._scheduler.update_from_output(output, None)
+                outputs = self._scheduler.update_from_output(output, None)
+                if not outputs and self._grammars is not None:
+                    self._grammars.wait(_COMPILE_WAIT_S)
+                return outputs
             if not output.is_empty and len(in_flight) < self._depth:
                 return {}
         step = in_flight.popleft()
@@ -139,6 +156,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """Shut down the executor; drop steps in flight. Idempotent."""
         self._in_flight.clear()
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self._executor.shutdown()
 
 

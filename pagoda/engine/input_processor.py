@@ -16,6 +16,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
 from pagoda.core.request import Request
 from pagoda.engine.chat_values import Message
+from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.load_tokenizer import load_tokenizer
 from pagoda.engine.template_job import InProcessRenderer, Renderer, TemplateJob, TemplateSource
 from pagoda.engine.template_process import ProtectedRenderer, TemplateLimits
@@ -102,6 +103,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._parses_special_tokens = parses_special_tokens_in_chat
         self.limits = limits
+        self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
         # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
@@ -261,8 +263,9 @@ class InputProcessor:
         return RenderedChat(plain, self.tokenizer.encode_marked(text, add_special_tokens))
 
     def close(self) -> None:
-        """Close the template renderer. Idempotent."""
+        """Close the processes that render templates and check grammars. Idempotent."""
         self._renderer.close()
+        self.grammars.close()
 
     def _check_prompt(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
         """Return the validated prompt: int32 [num_prompt_tokens]."""
@@ -331,6 +334,10 @@ class InputProcessor:
         params = self.tokenize_bad_words(params)
         for sequence in params.bad_words_token_ids:
             self._check_ids("bad_words_token_ids", sequence)
+        if params.grammar is not None:
+            raise RequestError("grammar is for the engine to set; set structured_outputs", "structured_outputs")
+        if params.structured_outputs is not None:
+            params = params.with_grammar(self.grammars.prepare(params.structured_outputs))
         return PreparedParams(params)
 
     def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:

@@ -10,8 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from pagoda.base.errors import WorkerDied
+from pagoda.core.grammar import GrammarBackend
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.speculator import Speculator
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -48,6 +50,7 @@ class FakeExecutor:
 
     It keeps a DeviceTable, like a worker. Does not support logprobs and pooling.
     step_s: duration of a step, which sleeps.   speculator: proposes drafts after each step.
+    grammars: a token that a grammar forbids is replaced by one that it allows.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class FakeExecutor:
         vocab_size: int = 32000,
         step_s: float = 0.0,
         speculator: Speculator | None = None,
+        grammars: GrammarBackend | None = None,
     ) -> None:
         self._table = DeviceTable(max_rows, max_len, block_size, num_groups)
         self._digests = np.zeros(max_rows, np.uint64)  # of the known tokens of each row
         self._vocab_size = vocab_size
         self._step_s = step_s
         self._speculator = speculator
+        self._grammars = GrammarRows(grammars, vocab_size) if grammars is not None else None
         self._alive = False
         self.num_steps = 0
 
@@ -84,6 +89,8 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         self._alive = False
+        if self._grammars is not None:
+            self._grammars.shutdown()
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         speculator = self._speculator
@@ -98,6 +105,8 @@ class FakeExecutor:
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         table = self._table
+        if self._grammars is not None:
+            self._grammars.apply(output)
         table.apply(output)
         self.num_steps += 1
         for init in output.admitted:
@@ -111,20 +120,50 @@ class FakeExecutor:
         if output.drafts:
             return self._verify(output, positions)
         tokens = _tokens(self._digests[rows], table.seeds[rows], self._vocab_size)
+        failed = self._constrain(rows, positions, tokens)
+        if failed:
+            return self._without(failed, output, positions, tokens)
         table.commit(rows, positions, tokens)
         self._digests[rows] = _extend(self._digests[rows], tokens)
         return ModelRunnerOutput(output.step, tokens[:, None], np.ones(len(rows), np.int32), duration_s=self._step_s)
+
+    def _constrain(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
+        """Replace tokens that a grammar forbids, in place. Return the rows whose grammar has failed, and why."""
+        pending = self._grammars.begin(self._table, rows, positions) if self._grammars is not None else None
+        if pending is None:
+            return {}
+        masks = pending.result()
+        for draw, mask in zip(masks.draws.tolist(), masks.bits, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size])
+            if tokens[draw] not in allowed:
+                tokens[draw] = allowed[tokens[draw] % len(allowed)]
+        return masks.failed
+
+    def _without(
+        self, failed: dict[int, str], output: SchedulerOutput, positions: np.ndarray, tokens: np.ndarray
+    ) -> ModelRunnerOutput:
+        """Return the result of a step in which some rows get no token."""
+        rows = output.sample_rows
+        kept = ~np.isin(rows, list(failed))
+        self._table.commit(rows[kept], positions[kept], tokens[kept])
+        self._digests[rows[kept]] = _extend(self._digests[rows[kept]], tokens[kept])
+        sampled = np.where(kept, tokens, -1)[:, None]
+        return ModelRunnerOutput(output.step, sampled, kept.astype(np.int32), failed=failed, duration_s=self._step_s)
 
     def _verify(self, output: SchedulerOutput, ends: np.ndarray) -> ModelRunnerOutput:
         """Sample each row up to and including the first token that differs from its draft."""
         longest = 1 + max(len(drafts) for drafts in output.drafts.values())
         sampled = np.full((len(ends), longest), -1, np.int32)
         num_sampled = np.zeros(len(ends), np.int32)
+        failed: dict[int, str] = {}
         for j, row in enumerate(output.sample_rows.tolist()):
             drafts = output.drafts.get(int(output.rows[output.sample_index[j]]), ())
             position = int(ends[j]) - len(drafts)
             for draft in (*drafts, None):
                 token = _tokens(self._digests[row : row + 1], self._table.seeds[row : row + 1], self._vocab_size)
+                failed |= self._constrain(np.array([row]), np.array([position]), token)
+                if row in failed:
+                    break
                 sampled[j, num_sampled[j]] = token[0]
                 num_sampled[j] += 1
                 self._table.commit(np.array([row]), np.array([position]), token)
@@ -132,4 +171,4 @@ class FakeExecutor:
                 position += 1
                 if draft is None or token[0] != draft:
                     break
-        return ModelRunnerOutput(output.step, sampled, num_sampled, duration_s=self._step_s)
+        return ModelRunnerOutput(output.step, sampled, num_sampled, failed=failed, duration_s=self._step_s)

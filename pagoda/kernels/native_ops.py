@@ -42,6 +42,7 @@ class NativeOps:
         self.best_tokens = sampling.best_tokens
         self.sample = sampling.sample
         self.top_logprobs = sampling.top_logprobs
+        self.mask_logits = sampling.mask_logits
         for op in OP_TABLE.values():
             # Views need no kernel: torch's are the same tensors.
             setattr(self, op.name, partial(self._run, op) if op.parts is None else reference_of(op))

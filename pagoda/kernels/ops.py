@@ -81,6 +81,13 @@ class SamplingOps(Protocol):
         """One token per row, int64 [S]; best: what `best_tokens` gave for these logits."""
         ...
 
+    def mask_logits(self, logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
+        """Set logits that a mask forbids to -inf, in place, in rows `draws` (int64 [m]) of float32 [S, V].
+
+        bits: int32 [m, ceil(V / 32)], one bit per token, lowest first: 1 where the logit stays.
+        """
+        ...
+
     def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
         """Log-softmax of float32 [S, V] at the chosen ids (int [S]) and at the k best, with the chosen ones' ranks."""
         ...

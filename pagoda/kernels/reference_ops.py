@@ -43,6 +43,7 @@ class ReferenceOps:
     constrain = staticmethod(constraints.constrain)
     copy_blocks = staticmethod(kv_cache.copy_blocks)
     top_logprobs = staticmethod(logprobs.top_logprobs)
+    mask_logits = staticmethod(sampling.mask_logits)
 
     def __init__(self) -> None:
         for op in FORWARD_OPS.values():

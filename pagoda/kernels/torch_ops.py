@@ -35,6 +35,7 @@ class TorchOps:
     constrain = staticmethod(constraints.constrain)
     sample = staticmethod(sampling.sample)
     top_logprobs = staticmethod(logprobs.top_logprobs)
+    mask_logits = staticmethod(sampling.mask_logits)
 
     def __init__(self) -> None:
         for op in FORWARD_OPS.values():

@@ -238,10 +238,6 @@ class Generator:
         """
         if self.llm.died is not None:
             raise self.llm.died
-        if body.wants_structure:
-            raise ApiError(
-                501, "structured output (response_format, structured_outputs) is not available yet", "response_format"
-            )
         self._check_lengths(body, params)
         self.admission.check_size(len(prompts) * params.n)
         key = http.scope["state"]["key"]
@@ -251,7 +247,7 @@ class Generator:
             preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, add_special_tokens, key)
             texts = [*params.bad_words, *(prompt for prompt in prompts if isinstance(prompt, str))]
             # Short prompts are ready at once; longer ones may queue for a thread, which nobody should do in vain.
-            is_long = sum(map(len, texts)) >= LONG_TEXT_CHARS
+            is_long = sum(map(len, texts)) >= LONG_TEXT_CHARS or params.structured_outputs is not None
             requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
             asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)
             try:

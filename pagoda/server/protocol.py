@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.server.structure import structure_of
 from pagoda.server.unserved import UnservedFields, check_unserved
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -63,6 +64,8 @@ class StreamOptions(Body, kw_only=True, frozen=True):
 class ResponseFormat(Body, kw_only=True, frozen=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
@@ -101,6 +104,11 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     return_tokens_as_token_ids: Flag = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     return_timings: Flag = False
     # accepted because it does not affect the response
     session_id: str | None = None
@@ -109,13 +117,20 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
         check_unserved(self)
         limits.check_lists(self)
         limits.check_names(model=self.model, user=self.user, session_id=self.session_id, cache_salt=self.cache_salt)
-        limits.check_values({"response_format": self._schema, "structured_outputs": self.structured_outputs})
+        limits.check_values(
+            {
+                "response_format": self._schema,
+                "structured_outputs": self.structured_outputs,
+                "guided_json": self.guided_json,
+            }
+        )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
 
     @property
-    def _schema(self) -> dict[str, Any] | None:
-        return self.response_format.json_schema if self.response_format is not None else None
+    def _schema(self) -> Any:
+        given = self.response_format
+        return [given.json_schema, given.structures] if given is not None else None
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -153,13 +168,8 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            structured_outputs=structure_of(self),
         )
-
-    @property
-    def wants_structure(self) -> bool:
-        """Whether the request asks for structured output."""
-        shaped = self.response_format is not None and self.response_format.type != "text"
-        return shaped or any(value is not None for value in (self.structured_outputs or {}).values())
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -23,12 +23,7 @@ class UnservedFields(Struct, kw_only=True, frozen=True):
     ec_transfer_params: Unserved = None
     function_call: Unserved = None
     functions: Unserved = None
-    guided_choice: Unserved = None
     guided_decoding_backend: Unserved = None
-    guided_grammar: Unserved = None
-    guided_json: Unserved = None
-    guided_regex: Unserved = None
-    guided_whitespace_pattern: Unserved = None
     kv_transfer_params: Unserved = None
     length_penalty: Unserved = None
     logits_processors: Unserved = None
@@ -68,7 +63,6 @@ class UnservedField:
 
 
 NEUTRAL: tuple[Any, ...] = (None, False, [], "")
-_STRUCTURE = "structured output"
 _TRANSFER = "disaggregated serving"
 _MEDIA = "media in messages"
 
@@ -79,12 +73,7 @@ UNSERVED = {
     "ec_transfer_params": UnservedField(_TRANSFER, ({},)),
     "function_call": UnservedField("the deprecated `function_call`; use `tool_choice`", ("none",)),
     "functions": UnservedField("the deprecated `functions`; use `tools`"),
-    "guided_choice": UnservedField(_STRUCTURE, is_planned=True),
-    "guided_decoding_backend": UnservedField(_STRUCTURE, is_planned=True),
-    "guided_grammar": UnservedField(_STRUCTURE, is_planned=True),
-    "guided_json": UnservedField(_STRUCTURE, is_planned=True),
-    "guided_regex": UnservedField(_STRUCTURE, is_planned=True),
-    "guided_whitespace_pattern": UnservedField(_STRUCTURE, is_planned=True),
+    "guided_decoding_backend": UnservedField("a choice of grammar libraries", ("auto", "guidance")),
     "kv_transfer_params": UnservedField(_TRANSFER, ({},)),
     "length_penalty": UnservedField("beam search", (1,), is_planned=True),
     "logits_processors": UnservedField("logits processors of callers"),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, Sche
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ForwardPass
+from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.speculation.speculator import Speculator
@@ -33,14 +35,19 @@ class ModelRunner:
         device: torch.device,
         sampler: Sampler | None = None,
         speculator: Speculator | None = None,
+        grammars: GrammarRows | None = None,
     ) -> None:
-        """speculator: proposes drafts after each step; None if nothing drafts."""
+        """speculator: proposes drafts after each step; None if nothing drafts.
+
+        grammars: None if no request may have a grammar.
+        """
         self._forward = forward
         self._table = table
         self._cache = cache
         self._device = device
         self._sampler = sampler or Sampler()
         self._speculator = speculator
+        self._grammars = grammars
         self.times = StepTimes()
 
     @torch.inference_mode()
@@ -72,18 +79,23 @@ class ModelRunner:
             duration_s = time.perf_counter() - begin_s
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
         inputs = build_inputs(self._table, output, self._device)
+        masks: Future[GrammarMasks] | None = None
+        if self._grammars is not None:  # filled while the forward runs
+            masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)
         self.times.lap("inputs")
         hidden = self._forward.forward(inputs.batch, self._cache.layers)
         self.times.lap("forward")
         if not inputs.takes_all_logits:
             hidden = self._forward.select_rows(hidden, inputs.batch.logits_index)
-        sampled, num_sampled, logprobs, failed = self._sample(inputs, output, hidden)
+        sampled, num_sampled, logprobs, failed = self._sample(inputs, output, hidden, masks)
         self.times.lap("sampling")
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         pooled = self._pool(inputs, hidden)
         drafts: dict[int, np.ndarray] = {}
         if self._speculator is not None:
             drafts = self._speculator.finish_step(output, self._table, num_sampled, failed)
+            if self._grammars is not None and drafts:
+                drafts = self._grammars.allowed_drafts(self._table, drafts)
             self.times.lap("drafting")
         return ModelRunnerOutput(
             step=output.step,
@@ -104,13 +116,19 @@ class ModelRunner:
             swap_s = self._cache.apply(output)
             if self._speculator is not None:
                 self._speculator.apply(output, self._table)
+            if self._grammars is not None:
+                self._grammars.apply(output)
             self._table.apply(output)
         except Exception as error:
             raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error
         return swap_s
 
     def _sample(
-        self, inputs: StepInputs, output: SchedulerOutput, hidden: torch.Tensor
+        self,
+        inputs: StepInputs,
+        output: SchedulerOutput,
+        hidden: torch.Tensor,
+        pending_masks: "Future[GrammarMasks] | None",
     ) -> tuple[np.ndarray, np.ndarray, LogprobColumns | None, dict[int, str]]:
         """Sample the step's draws and commit them to the table; return (sampled, num_sampled, logprobs, failed)."""
         if not inputs.draw_rows.size:
@@ -119,13 +137,21 @@ class ModelRunner:
         self.times.lap("lm_head")
         if inputs.draw_logits is not None:
             logits = logits[torch.from_numpy(inputs.draw_logits).to(logits.device)]
-        drawn = self._sampler.sample(logits, self._table, inputs.draw_rows, inputs.draw_positions)
+        masks = None
+        if pending_masks is not None:
+            masks = pending_masks.result()
+            self.times.lap("masks")
+        drawn = self._sampler.sample(logits, self._table, inputs.draw_rows, inputs.draw_positions, masks)
+        if masks is not None and masks.failed:
+            drawn.finite[np.isin(inputs.draw_rows, list(masks.failed))] = False
         accepted = accepted_draws(inputs, drawn, output)
         rows, positions = inputs.draw_rows[accepted], inputs.draw_positions[accepted]
         self._table.commit(rows, positions, drawn.tokens[accepted])
         failed: dict[int, str] = {}
         if not drawn.finite.all():
             failed = dict.fromkeys(inputs.draw_rows[~drawn.finite].tolist(), _NOT_FINITE)
+            if masks is not None:
+                failed |= masks.failed
         sampled, num_sampled = _by_sample(inputs.num_draws, drawn.tokens, accepted)
         logprobs = drawn.logprobs
         if logprobs is not None and not accepted.all():
@@ -133,6 +159,11 @@ class ModelRunner:
                 logprobs.token_ids[accepted], logprobs.logprobs[accepted], logprobs.ranks[accepted]
             )
         return sampled, num_sampled, logprobs, failed
+
+    def shutdown(self) -> None:
+        """End the thread that fills masks. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.shutdown()
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobColumns]:
         """Return, per row, the log-probabilities of the next prompt token at the positions computed in this step."""

@@ -1,7 +1,8 @@
 """Sampler: turn the logits of a step's draws into tokens and log-probabilities.
 
-Order: logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling. Each is one
-call for the whole batch, and a row only pays for what it uses. Log-probabilities are the model's own, before any of it.
+Order: grammar masks; logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling.
+Each is one call for the whole batch, and a row only pays for what it uses. Log-probabilities are the model's own over
+the tokens that the grammar allows, before the rest.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.batch_constraints import batch_constraints
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.grammar_rows import GrammarMasks
+
+MASKED_LOGPROB = -9999.0
+"""The log-probability of a token that a grammar forbids; JSON has no -Infinity."""
 
 _NO_DRAWS = np.empty(0, np.int64)
 
@@ -38,12 +43,22 @@ class Sampler:
     def __init__(self, ops: SamplingOps | None = None) -> None:
         self._ops = ops or TorchOps()
 
-    def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        table: DeviceTable,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        masks: GrammarMasks | None = None,
+    ) -> Sampled:
         """Sample one token per draw.
 
         logits: float32 [n, V], may be modified.   rows: int32 [n], table rows (repeated when verifying drafts).
         positions: int32 [n], index of the token to sample; all earlier tokens are in table.token_ids.
+        masks: of the draws whose rows have a grammar.
         """
+        if masks is not None:
+            self._ops.mask_logits(logits, masks.draws, masks.bits)
         wants_logprobs = table.num_logprobs[rows] >= 0
         any_logprobs = bool(wants_logprobs.any())
         constrained = np.flatnonzero(table.constrained[rows])
@@ -73,6 +88,8 @@ class Sampler:
             if originals is not None:
                 raw[torch.from_numpy(reported).to(raw.device)] = originals
             columns = self._some_logprobs(raw, chosen, wants_logprobs, int(table.num_logprobs[rows].max()))
+            if masks is not None:
+                columns.logprobs[np.isneginf(columns.logprobs)] = MASKED_LOGPROB
         return Sampled(chosen, finite, columns)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:

@@ -8,6 +8,7 @@ import torch
 
 from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import CapacityError, WorkerDied
+from pagoda.core.grammar import GrammarBackend
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
@@ -18,6 +19,7 @@ from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices import select_device
 from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
+from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
 
@@ -33,6 +35,7 @@ class WorkerConfig:
     dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8".
     num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
     max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
+    grammars: None if no request may have a grammar.
     """
 
     files: ModelFiles
@@ -46,6 +49,7 @@ class WorkerConfig:
     max_model_len: int
     max_drafts: int
     parallel: ParallelConfig
+    grammars: GrammarBackend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class Worker:
             raise CapacityError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
         self._forward = forward
-        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops))
+        grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
+        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops), grammars=grammars)
         self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",
@@ -156,4 +161,6 @@ class Worker:
 
     def shutdown(self) -> None:
         """Free the model and the pools. Idempotent."""
+        if self._runner is not None:
+            self._runner.shutdown()
         self._runner = self._forward = None

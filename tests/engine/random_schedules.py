@@ -20,6 +20,7 @@ from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.model_files import ModelFiles
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ReplayedForward
+from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request
@@ -62,14 +63,21 @@ class TappedSampler:
         self.trace = Trace()
         self.top_logprobs = sampler.top_logprobs
 
-    def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        table: DeviceTable,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        masks: GrammarMasks | None = None,
+    ) -> Sampled:
         assert logits.dtype == torch.float32
         seeds = table.seeds[rows].tolist()
         for values, seed, position in zip(logits.numpy(), seeds, positions.tolist(), strict=True):
             if seed < FIRST_FILLER_SEED:
                 digest = hashlib.blake2b(values, digest_size=12).digest()
                 assert self.trace.logits.setdefault((seed, position), digest) == digest, "drawn twice, not the same"
-        return self._sampler.sample(logits, table, rows, positions)
+        return self._sampler.sample(logits, table, rows, positions, masks)
 
 
 class StepCounter:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.input_processor import build_input_processor
 from pagoda.engine.output_processor import OutputKind
@@ -56,6 +58,33 @@ def run(
 
 
 NAMES = ["a", "bb", "ccc", "dddd"]
+
+
+def test_a_grammar_goes_on_after_kills_where_it_was() -> None:
+    """The new engine compiles the grammar again, and its matcher reads what was emitted before."""
+    pattern = "([a-f]{3}-){12}[a-f]{3}"
+
+    async def constrained(llm: AsyncEngine, name: str) -> str:
+        params = SamplingParams(n=2, max_tokens=60, seed=7, structured_outputs=StructuredOutputsParams(regex=pattern))
+        prompt = list(range(10, 30))
+        outputs = [one async for one in llm.generate(prompt, params, name, kind=OutputKind.CUMULATIVE)]
+        assert outputs[-1].error is None
+        assert [one.finish_reason for one in outputs[-1].outputs] == ["stop"] * 2
+        return " ".join(one.text for one in outputs[-1].outputs)
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = await constrained(llm, "a")
+        assert all(re.fullmatch(pattern, text) for text in undisturbed.split(" "))
+        for num_kills, pause_s in enumerate((0.0, 0.05, 0.1), 1):
+            again = asyncio.create_task(constrained(llm, "b"))
+            await asyncio.sleep(pause_s)
+            assert client.engine_pid is not None
+            os.kill(client.engine_pid, signal.SIGKILL)
+            assert await again == undisturbed
+            while client.num_deaths < num_kills or not client.is_up:
+                await asyncio.sleep(0.01)
+
+    run(work, "tests.engine.slow_engine")
 
 
 def test_requests_go_on_after_kills_as_if_nothing_had_happened() -> None:

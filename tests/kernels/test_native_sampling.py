@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.sampling import library, logprobs, reference
 from pagoda.kernels.sampling.native import NativeSampling
@@ -68,6 +69,35 @@ def test_threads_and_neighbours_change_nothing(native: NativeOps, sampling: Nati
     alone = [sampling.sample(logits[i : i + 1], *(column[i : i + 1] for column in arguments)).item() for i in range(n)]
     assert together.tolist() == alone
     assert together.tolist() == library.sample(logits, *arguments).tolist()
+
+
+@pytest.mark.parametrize("vocab", [2, 31, 32, 33, 65, 1003, 49_153])
+def test_mask_logits(native: NativeOps, sampling: NativeSampling, vocab: int) -> None:
+    """All versions, some rows of a batch whose rows are apart, with whole words of ones and of zeros."""
+    rng = np.random.default_rng(vocab)
+    wide = torch.from_numpy(rng.normal(0, 3, (9, vocab + 3)).astype(np.float32))
+    bits = rng.integers(-(2**31), 2**31, (4, -(-vocab // 32)), np.int64).astype(np.int32)
+    bits[0], bits[1] = -1, 0
+    bits[2, ::2] = -1
+    draws = np.array([0, 3, 4, 8])
+    results = []
+    for mask in (reference.mask_logits, library.mask_logits, sampling.mask_logits):
+        logits = wide.clone()
+        mask(logits[:, :vocab], draws, bits)
+        results.append(logits)
+    threads = wide.clone()
+    NativeSampling(native.library, 3).mask_logits(threads[:, :vocab], draws, bits)
+    assert all(one.equal(results[0]) for one in (*results, threads))
+    assert results[0][[0, 1, 2, 5, 6, 7]].equal(wide[[0, 1, 2, 5, 6, 7]])
+    assert results[0][3, :vocab].isneginf().all()
+    assert results[0][3, vocab:].equal(wide[3, vocab:])
+
+
+def test_mask_logits_refuses_what_would_leave_its_memory(sampling: NativeSampling) -> None:
+    logits, bits = torch.zeros(3, 70), np.zeros((2, 3), np.int32)
+    for draws, wrong in (([0, 3], bits), ([-1, 0], bits), ([0], bits), ([0, 1], bits[:, :2])):
+        with pytest.raises(InvariantBroken, match="mask_logits"):
+            sampling.mask_logits(logits, np.array(draws), wrong)
 
 
 def test_best_tokens(sampling: NativeSampling) -> None:

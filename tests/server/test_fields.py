@@ -100,9 +100,7 @@ ASKING: dict[str, tuple[Any, int]] = {
     "use_beam_search": (True, 501),
     "length_penalty": (2.0, 501),
     "prompt_embeds": ("AAAA", 501),
-    "guided_json": ({"type": "object"}, 501),
-    "structured_outputs": ({"regex": "a"}, 501),
-    "response_format": ({"type": "json_object"}, 501),
+    "guided_decoding_backend": ("outlines", 400),
 }
 
 

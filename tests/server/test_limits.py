@@ -98,12 +98,14 @@ def test_every_bound_is_a_400_that_states_it(limit: str, kind: type[Body], body:
 
 
 def test_every_bound_has_a_case() -> None:
-    # Those of a prompt are in test_request_limits.py, those of the undecoded body in test_json_pieces.py.
+    # Those of a prompt are in test_request_limits.py, those of the undecoded body in test_json_pieces.py, that of a
+    # grammar in grammars/test_checker.py.
     in_python = {
         "logprob_entries",
         "prompt_logprob_entries",
         "answer_prompt_logprobs",
         "text_bytes",
+        "grammar_chars",
         "body_values",
         "body_objects",
         "body_exponents",

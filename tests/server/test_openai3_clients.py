@@ -41,21 +41,21 @@ def test_openai_package__chats_streams_and_raises(saw: dict[str, Any]) -> None:
 
 def test_openai_retries__never_repeats_what_is_not_available(saw: dict[str, Any]) -> None:
     """Each is a 501 whose X-Should-Retry says no; the client would send any other 5xx three times."""
-    for name in ("embeddings", "response_format", "responses", "files"):
+    for name in ("embeddings", "responses", "files"):
         assert saw[name] == {"status": 501, "sent": 1}, name
+    assert saw["response_format"] == {"status": 200, "sent": 1}
 
 
-def test_instructor__answers_plainly_and_says_what_is_missing(saw: dict[str, Any]) -> None:
+def test_instructor__answers_plainly_and_in_json(saw: dict[str, Any]) -> None:
     assert saw["plain"]
-    assert "501" in saw["json"]
-    assert "response_format" in saw["json"]
+    assert "501" not in saw["json"]
 
 
 def test_langchain__chats_streams_and_batches(saw: dict[str, Any]) -> None:
     assert saw["whole"] == saw["streamed"] != ""
     assert saw["batch"] == [saw["whole"]] * 2
     assert saw["usage"] == 8
-    assert saw["json_mode"] == 501
+    assert saw["json_mode"] in (200, "cut off")  # eight tokens may be too few for the object
 
 
 def test_pydantic_ai__runs_an_agent(saw: dict[str, Any]) -> None:

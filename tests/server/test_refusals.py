@@ -64,11 +64,8 @@ def test_the_openai_client_asks_once_for_what_is_missing(fake_server: LiveServer
     with pytest.raises(openai.InternalServerError, match="not available yet"):
         client.embeddings.create(model="smollm2-135m", input="x", extra_headers=marked)
     with pytest.raises(openai.InternalServerError, match="not available yet"):
-        client.chat.completions.create(
-            model="smollm2-135m",
-            messages=[{"role": "user", "content": "x"}],
-            response_format={"type": "json_object"},
-            extra_headers=marked,
+        client.completions.create(
+            model="smollm2-135m", prompt="x", extra_body={"use_beam_search": True}, extra_headers=marked
         )
     end = time.monotonic() + 5
     while (count := fake_server.log.read_text().count("asks-once")) < 2:

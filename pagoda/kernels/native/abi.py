@@ -247,6 +247,10 @@ FUNCTIONS: dict[str, Function] = {
         top_k="const int32_t*", top_p="const float*", min_p="const float*", uniform="const double*",
         tokens="int64_t*", threads="int32_t",
     ),
+    "pagoda_mask_logits": _function(
+        "void", **{**_LOGITS, "logits": "float*"}, draws="const int64_t*", count="int64_t", bits="const uint32_t*",
+        threads="int32_t",
+    ),
     "pagoda_top_logprobs": _function(
         "void", **_LOGITS, chosen="const int64_t*", k="int64_t", ids="int32_t*", logprobs="float*", ranks="int32_t*",
         threads="int32_t",

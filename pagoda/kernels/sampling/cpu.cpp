@@ -356,6 +356,30 @@ PAGODA_EXPORT void pagoda_best_tokens(const float* logits, int64_t stride, int64
     });
 }
 
+// Logits whose bit is 0 become -inf, in `count` different rows; bits [count, ceil(vocab / 32)], lowest bit first.
+PAGODA_EXPORT void pagoda_mask_logits(float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* draws,
+                                      int64_t count, const uint32_t* bits, int threads) {
+    constexpr float FORBIDDEN = -std::numeric_limits<float>::infinity();
+    int64_t words = (vocab + 31) / 32;
+    std::atomic<int64_t> next{0};
+    parallel(count > 1 ? threads_for(count * vocab, threads) : 1, [&](int, int) {
+        for (int64_t d; (d = next.fetch_add(1)) < count;) {
+            float* row = logits + draws[d] * stride;
+            const uint32_t* mask = bits + d * words;
+            for (int64_t w = 0; w < words; w++) {
+                uint32_t word = mask[w];
+                if (word == ~0u) continue;
+                int64_t begin = w * 32, end = std::min(vocab, begin + 32);
+                if (word == 0)
+                    std::fill(row + begin, row + end, FORBIDDEN);
+                else
+                    for (int64_t i = begin; i < end; i++) row[i] = (word >> (i - begin)) & 1 ? row[i] : FORBIDDEN;
+            }
+        }
+    });
+    (void)rows;
+}
+
 // One token a row, as reference.sample; best_values and best_ids from pagoda_best_tokens. Arrays are [rows].
 PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                  const float* best_values, const int64_t* best_ids, const float* temperature,

@@ -13,6 +13,15 @@ _FIRST_CANDIDATES = 128
 _WIDER_CANDIDATES = 2048
 
 
+def mask_logits(logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
+    """See reference.mask_logits. The bits travel to the device packed."""
+    packed = torch.from_numpy(np.ascontiguousarray(bits)).to(logits.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    index = torch.from_numpy(draws).to(logits.device)
+    logits[index] = logits[index].masked_fill_(~allowed, -torch.inf)
+
+
 def sample(
     logits: torch.Tensor,
     temperature: np.ndarray,

@@ -53,6 +53,23 @@ class NativeSampling:
         )  # fmt: skip
         return tokens
 
+    def mask_logits(self, logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
+        """See reference.mask_logits."""
+        check_logits(logits)
+        rows, vocab = logits.shape
+        words = -(-vocab // 32)
+        draws = np.ascontiguousarray(draws, np.int64)
+        bits = np.ascontiguousarray(bits, np.int32)
+        if bits.shape != (len(draws), words) or (len(draws) and not 0 <= draws.min() <= draws.max() < rows):
+            raise InvariantBroken(
+                f"mask_logits: {len(draws)} masks for {rows} rows of {vocab} logits must be [{len(draws)}, {words}], "
+                f"not {bits.shape}, for rows below {rows}, not {draws.tolist()}"
+            )
+        self._library["mask_logits"](
+            logits.data_ptr(), logits.stride(0), rows, vocab, draws.ctypes.data, len(draws), bits.ctypes.data,
+            self._threads,
+        )  # fmt: skip
+
     def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
         """See logprobs.top_logprobs; among equals the lower id stands first."""
         check_logits(logits)

@@ -40,6 +40,17 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def mask_logits(logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
+    """Set logits whose bit is 0 to -inf, in place.
+
+    logits: float32 [S, V].   draws: int64 [m], different rows of it.   bits: int32 [m, ceil(V / 32)], one bit per
+    token, lowest first.
+    """
+    for draw, mask in zip(draws.tolist(), bits, strict=True):
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[1]].astype(bool)
+        logits[draw, torch.from_numpy(~allowed).to(logits.device)] = -torch.inf
+
+
 def sample(
     logits: torch.Tensor,
     temperature: np.ndarray,

@@ -105,6 +105,9 @@ def langchain(url: str) -> dict[str, Any]:
     seen["usage"] = chat(max_retries=0).invoke("Hi").usage_metadata["output_tokens"]  # type: ignore[index]
     try:
         chat(max_retries=2).with_structured_output({"title": "a", "type": "object"}, method="json_mode").invoke("Hi")
+        seen["json_mode"] = 200
+    except (openai.LengthFinishReasonError, ValueError):
+        seen["json_mode"] = "cut off"
     except openai.APIStatusError as error:
         seen["json_mode"] = error.status_code
     return seen

@@ -1,0 +1,73 @@
+"""The interface of grammars: what a backend offers to the engine loop (is it compiled?) and to workers (masks)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+class GrammarMatcher(Protocol):
+    """The state of one sequence in its grammar: which tokens may follow those that it was given."""
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on, or ""; it does not recover."""
+        ...
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take tokens that the sequence has emitted. A token that the grammar forbids sets `error`."""
+        ...
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids` may follow, one after the other. The state stays."""
+        ...
+
+    def copy(self) -> "GrammarMatcher":
+        """Return another matcher in the same state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaskWork:
+    """Masks to fill for one sequence: one for the next token, and one after each of its drafts.
+
+    first: index of its first mask; the others follow.
+    """
+
+    matcher: GrammarMatcher
+    first: int
+    drafts: tuple[int, ...] = ()
+
+
+class GrammarBackend(Protocol):
+    """Compiles grammars and fills masks. Thread-safe."""
+
+    def is_ready(self, grammar: str) -> bool:
+        """Whether the grammar is compiled (or cannot be); if not, begin to compile it on another thread."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a grammar has been compiled, when none is being compiled, or after `timeout_s`."""
+        ...
+
+    def matcher(self, grammar: str) -> GrammarMatcher:
+        """Return a matcher at the beginning of the grammar; it has an `error` if the grammar does not compile."""
+        ...
+
+    def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> None:
+        """Fill masks in parallel, without holding the GIL.
+
+        masks: int32 [num_masks, ceil(vocab_size / 32)], one bit per token, lowest first: 1 where it may follow. After
+        a draft that may not follow, the later masks of that sequence are all ones.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Drop grammars that wait to be compiled. Idempotent."""
+        ...
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Return the int32 words of one mask."""
+    return -(-vocab_size // 32)

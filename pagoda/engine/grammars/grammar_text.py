@@ -1,0 +1,188 @@
+"""From StructuredOutputsParams to the text of a grammar, in llguidance's variant of Lark's syntax.
+
+`json_rule` and `literal` are the pieces that tool calls are made of too (`tool_grammar.py`).
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda.base.errors import RequestError
+from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.grammars.json_schema import RewrittenSchema, parse_schema, rewrite_schema
+
+WHITESPACE = r" |\n[ \t]{0,32}"
+"""White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
+go on with white space for ever."""
+_FIELD = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonStyle:
+    """How JSON is written: `whitespace` is the pattern of the space between its tokens, "" for none.
+
+    closed: see rewrite_schema's `close_objects`.
+    """
+
+    whitespace: str = WHITESPACE
+    closed: bool = False
+
+    @classmethod
+    def of(cls, params: StructuredOutputsParams) -> "JsonStyle":
+        pattern = params.whitespace_pattern or WHITESPACE
+        return cls("" if params.disable_any_whitespace else pattern, params.disable_additional_properties)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    """A grammar as text.   schema: the one that is all of it, by which an error is located."""
+
+    text: str
+    schema: RewrittenSchema | None = None
+
+
+def grammar_text(params: StructuredOutputsParams, field_name: str = _FIELD) -> GrammarText:
+    """Return the grammar. Raises RequestError for what cannot be one; whether it compiles, the checker says.
+
+    field_name: the request's field that the parameters come from, for errors.
+    """
+    return _BUILDERS[params.kind](params, field_name)
+
+
+def literal(text: str) -> str:
+    """Return a string as a literal of Lark's syntax."""
+    return json.dumps(text, ensure_ascii=True)
+
+
+def json_rule(schema: Any, field_name: str, style: JsonStyle | None = None) -> str:
+    """Return `%json {...}` for a parsed schema: a rule's body. Raises RequestError for an unsupported schema."""
+    style = style or JsonStyle()
+    return json_body(rewrite_schema(schema, field_name, style.closed), style)
+
+
+def json_body(schema: RewrittenSchema, style: JsonStyle) -> str:
+    """Return `%json {...}` for a rewritten schema."""
+    inner = schema.schema
+    if isinstance(inner, bool):
+        inner = {} if inner else {"enum": []}
+    spacing = {"whitespace_pattern": style.whitespace} if style.whitespace else {"whitespace_flexible": False}
+    return "%json " + json.dumps({**inner, "x-guidance": spacing}, ensure_ascii=True)
+
+
+def schema_grammar(schema: RewrittenSchema, style: JsonStyle) -> str:
+    """Return the grammar of a rewritten schema alone."""
+    return f"start: {json_body(schema, style)}"
+
+
+# ---- one function for each kind
+
+
+def _of_json(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+    assert isinstance(params.json, str)  # StructuredOutputsParams keeps text
+    style = JsonStyle.of(params)
+    schema = rewrite_schema(parse_schema(params.json, field_name), field_name, style.closed)
+    return GrammarText(schema_grammar(schema, style), schema)
+
+
+def _of_json_object(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+    return GrammarText(f"start: {json_rule({'type': 'object'}, field_name, JsonStyle.of(params))}")
+
+
+def _of_choice(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+    assert params.choice is not None
+    return GrammarText("start: " + " | ".join(map(literal, params.choice)))
+
+
+def _of_regex(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+    assert params.regex is not None
+    pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", params.regex).replace("\n", "\\n")
+    return GrammarText(f"start: /{pattern}/")
+
+
+def _of_grammar(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+    assert params.grammar is not None
+    text = params.grammar
+    if "::=" in text:
+        text = _gbnf_to_lark(text, field_name)
+    return GrammarText(_with_json_rewritten(text, field_name, JsonStyle.of(params)))
+
+
+def _gbnf_to_lark(text: str, field_name: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:
+        raise RequestError(f"{field_name}: the grammar is not valid GBNF: {str(error)[:200]}", field_name) from None
+
+
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b')
+
+
+def _with_json_rewritten(text: str, field_name: str, style: JsonStyle) -> str:
+    """Rewrite the schemas inside a Lark grammar like any other, so that their options cannot be the caller's."""
+    pieces: list[str] = []
+    at, decoder = 0, json.JSONDecoder()
+    while (found := _LARK_TOKEN.search(text, at)) is not None:
+        pieces.append(text[at : found.start()])
+        at = found.end()
+        if found[0] != "%json":
+            pieces.append(found[0])
+            continue
+        begin = at + len(text[at:]) - len(text[at:].lstrip())
+        try:
+            schema, at = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            raise RequestError(f"{field_name}: the grammar has %json without a JSON object", field_name) from None
+        pieces.append(json_rule(schema, field_name, style))
+    return "".join(pieces) + text[at:]
+
+
+def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+    """Text in which a trigger begins a tag: one that the trigger begins, then JSON, then the tag's end."""
+    assert isinstance(params.structural_tag, str)
+    given = parse_schema(params.structural_tag, field_name)
+    structures = given.get("structures") if isinstance(given, dict) else None
+    triggers = given.get("triggers") if isinstance(given, dict) else None
+    if (
+        not isinstance(structures, list)
+        or not structures
+        or not isinstance(triggers, list)
+        or not _are_strings(triggers)
+    ):
+        raise RequestError(
+            f'{field_name}: a structural tag is {{"type": "structural_tag", "structures": [{{"begin", "schema", "end"}}'
+            ', ...], "triggers": ["...", ...]}; other formats are not supported',
+            field_name,
+        )
+    tags: list[str] = []
+    rules: list[str] = []
+    for index, tag in enumerate(structures):
+        if not isinstance(tag, dict) or not _are_strings([tag.get("begin"), tag.get("end", "")], allow_empty=True):
+            raise RequestError(f"{field_name}: structures[{index}] needs strings begin and end", field_name)
+        begin, end = tag["begin"], tag.get("end", "")
+        trigger = next((one for one in triggers if begin.startswith(one)), None)
+        if trigger is None:
+            raise RequestError(f"{field_name}: no trigger begins structures[{index}].begin, {begin!r:.80}", field_name)
+        body = json_rule(tag.get("schema", True), field_name, JsonStyle.of(params))
+        rest = begin.removeprefix(trigger)
+        tags.append(f"tag{index}")
+        rules.append(f"trigger{index}[lazy]: TEXT {literal(trigger)}")
+        rules.append(f"tag{index}: trigger{index} {literal(rest) if rest else ''} {body} {literal(end) if end else ''}")
+    return GrammarText("\n".join([f"start: ({' | '.join(tags)})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/", *rules]))
+
+
+def _are_strings(values: object, allow_empty: bool = False) -> bool:
+    return isinstance(values, list) and all(isinstance(one, str) and (one or allow_empty) for one in values)
+
+
+_BUILDERS: dict[str, Callable[[StructuredOutputsParams, str], GrammarText]] = {
+    "json": _of_json,
+    "json_object": _of_json_object,
+    "choice": _of_choice,
+    "regex": _of_regex,
+    "grammar": _of_grammar,
+    "structural_tag": _of_structural_tag,
+}

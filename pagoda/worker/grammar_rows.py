@@ -1,0 +1,127 @@
+"""GrammarRows: the grammar of each row that has one, and the masks of a step, filled while its forward runs."""
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagoda.core.grammar import GrammarBackend, GrammarMatcher, MaskWork, num_mask_words
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.worker.device_table import DeviceTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarMasks:
+    """Masks of a step.
+
+    draws: int64 [m], indices of the draws that have one.   bits: int32 [m, ceil(vocab / 32)], 1 where allowed.
+    failed: row -> why its grammar cannot go on.
+    """
+
+    draws: np.ndarray
+    bits: np.ndarray
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _RowGrammar:
+    """num_taken: output tokens that the matcher was given."""
+
+    text: str
+    matcher: GrammarMatcher
+    num_taken: int = 0
+
+
+class GrammarRows:
+    """Follows each row's output in its grammar.
+
+    A matcher is given tokens of the table when a mask is needed: so it is right after a preemption, a restart, a fork
+    and rejected drafts alike, and masks depend on nothing but the grammar and the row's output.
+    """
+
+    def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
+        self._backend = backend
+        self._num_words = num_mask_words(vocab_size)
+        self._rows: dict[int, _RowGrammar] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._filling: Future[GrammarMasks] | None = None
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Apply a step's events, in SchedulerOutput's order."""
+        if self._filling is not None:  # the last step may have failed in its forward, and left its masks behind
+            wait([self._filling])
+        if self._rows:
+            for row in output.released.tolist():
+                self._rows.pop(row, None)
+        for init in output.admitted:
+            self._rows.pop(init.row, None)
+            if init.sampling is not None and init.sampling.grammar is not None:
+                text = init.sampling.grammar
+                self._rows[init.row] = _RowGrammar(text, self._backend.matcher(text))
+        for fork in output.forks:
+            self._rows.pop(fork.dst, None)
+            source = self._rows.get(fork.src)
+            if source is not None:
+                self._rows[fork.dst] = _RowGrammar(source.text, source.matcher.copy(), source.num_taken)
+
+    def begin(self, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> "Future[GrammarMasks] | None":
+        """Begin to fill the masks of a step's draws on another thread; None if no row has a grammar.
+
+        rows, positions: as Sampler.sample takes them. The table must not change before the result is there.
+        """
+        if not self._rows or not any(row in self._rows for row in rows.tolist()):
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "pagoda-masks")
+        self._filling = self._thread.submit(self._fill, table, rows, positions)
+        return self._filling
+
+    def allowed_drafts(self, table: DeviceTable, drafts: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Return drafts of the next step (int32 [k], by row) as far as their rows' grammars allow them."""
+        if not any(row in self._rows for row in drafts):
+            return drafts
+        kept: dict[int, np.ndarray] = {}
+        for row, tokens in drafts.items():
+            count = len(tokens)
+            if row in self._rows:
+                count = self._caught_up(table, row, int(table.num_tokens[row])).count_allowed(tokens.tolist())
+            if count:
+                kept[row] = tokens[:count]
+        return kept
+
+    def _caught_up(self, table: DeviceTable, row: int, position: int) -> GrammarMatcher:
+        """Return the row's matcher after it was given the output up to `position`."""
+        grammar, prompt = self._rows[row], int(table.num_prompt[row])
+        if position - prompt < grammar.num_taken:  # tokens were taken back
+            grammar.matcher, grammar.num_taken = self._backend.matcher(grammar.text), 0
+        grammar.matcher.advance(table.token_ids[row, prompt + grammar.num_taken : position].tolist())
+        grammar.num_taken = position - prompt
+        return grammar.matcher
+
+    def shutdown(self) -> None:
+        """Forget all rows and end the thread. Idempotent."""
+        self._rows.clear()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _fill(self, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> GrammarMasks:
+        draws = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
+        work: list[MaskWork] = []
+        failed: dict[int, str] = {}
+        firsts = [i for i, draw in enumerate(draws) if i == 0 or rows[draw] != rows[draws[i - 1]]]
+        for first, end in zip(firsts, [*firsts[1:], len(draws)], strict=True):
+            row, position = int(rows[draws[first]]), int(positions[draws[first]])
+            matcher = self._caught_up(table, row, position)
+            if error := matcher.error:
+                failed[row] = f"the output left its grammar: {error}"
+                continue
+            drafts = table.token_ids[row, position : position + end - first - 1].tolist()
+            work.append(MaskWork(matcher, first, tuple(drafts)))
+        bits = np.full((len(draws), self._num_words), -1, np.int32)
+        if work:
+            self._backend.fill(work, bits)
+        for one in work:  # filling may meet a limit of the library
+            if error := one.matcher.error:
+                failed[int(rows[draws[one.first]])] = f"the grammar is too complex here: {error}"
+        return GrammarMasks(draws, bits, failed)

@@ -1,0 +1,43 @@
+"""A tiny random model that speaks bytes, with a tokenizer of its own: grammars have something to say about it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks.make_random_model import SHAPES, make
+from pagoda.engine.byte_letters import BYTE_LETTERS
+
+FIRST_BYTE = 3  # after <unk>, <s> and </s>
+EOS = 2
+WORDS = ("Ġthe", "name", "true", "false", '":', "Ġ{", '",', "12")
+VOCAB = 272  # wider than the tokenizer's
+
+
+def write_byte_llama(folder: Path, seed: int = 1) -> Path:
+    """So wide that kernels with no promise (torch's) differ from one batch to another."""
+    wide = {"hidden_size": 192, "intermediate_size": 448, "head_dim": 48, "vocab_size": VOCAB}
+    make(replace(SHAPES["tiny"], tie_word_embeddings=False, **wide), folder, seed=seed)
+    (folder / "generation_config.json").unlink()  # it names an end token of a larger vocabulary
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 1, "eos_token_id": EOS}))
+    specials = ["<unk>", "<s>", "</s>"]
+    vocab = {token: i for i, token in enumerate([*specials, *BYTE_LETTERS])}
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocab:
+                vocab[word[:end]] = len(vocab)
+                merges.append((word[: end - 1], word[end - 1]))
+    vocab = {token: i for token, i in vocab.items() if i < VOCAB - 4}
+    merges = [(left, right) for left, right in merges if left + right in vocab and left in vocab]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder

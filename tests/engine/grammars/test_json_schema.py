@@ -1,0 +1,162 @@
+"""Rewriting JSON schemas: the same values are valid before and after, and what cannot be written is refused."""
+
+import itertools
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pagoda.base.errors import RequestError
+from pagoda.engine.grammars.json_schema import parse_schema, rewrite_schema
+
+EQUIVALENT: dict[str, dict[str, Any]] = {
+    "definitions": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "definitions": {"n": {"type": "integer", "minimum": 1}},
+        "properties": {"a": {"$ref": "#/definitions/n"}, "b": {"$ref": "#/properties/a"}},
+    },
+    "anchor": {"$defs": {"x": {"$anchor": "here", "type": "string"}}, "properties": {"a": {"$ref": "#here"}}},
+    "id": {
+        "$id": "https://a.example/root.json",
+        "$defs": {"x": {"$id": "other.json", "type": "string"}},
+        "properties": {"a": {"$ref": "other.json"}, "b": {"$ref": "https://a.example/root.json#/$defs/x"}},
+    },
+    "recursion": {
+        "type": "object",
+        "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "additionalProperties": False,
+    },
+    "escaped pointer": {"$defs": {"a/b~c": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/a~1b~0c"}}},
+    "tuple": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"a": {"type": "array", "items": [{"type": "string"}], "additionalItems": {"type": "integer"}}},
+    },
+    "draft 4 bounds": {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "properties": {"a": {"type": "integer", "minimum": 1, "exclusiveMinimum": True}},
+    },
+    "dependencies": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "dependencies": {"a": ["b"], "b": {"properties": {"a": {"type": "string"}}}},
+    },
+    "dependentRequired": {"dependentRequired": {"a": ["b", "c"]}},
+    "not required": {"not": {"required": ["a"]}},
+    "not any required": {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
+    "not type": {"properties": {"a": {"not": {"type": ["string", "null"]}}}},
+    "not const": {"properties": {"a": {"enum": ["x", "y", 1]}}, "not": {"properties": {"a": {"const": "x"}}}},
+    "not bound": {"properties": {"a": {"not": {"minimum": 3}}}},
+    "not not": {"properties": {"a": {"not": {"not": {"type": "string"}}}}},
+    "if then else": {
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "if": {"properties": {"a": {"const": "x"}}, "required": ["a"]},
+        "then": {"required": ["b"]},
+        "else": {"required": ["c"]},
+    },
+    "if in allOf": {
+        "properties": {"a": {"enum": ["x", "y", 1]}},
+        "required": ["a"],
+        "allOf": [
+            {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}},
+            {"if": {"properties": {"a": {"const": "y"}}}, "then": {"properties": {"b": {"type": "integer"}}}},
+        ],
+    },
+    "oneOf that overlaps": {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b", "c"]}]},
+    "oneOf by tag": {
+        "oneOf": [
+            {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"]},
+            {"type": "object", "properties": {"a": {"const": "y"}, "b": {"type": "integer"}}, "required": ["a"]},
+        ]
+    },
+    "oneOf next to anyOf": {
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        "oneOf": [{"type": "object", "required": ["c"]}, {"type": "object", "not": {"required": ["c"]}}],
+    },
+    "unknown format": {"properties": {"a": {"type": "string", "format": "byte"}}},
+    "unknown keywords": {"x-order": 3, "nullable": True, "properties": {"a": {"title": "A", "example": 5}}},
+    "property names": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+    "unevaluated": {"properties": {"a": True}, "unevaluatedProperties": False},
+    "contains anything": {"properties": {"a": {"type": "array", "contains": {}}}},
+    "one unique item": {"properties": {"a": {"uniqueItems": True, "maxItems": 1}}},
+    "names like keywords": {"properties": {"a": {"const": {"$ref": "#/nowhere"}}, "not": {"type": "null"}}},
+}
+VALUES = ["x", "", 1, 3, 1.5, True, None, [], ["x", 1], ["x"], [1], {}, {"a": {}}, {"$ref": "#/nowhere"}]
+INSTANCES: list[Any] = [
+    *VALUES,
+    *({"a": value} for value in VALUES),
+    *({"b": value} for value in VALUES),
+    *({"a": a, "b": b} for a, b in itertools.product(VALUES, VALUES)),
+    *({"a": a, "c": 1} for a in VALUES),
+    *({"a": a, "b": 1, "c": 1} for a in VALUES),
+    {"c": 1},
+    {"b": 1, "c": 1},
+    {"d": 1},
+    {"not": 1},
+    {"not": None},
+]
+
+
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_rewriting_changes_no_verdict(name: str) -> None:
+    schema = EQUIVALENT[name]
+    rewritten = rewrite_schema(schema, "json").schema
+    before = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
+    after = jsonschema.Draft202012Validator(rewritten)
+    verdicts = [before.is_valid(value) for value in INSTANCES]
+    assert [after.is_valid(value) for value in INSTANCES] == verdicts
+    assert len(set(verdicts)) == 2 or name.startswith("unknown"), "the instances tell nothing apart"
+
+
+@pytest.mark.parametrize(
+    ("schema", "at"),
+    [
+        ({"properties": {"a/b": {"not": {"pattern": "x"}}}}, "/properties/a~1b/not"),
+        ({"$defs": {"x": {"uniqueItems": True}}, "items": {"$ref": "#/$defs/x"}}, "/$defs/x/uniqueItems"),
+        ({"properties": {"a": {"$ref": "https://other.example/x"}}}, "/properties/a/$ref"),
+        ({"properties": {"a": {"$ref": "#/$defs/no"}}}, "/properties/a/$ref"),
+        ({"items": [{}, {"contains": {"type": "string"}}]}, "/items/1/contains"),
+        ({"anyOf": [{}, {"if": {"pattern": "a"}, "then": False}]}, "/anyOf/1/if"),
+        ({"properties": {"a": {"type": "text"}}}, "/properties/a/type"),
+        ({"required": True}, "/required"),
+        ({"properties": {"a": 5}}, "/properties/a"),
+        ({"minLength": -1}, "/minLength"),
+        ({"format": "idn-email"}, "/format"),
+        ({"$dynamicRef": "#x"}, "/$dynamicRef"),
+        ({"allOf": [{"unevaluatedProperties": False, "anyOf": [True]}]}, "/allOf/0/unevaluatedProperties"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_with_its_place(schema: dict[str, Any], at: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        rewrite_schema(schema, "response_format")
+    assert f"response_format: at {at}:" in str(refusal.value)
+    assert refusal.value.param == "response_format"
+
+
+def test_no_option_of_the_library_gets_through() -> None:
+    schema = {"type": "object", "x-guidance": {"lenient": True}, "properties": {"x-guidance": {"type": "null"}}}
+    rewritten = rewrite_schema(schema, "json").schema
+    assert rewritten == {"type": "object", "properties": {"x-guidance": {"type": "null"}}}
+
+
+def test_nesting_and_text_are_bounded() -> None:
+    deep: Any = {}
+    for _ in range(70):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="nested more than 64 deep"):
+        rewrite_schema(deep, "json")
+    for text in ("{", "[]", "5", '{"a": NaN}', "[" * 100_000):
+        with pytest.raises(RequestError, match="JSON"):
+            parse_schema(text, "json")
+    assert parse_schema(json.dumps({"type": "null"}), "json") == {"type": "null"}
+
+
+def test_closed_objects() -> None:
+    schema = {"properties": {"a": {"properties": {"b": {}}, "additionalProperties": True}, "c": {"type": "object"}}}
+    rewritten = rewrite_schema(schema, "json", close_objects=True).schema
+    assert rewritten == {
+        "properties": {
+            "a": {"properties": {"b": {}}, "additionalProperties": True},
+            "c": {"type": "object"},
+        },
+        "additionalProperties": False,
+    }

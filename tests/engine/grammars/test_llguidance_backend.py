@@ -1,0 +1,216 @@
+"""The grammar backend: masks, drafts, copies, failures, and compiling on other threads."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagoda.base.errors import RequestError
+from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
+from pagoda.engine.byte_tokenizer import EOS, ByteTokenizer
+from pagoda.engine.grammars.grammar_text import grammar_text
+from pagoda.engine.grammars.llguidance_backend import MAX_GRAMMARS, LlguidanceBackend
+from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizer import Tokenizer
+from tests.cached_models import cached_model
+
+VOCAB = 258
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def backend() -> LlguidanceBackend:
+    return LlguidanceBackend(ByteTokenizer, VOCAB, 2)
+
+
+def text_of(**given: Any) -> str:
+    return grammar_text(StructuredOutputsParams(**given)).text
+
+
+def ready(backend: LlguidanceBackend, text: str) -> GrammarMatcher:
+    while not backend.is_ready(text):
+        backend.wait(1.0)
+    return backend.matcher(text)
+
+
+def allowed(backend: LlguidanceBackend, matcher: GrammarMatcher, vocab: int = VOCAB) -> set[int]:
+    mask = np.zeros((1, num_mask_words(vocab)), np.int32)
+    backend.fill([MaskWork(matcher, 0)], mask)
+    return set(np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[:vocab]).tolist())
+
+
+def accepts(backend: LlguidanceBackend, tokenizer: Tokenizer, grammar: str, text: str, vocab: int = VOCAB) -> bool:
+    """Feed the text token by token, checking each against the mask; then an end token must be allowed."""
+    matcher = ready(backend, grammar)
+    assert matcher.error == ""
+    for token in tokenizer.encode(text, False):
+        if token not in allowed(backend, matcher, vocab):
+            return False
+        matcher.advance([token])
+    return tokenizer.facts.eos_token_ids[0] in allowed(backend, matcher, vocab)
+
+
+GOOD_AND_BAD: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (
+        {"json": SCHEMA},
+        ['{"a":"x"}', '{ "a": "yy" }', '{\n  "a": "x",\n  "b": [1, 2]\n}'],
+        ['{"a":"z"}', '{"b":[1]}', '{"a":"x","c":1}', '{  "a":"x"}', '{"a":"x"} ', '{\n\n"a":"x"}', "[]"],
+    ),
+    ({"json": SCHEMA, "disable_any_whitespace": True}, ['{"a":"x"}'], ['{ "a":"x"}']),
+    ({"json": SCHEMA, "whitespace_pattern": "\\t"}, ['{\t"a":"x"}'], ['{ "a":"x"}', '{\t\t"a":"x"}']),
+    ({"json": {"properties": {"a": True}}, "disable_additional_properties": True}, ['{"a":1}', "5"], ['{"b":1}']),
+    ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", '"a"']),
+    ({"choice": ["yes", 'no "\n', "été"]}, ["yes", 'no "\n', "été"], ["no", "y", "yess"]),
+    ({"regex": r"^[a-c]+/\d\/$"}, ["abc/5/"], ["abc", "d/5/", "abc/5/x"]),
+    ({"grammar": 'start: "a" rest\nrest: "b" | %json {"type": "null"}'}, ["ab", "anull"], ["a", "b"]),
+    ({"grammar": 'root ::= "yes" | "no" [0-9]+'}, ["yes", "no12"], ["no", "12"]),
+    (
+        {
+            "structural_tag": {
+                "structures": [{"begin": "<f=g>", "schema": {"type": "null"}, "end": "</f>"}],
+                "triggers": ["<f="],
+            }
+        },
+        ["free text", "text <f=g>null</f> more", "<f=g>null</f><f=g>null</f>"],
+        ["<f=h>", "<f=g>5</f>"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "good", "bad"), GOOD_AND_BAD, ids=[json.dumps(one[0])[:40] for one in GOOD_AND_BAD])
+def test_every_kind_of_grammar(
+    backend: LlguidanceBackend, given: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    grammar = text_of(**given)
+    assert [text for text in good if not accepts(backend, ByteTokenizer(), grammar, text)] == []
+    assert [text for text in bad if accepts(backend, ByteTokenizer(), grammar, text)] == []
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
+def test_real_vocabularies(name: str) -> None:
+    """Byte-level BPE and SentencePiece, rebuilt from GGUF files; the model's logits are wider than the vocabulary."""
+    tokenizer = load_tokenizer(cached_model(name))
+    vocab = tokenizer.facts.vocab_size + 64
+    backend = LlguidanceBackend(lambda: tokenizer, vocab, 2)
+    grammar = text_of(json=SCHEMA)
+    for text in ('{"a":"x"}', '{\n    "a": "yy",\n    "b": [10, 200]\n}'):
+        assert accepts(backend, tokenizer, grammar, text, vocab)
+    matcher = ready(backend, grammar)
+    start = allowed(backend, matcher, vocab)
+    assert {tokenizer.token_bytes(token)[:1] for token in start} == {b"{"}
+    assert accepts(backend, tokenizer, text_of(regex="[a-zé ]{3,40}"), "une journée à été"[:11], vocab)
+
+
+def test_masks_of_drafts_equal_those_of_single_steps(backend: LlguidanceBackend) -> None:
+    tokens = list(b'{"a":"yy","b":[1]}')
+    matcher = ready(backend, text_of(json=SCHEMA))
+    masks = np.zeros((len(tokens) + 1, num_mask_words(VOCAB)), np.int32)
+    backend.fill([MaskWork(matcher, 0, tuple(tokens))], masks)
+    single = matcher.copy()
+    for mask, token in zip(masks, [*tokens, None], strict=True):
+        one = np.zeros((1, num_mask_words(VOCAB)), np.int32)
+        backend.fill([MaskWork(single, 0)], one)
+        assert (mask == one[0]).all()
+        if token is not None:
+            single.advance([token])
+    assert matcher.count_allowed(tokens) == len(tokens)
+    assert matcher.count_allowed([*b'{"c']) == 2
+    bad = np.zeros((4, num_mask_words(VOCAB)), np.int32)
+    backend.fill([MaskWork(matcher, 0, tuple(b'{x"'))], bad)
+    assert (bad[2:] == -1).all()  # after a draft that may not follow
+    assert allowed(backend, matcher) == {ord("{")}  # nothing of this has moved it
+
+
+def test_a_batch_gives_the_masks_of_single_calls(backend: LlguidanceBackend) -> None:
+    grammar, other = text_of(json=SCHEMA), text_of(regex="[a-z]+")
+    matchers = []
+    for i, prefix in enumerate([b"", b"{", b'{"a":"', b"", b"abc", b'{"a":"x","b":[']):
+        matchers.append(ready(backend, grammar if i in (0, 1, 2, 5) else other))
+        matchers[-1].advance(list(prefix))
+    batch = np.zeros((len(matchers), num_mask_words(VOCAB)), np.int32)
+    backend.fill([MaskWork(matcher, i) for i, matcher in enumerate(matchers)], batch)
+    for matcher, mask in zip(matchers, batch, strict=True):
+        one = np.zeros((1, num_mask_words(VOCAB)), np.int32)
+        backend.fill([MaskWork(matcher, 0)], one)
+        assert (mask == one[0]).all()
+
+
+def test_a_copy_goes_its_own_way(backend: LlguidanceBackend) -> None:
+    matcher = ready(backend, text_of(choice=["ax", "by"]))
+    copy = matcher.copy()
+    copy.advance([ord("a")])
+    assert allowed(backend, copy) == {ord("x")}
+    assert allowed(backend, matcher) == {ord("a"), ord("b")}
+
+
+def test_after_the_end_only_end_tokens_are_allowed(backend: LlguidanceBackend) -> None:
+    """A step may be in flight when the end token is sampled, and with ignore_eos there are more."""
+    matcher = ready(backend, text_of(choice=["a"]))
+    matcher.advance([ord("a"), EOS])
+    assert allowed(backend, matcher) == {EOS}
+    matcher.advance([EOS, EOS, 5])
+    assert matcher.error == ""
+    assert matcher.count_allowed([EOS]) == 0
+
+
+def test_a_forbidden_token_is_an_error(backend: LlguidanceBackend) -> None:
+    matcher = ready(backend, text_of(choice=["a"]))
+    matcher.advance([ord("b")])
+    assert "doesn't satisfy the grammar" in matcher.error
+
+
+def test_what_does_not_compile_is_ready_with_an_error(backend: LlguidanceBackend) -> None:
+    matcher = ready(backend, "start: nothing")
+    assert "nothing" in matcher.error
+    assert matcher.copy().error == matcher.error
+
+
+def test_a_tokenizer_that_cannot_be_loaded_fails_its_grammars() -> None:
+    def load() -> Tokenizer:
+        raise RequestError("no tokenizer here")
+
+    backend = LlguidanceBackend(load, VOCAB, 1)
+    matcher = ready(backend, text_of(choice=["a"]))
+    assert matcher.error == "no tokenizer here"
+    matcher.advance([5])
+    assert matcher.count_allowed([5]) == 0
+
+
+def test_compiling_is_off_the_calling_thread_and_shared() -> None:
+    loading = threading.Event()
+
+    def load() -> Tokenizer:
+        assert loading.wait(10)
+        return ByteTokenizer()
+
+    backend = LlguidanceBackend(load, VOCAB, 1)
+    grammar = text_of(choice=["a"])
+    begin_s = time.monotonic()
+    assert not any(backend.is_ready(grammar) for _ in range(5))
+    backend.wait(0.01)
+    assert time.monotonic() - begin_s < 5
+    loading.set()
+    assert ready(backend, grammar).error == ""
+    backend.shutdown()
+    backend.shutdown()
+
+
+def test_the_cache_is_bounded_and_what_left_it_is_compiled_again(backend: LlguidanceBackend) -> None:
+    first = text_of(choice=["a"])
+    ready(backend, first)
+    for i in range(MAX_GRAMMARS):
+        ready(backend, text_of(choice=[f"b{i}"]))
+    assert not backend.is_ready(first)
+    assert ready(backend, first).error == ""
+    for i in range(MAX_GRAMMARS):
+        ready(backend, text_of(choice=[f"c{i}"]))
+    assert backend.matcher(first).error == ""  # even if its request was let in meanwhile

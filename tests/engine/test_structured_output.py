@@ -1,0 +1,278 @@
+"""Structured output in the engine: valid by construction, and the same bits under every schedule."""
+
+import dataclasses
+import json
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import RequestError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.core.request import RequestStatus
+from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.folder_tokenizer import load_folder_tokenizer
+from pagoda.engine.grammars.grammar_text import grammar_text
+from pagoda.engine.tokenizer import Tokenizer
+from tests.engine.byte_llama import EOS, VOCAB, write_byte_llama
+from tests.engine.driver import Answers, drive, make_core, request
+from tests.engine.random_schedules import (
+    FIRST_FILLER_SEED,
+    Trace,
+    Watched,
+    alone,
+    differences,
+    make_engine,
+    play,
+    random_options,
+    random_script,
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "maxItems": 3},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+MAX_MODEL_LEN = 256
+
+
+def constrained(params: SamplingParams, **given: Any) -> SamplingParams:
+    return params.with_grammar(grammar_text(StructuredOutputsParams(**given)).text)
+
+
+JSON = {"json": SCHEMA, "disable_any_whitespace": True}
+KINDS = [
+    constrained(SamplingParams(temperature=0, max_tokens=80), **JSON),
+    constrained(SamplingParams(temperature=1.0, max_tokens=60, n=2), **JSON),
+    SamplingParams(temperature=0.8, max_tokens=20),
+    constrained(SamplingParams(temperature=0.9, max_tokens=30, logprobs=3, frequency_penalty=1), regex="[a-d]{20,25}"),
+    constrained(SamplingParams(temperature=1.1, top_k=20, max_tokens=8), choice=["yes", "no", "perhaps not"]),
+    constrained(SamplingParams(temperature=0.7, min_p=0.02, max_tokens=40, n=2), json_object=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_llama(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return load_folder_tokenizer(model)
+
+
+def engine(model: Path, **options: object) -> EngineCore:
+    base = {"device": "cpu", "kernels": "native", "threads": 1, "block_size": 8, "num_blocks": 120}
+    base |= {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    setup = resolve_engine(EngineConfig.from_options(model=str(model), **{**base, **options}))
+    return build_engine_core(setup)
+
+
+def watched_requests() -> list[Watched]:
+    rng = np.random.default_rng(4)
+    head = rng.integers(3, 259, 40).tolist()
+    found = []
+    for i, length in enumerate([1, 9, 33, 64, 90, 17, 5, 48, 71, 12, 100, 28]):
+        own = rng.integers(3, 259, length).tolist()
+        found.append(Watched((head + own)[:length] if i % 2 else own, KINDS[i % len(KINDS)], 100 * i))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Trace:
+    return alone(model, watched_requests(), {"max_model_len": MAX_MODEL_LEN, "num_blocks": 100})
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return tokenizer.decode([token for token in tokens if token != EOS])
+
+
+def test_what_ends_is_valid(expected: Trace, tokenizer: Tokenizer) -> None:
+    """Each sequence alone: JSON validates, choices are choices, expressions match."""
+    num_ended = 0
+    for each in watched_requests():
+        for seed in range(each.seed, each.seed + each.params.n):
+            tokens = expected.tokens[seed]
+            text = text_of(tokenizer, tokens)
+            kind = KINDS.index(each.params)
+            if tokens[-1] != EOS:
+                assert len(tokens) == each.params.max_tokens
+                continue
+            num_ended += 1
+            if kind in (0, 1):
+                jsonschema.validate(json.loads(text), SCHEMA)
+            elif kind == 3:
+                assert re.fullmatch("[a-d]{20,25}", text)
+            elif kind == 4:
+                assert text in ("yes", "no", "perhaps not")
+            elif kind == 5:
+                assert isinstance(json.loads(text), dict)
+    assert num_ended > 10
+
+
+def test_random_schedules_give_the_same_bits(model: Path, expected: Trace) -> None:
+    """Batches, chunks, forks, preemption, swap, steps in flight, prefix hits and cache resets, in random mixtures."""
+    counts: Counter[str] = Counter()
+    watched = watched_requests()
+    for seed in range(12):
+        rng = np.random.default_rng([9, seed])
+        drawn = random_options(rng, MAX_MODEL_LEN)
+        script = random_script(rng, watched, 259, 10, 12)
+        core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **drawn})
+        play(core, trace, script)
+        stats = core.make_stats()
+        core.shutdown()
+        counts.update({"preempted": stats.preemptions, "swapped": stats.swap_outs})
+        counts["in flight"] += bool(drawn["async_scheduling"])
+        assert not differences(expected, trace, script.requests), f"schedule {seed}: {drawn}"
+    assert not {"chunks", "forks", "preempted", "swapped", "in flight"} - set(+counts), counts
+    assert max(each.seed for each in watched) < FIRST_FILLER_SEED
+
+
+def test_torch_kernels_and_the_recorded_forward_agree_on_validity(model: Path, tokenizer: Tokenizer) -> None:
+    core = engine(model, kernels="torch")
+    answers = drive(core, [request(i, [5, 6, 7 + i], KINDS[0], i, eos=(EOS,)) for i in range(3)])
+    core.shutdown()
+    for (_, _), tokens in answers.tokens.items():
+        if tokens[-1] == EOS:
+            jsonschema.validate(json.loads(text_of(tokenizer, tokens)), SCHEMA)
+    assert any(tokens[-1] == EOS for tokens in answers.tokens.values())
+
+
+def test_logprobs_are_over_the_tokens_that_the_grammar_allows(model: Path) -> None:
+    """Before temperature and penalties; forbidden tokens are -9999.0, which JSON can carry."""
+    choice = {"choice": ["aa", "ab"]}
+    plain = SamplingParams(temperature=0, max_tokens=4, logprobs=4, presence_penalty=1.5)
+    core = engine(model)
+    core.add_request(request(0, [5, 6, 7], constrained(plain, **choice), eos=(EOS,)))
+    columns = []
+    while core.has_unfinished_requests():
+        columns += [one.logprobs for one in core.step().values() if one.logprobs is not None]
+    core.shutdown()
+    values = np.concatenate([one.logprobs for one in columns])
+    ids = np.concatenate([one.token_ids for one in columns])
+    assert values.shape == (3, 5)  # two letters and the end
+    assert np.isfinite(values).all()
+    for row, allowed in zip(values, (1, 2, 1), strict=True):
+        assert np.exp(row[1 : 1 + allowed]).sum() == pytest.approx(1, abs=1e-5)
+        assert (row[1 + allowed :] == -9999.0).all()
+    assert values[0, 0] == values[2, 0] == 0
+    assert ids[2, 0] == EOS
+
+
+def test_a_request_continues_in_the_middle_of_its_grammar(model: Path, expected: Trace) -> None:
+    """As after a crash: the journal sends what was emitted, and the new engine's matcher reads it."""
+    each = watched_requests()[0]
+    tokens = expected.tokens[each.seed]
+    tokens = tokens[: tokens.index(EOS) + 1]
+    core = engine(model)
+    for cut in (1, 7, len(tokens) - 1):
+        resumed = request(0, each.prompt, each.params, each.seed, eos=(EOS,))
+        resumed = _with_prior(resumed, tokens[:cut])
+        answers = drive(core, [resumed])
+        assert tokens[:cut] + answers.tokens["r0", 0] == tokens
+    core.shutdown()
+
+
+def _with_prior(one: Any, tokens: list[int]) -> Any:
+    return dataclasses.replace(one, prior_output=(tuple(tokens),))
+
+
+def test_output_that_its_grammar_forbids_ends_with_an_error(model: Path) -> None:
+    """Only that request: here one that claims to have emitted something else before."""
+    core = engine(model)
+    wrong = _with_prior(request(0, [5, 6], KINDS[0], eos=(EOS,)), [50, 51])
+    answers = drive(core, [wrong, request(1, [5, 6], KINDS[4], eos=(EOS,))])
+    core.shutdown()
+    assert answers.finishes["r0", 0].status is RequestStatus.FINISHED_ERROR
+    assert "left its grammar" in str(answers.finishes["r0", 0].message)
+    assert answers.finishes["r1", 0].status is RequestStatus.FINISHED_STOPPED
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path) -> None:
+    core = engine(model)
+    broken = SamplingParams(max_tokens=4).with_grammar("start: nothing")
+    answers = drive(core, [request(0, [5], broken, eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=3))])
+    core.shutdown()
+    assert answers.finishes["r0", 0].status is RequestStatus.FINISHED_ERROR
+    assert len(answers.tokens["r1", 0]) == 3
+
+
+class SlowTokenizer:
+    """A loader that waits until it is told to go on: the first grammar compiles as long."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.may_load, self.is_loading = tokenizer, threading.Event(), threading.Event()
+
+    def __call__(self) -> Tokenizer:
+        self.is_loading.set()
+        assert self.may_load.wait(30)
+        return self.tokenizer
+
+
+def slow_engine(model: Path, tokenizer: Tokenizer) -> tuple[EngineCore, SlowTokenizer]:
+    core = engine(model)
+    slow = SlowTokenizer(tokenizer)
+    core._grammars._load_tokenizer = slow  # type: ignore[union-attr]
+    return core, slow
+
+
+def test_a_request_waits_for_its_grammar_and_others_do_not(model: Path, tokenizer: Tokenizer) -> None:
+    core, slow = slow_engine(model, tokenizer)
+    ids = ["r0", "r1"]
+    core.add_request(request(0, [5], KINDS[4], eos=(EOS,)))
+    core.add_request(request(1, [5], SamplingParams(max_tokens=5, ignore_eos=True)))
+    answers = Answers()
+    for _ in range(40):
+        for outputs in core.step().values():
+            answers.take(outputs, ids)
+    assert list(answers.finishes) == [("r1", 0)]
+    assert core.has_unfinished_requests()
+    slow.may_load.set()
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            answers.take(outputs, ids)
+    assert answers.finishes["r0", 0].status is RequestStatus.FINISHED_STOPPED
+    core.shutdown()
+
+
+def test_abort_and_shutdown_while_compiling(model: Path, tokenizer: Tokenizer) -> None:
+    core, slow = slow_engine(model, tokenizer)
+    core.add_request(request(0, [5], KINDS[4], eos=(EOS,)))
+    core.add_request(request(1, [5], KINDS[0], eos=(EOS,)))
+    core.step()
+    assert slow.is_loading.wait(10)
+    core.abort(["r0"])
+    core.step()
+    assert core.has_unfinished_requests()
+    core.shutdown()  # returns though a grammar is still being compiled
+    slow.may_load.set()
+
+
+def test_an_engine_without_grammars_refuses_them() -> None:
+    from pagoda.executors.fake import FakeExecutor
+
+    core = make_core(lambda rows: FakeExecutor(rows, 256, 4, 1, 1000), max_num_seqs=4, max_num_batched_tokens=64)
+    with pytest.raises(RequestError, match="not available"):
+        core.add_request(request(0, [5], KINDS[0]))
+    raw = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+    with pytest.raises(RequestError, match="not available"):
+        core.add_request(request(0, [5], raw))
+    assert not core.has_unfinished_requests()
+
+
+def test_the_model_has_ids_that_the_tokenizer_lacks(tokenizer: Tokenizer) -> None:
+    assert tokenizer.facts.vocab_size < VOCAB
