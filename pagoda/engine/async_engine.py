@@ -18,8 +18,9 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.engine.chat_values import Message
 from pagoda.engine.core_client import EngineCoreClient
 from pagoda.engine.input_processor import InputProcessor, PreparedParams, Prompt, RenderedChat, text_of
+from pagoda.engine.logprob_entries import PromptLogprobs
 from pagoda.engine.mailbox import Mailbox
-from pagoda.engine.output_processor import OutputKind, OutputProcessor
+from pagoda.engine.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor
 from pagoda.engine.template_job import InProcessRenderer
 from pagoda.engine.template_pool import TemplatePool
 from pagoda.engine.template_process import ForeignValues, TemplateLimits
@@ -51,7 +52,7 @@ class AsyncEngine:
         self.input_processor = input_processor
         self._client = client
         self._clock = clock if clock is not None else SystemClock()
-        self._outputs = OutputProcessor(input_processor.tokenizer)
+        self._outputs = OutputProcessor(input_processor.tokenizer, is_lazy=True)
         self._readers: dict[str, Mailbox] = {}
         self._threads = TextThreads()
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar-check")
@@ -174,12 +175,14 @@ class AsyncEngine:
         self._check_is_new(request_id)
         try:
             mailbox = self._readers[request_id] = Mailbox(kind)
-            self._outputs.open(request, kind, prompt)
+            prompt_logprobs = self._outputs.open(request, kind, prompt)
             if self._pump is None:
                 self._pump = asyncio.create_task(self._pump_outputs())
             self._client.add_request(request)
             while True:
                 output = await mailbox.get()
+                if prompt_logprobs is not None:
+                    output = await self._with_prompt_logprobs(output, prompt_logprobs)
                 yield output
                 if output.finished:
                     return
@@ -188,6 +191,22 @@ class AsyncEngine:
             if request_id in self._outputs:
                 self._outputs.close(request_id)
                 self._client.abort([request_id])
+
+    async def _with_prompt_logprobs(self, output: RequestOutput, prompt_logprobs: PromptLogprobs) -> RequestOutput:
+        """Return the output when all log-probabilities of its prompt have been converted.
+
+        This is done here, in the reader's task and in pieces, so that it delays no other request. If it fails, the
+        request ends with an error.
+        """
+        try:
+            while prompt_logprobs.convert_some():
+                await asyncio.sleep(0)
+        except Exception as error:  # concerns this request only
+            logger.exception("%s of request %s could not be processed", PROMPT_LOGPROBS, output.request_id)
+            said = f"{PROMPT_LOGPROBS} could not be processed: {type(error).__name__}: {error}"
+            parts = [dataclasses.replace(part, finish_reason="error") for part in output.outputs]
+            return dataclasses.replace(output, outputs=parts, finished=True, error=said)
+        return output
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests and return the ids that were running. Each gets a last output with finish_reason "abort"."""
@@ -210,10 +229,6 @@ class AsyncEngine:
         try:
             while True:
                 outputs = await self._client.next_outputs()
-                if outputs.prompt_logprobs:
-                    for _ in self._outputs.read_prompt_logprobs(outputs):
-                        await asyncio.sleep(0)
-                    outputs = dataclasses.replace(outputs, prompt_logprobs={})
                 done = self._outputs.process(outputs, self._clock.now())
                 if done.failed:
                     self._client.abort(done.failed)

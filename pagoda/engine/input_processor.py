@@ -300,8 +300,13 @@ class InputProcessor:
         bound = self.tokenizer.facts.length_bound
         if text is None or bound is None:
             return
-        if len(text) > self.limits.max_model_len and bound.min_tokens(text) >= self.limits.max_model_len:
-            raise self._too_long(f"at least {bound.min_tokens(text)} tokens ({len(text)} characters)")
+        most = self.limits.max_model_len
+        if len(text) <= most:
+            return
+        # A text beyond the bound on its size is refused anyway, before it is tokenised.
+        looked_at = text[: self.limits.of_request.text_bytes + 1]
+        if bound.min_tokens(looked_at, enough=most) >= most:
+            raise self._too_long(f"at least {most} tokens ({len(text)} characters)")
 
     def _too_long(self, size: str) -> RequestError:
         most = self.limits.max_model_len

@@ -1,9 +1,10 @@
-"""Mailbox: hold a request's unread outputs, merged into one, so that a slow reader costs no memory."""
+"""Mailbox: hold a request's unread outputs, merged into one, so that a slow reader costs little memory."""
 
 import asyncio
 import dataclasses
+from dataclasses import dataclass
 
-from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.engine.output_processor import OutputKind
 
 
@@ -13,14 +14,26 @@ class Mailbox:
     def __init__(self, kind: OutputKind) -> None:
         self._kind = kind
         self._output: RequestOutput | None = None
+        self._unread: dict[int, _UnreadPart] = {}
         self._error: Exception | None = None
         self._filled = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
+        """Add an output. Takes time in proportion to its own size, however much is unread."""
         if self._output is not None and self._kind is OutputKind.DELTA:
-            output = joined(self._output, output)
+            if not self._unread:
+                self._add_parts(self._output)
+            self._add_parts(output)
         self._output = output
         self._filled.set()
+
+    def _add_parts(self, output: RequestOutput) -> None:
+        for part in output.outputs:
+            unread = self._unread.get(part.index)
+            if unread is None:
+                self._unread[part.index] = _UnreadPart.of(part)
+            else:
+                unread.add(part)
 
     def fail(self, error: Exception) -> None:
         """Make `get` raise `error` after the pending output has been read."""
@@ -32,26 +45,41 @@ class Mailbox:
         await self._filled.wait()
         self._filled.clear()
         output, self._output = self._output, None
+        unread, self._unread = self._unread, {}
         if output is None:
             assert self._error is not None
             raise self._error
         if self._error is not None:
             self._filled.set()
+        if unread:
+            output = dataclasses.replace(output, outputs=[unread[index].merged() for index in sorted(unread)])
         return output
 
 
-def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Merge two consecutive deltas of one request."""
-    parts = {part.index: part for part in first.outputs}
-    for part in second.outputs:
-        parts[part.index] = _joined_part(parts[part.index], part) if part.index in parts else part
-    return dataclasses.replace(second, outputs=[parts[index] for index in sorted(parts)])
+@dataclass(slots=True)
+class _UnreadPart:
+    """Consecutive deltas of one sequence.   last: the newest."""
 
+    last: CompletionOutput
+    texts: list[str]
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
 
-def _joined_part(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    logprobs = None
-    if first.logprobs is not None and second.logprobs is not None:
-        logprobs = first.logprobs + second.logprobs
-    return dataclasses.replace(
-        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs
-    )
+    @classmethod
+    def of(cls, part: CompletionOutput) -> "_UnreadPart":
+        logprobs = list(part.logprobs) if part.logprobs is not None else None
+        return cls(part, [part.text], list(part.token_ids), logprobs)
+
+    def add(self, part: CompletionOutput) -> None:
+        self.last = part
+        self.texts.append(part.text)
+        self.token_ids += part.token_ids
+        if self.logprobs is not None and part.logprobs is not None:
+            self.logprobs += part.logprobs
+        else:
+            self.logprobs = None
+
+    def merged(self) -> CompletionOutput:
+        return dataclasses.replace(
+            self.last, text="".join(self.texts), token_ids=self.token_ids, logprobs=self.logprobs
+        )

@@ -2,20 +2,22 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
-from pagoda.engine.detokenizer import Detokenizer
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.engine.logprob_entries import PromptLogprobs
+from pagoda.engine.output_sequence import OutputSequence
 from pagoda.engine.stop_strings import StopStrings
 from pagoda.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagoda")
 
-_POSITIONS_AT_ONCE = 64
+
+PROMPT_LOGPROBS = "the log-probabilities of the prompt"
 
 
 class OutputKind(Enum):
@@ -38,15 +40,18 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """The output state of every unfinished request of one client. Not thread-safe."""
+    """The output state of every unfinished request of one client. Not thread-safe.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    is_lazy: leave converting the log-probabilities of prompts to the reader of the outputs (see `open`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, is_lazy: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._is_lazy = is_lazy
         self._by_handle: dict[int, _RequestState] = {}
         self._by_id: dict[str, _RequestState] = {}
         # Prompts of one request have the same stop strings, and so have most requests of one program.
         self._stops: weakref.WeakValueDictionary[tuple[str, ...], StopStrings] = weakref.WeakValueDictionary()
-        self._unreadable: list[_RequestState] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -54,12 +59,17 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def open(self, request: Request, kind: OutputKind, prompt: str | None = None) -> None:
-        """Add a request; its id and handle must not be in use."""
+    def open(self, request: Request, kind: OutputKind, prompt: str | None = None) -> PromptLogprobs | None:
+        """Add a request; its id and handle must not be in use.
+
+        Return the log-probabilities of its prompt, if it asked for them. If this processor is lazy, their reader
+        calls `convert_some` until all are converted, before it uses an output.
+        """
         assert request.request_id not in self._by_id
         assert request.handle not in self._by_handle
         state = _RequestState(request, kind, prompt, self._tokenizer, self._stops_of(request))
         self._by_handle[request.handle] = self._by_id[request.request_id] = state
+        return state.prompt_logprobs
 
     def _stops_of(self, request: Request) -> StopStrings | None:
         stop = request.sampling.stop if request.sampling is not None else ()
@@ -76,13 +86,18 @@ class OutputProcessor:
         for handle, num_cached in outputs.num_cached_tokens.items():
             if (state := self._by_handle.get(handle)) is not None:
                 state.first_scheduled(num_cached, outputs.queue_s.get(handle))
-        for _ in self.read_prompt_logprobs(outputs):
-            pass
-        for state in self._unreadable:
-            if self._by_handle.get(state.request.handle) is state:  # it may have been aborted meanwhile
-                touched[state.request.handle] = state
+        for handle, columns in outputs.prompt_logprobs.items():
+            state = self._by_handle.get(handle)
+            if state is None or state.prompt_logprobs is None:
+                continue
+            try:
+                state.prompt_logprobs.add(columns)
+                while not self._is_lazy and state.prompt_logprobs.convert_some():
+                    pass
+            except Exception as error:  # concerns this request only
+                state.fail(PROMPT_LOGPROBS, error)
+                touched[handle] = state
                 done.failed.append(state.request.request_id)
-        self._unreadable.clear()
         token_ids = outputs.token_ids.tolist()
         at = 0
         for handle, index, count in zip(
@@ -112,27 +127,6 @@ class OutputProcessor:
             self._emit(state, now_s, done.outputs)
         return done
 
-    def read_prompt_logprobs(self, outputs: EngineCoreOutputs) -> Iterator[None]:
-        """Process prompt log-probabilities, a few positions per iteration.
-
-        For an event loop, which thousands of positions would block for too long. It then passes the outputs to
-        `process` without them. A request whose columns cannot be processed finishes with an error in that `process`.
-        """
-        for handle, columns in outputs.prompt_logprobs.items():
-            for at in range(0, len(columns.ranks), _POSITIONS_AT_ONCE):
-                state = self._by_handle.get(handle)
-                if state is None or state.error is not None:
-                    break
-                part = slice(at, at + _POSITIONS_AT_ONCE)
-                try:
-                    state.add_prompt_logprobs(
-                        LogprobColumns(columns.token_ids[part], columns.logprobs[part], columns.ranks[part])
-                    )
-                except Exception as error:  # concerns this request only
-                    state.fail("the log-probabilities of the prompt", error)
-                    self._unreadable.append(state)
-                yield
-
     def abort(self, request_ids: Iterable[str], now_s: float) -> list[RequestOutput]:
         """Finish requests as aborted and return their last outputs. Ignore unknown ids."""
         outputs: list[RequestOutput] = []
@@ -141,16 +135,6 @@ class OutputProcessor:
             if state is not None:
                 state.end_all(RequestStatus.FINISHED_ABORTED)
                 self._emit(state, now_s, outputs)
-        return outputs
-
-    def fail(self, request_id: str, message: str, now_s: float) -> list[RequestOutput]:
-        """Finish a request with an error and return its last output; ignore an unknown id."""
-        outputs: list[RequestOutput] = []
-        state = self._by_id.get(request_id)
-        if state is not None:
-            state.error = message
-            state.end_all(RequestStatus.FINISHED_ERROR)
-            self._emit(state, now_s, outputs)
         return outputs
 
     def close(self, request_id: str) -> None:
@@ -184,23 +168,17 @@ class _RequestState:
         self.kind = kind
         self.prompt = prompt
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
-        self.sequences = [_OutputSequence(request, index, kind, tokenizer, stops) for index in range(request.num_seqs)]
+        is_final_only = kind is OutputKind.FINAL_ONLY
+        self.sequences = [
+            OutputSequence(request, index, is_final_only, tokenizer, stops) for index in range(request.num_seqs)
+        ]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
-        self._tokenizer = tokenizer
         asked = request.sampling.prompt_logprobs if request.sampling is not None else None
-        self._num_prompt_logprobs = asked
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if asked is not None else None
-
-    def add_prompt_logprobs(self, columns: LogprobColumns) -> None:
-        """Add the rows of the next prompt positions, which arrive in order."""
-        rows, asked = self._prompt_logprobs, self._num_prompt_logprobs
-        if rows is None or asked is None:
-            return
-        wanted = len(self.prompt_token_ids) - len(rows)
-        for row in range(min(len(columns.ranks), wanted)):
-            rows.append(logprob_entry(columns, row, asked, self._tokenizer))
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if asked is not None:
+            self.prompt_logprobs = PromptLogprobs(len(self.prompt_token_ids), asked, tokenizer)
 
     def first_scheduled(self, num_cached_tokens: int, queue_s: float | None) -> None:
         """Record when the request was first scheduled. A replay on another engine does not change it."""
@@ -240,120 +218,8 @@ class _RequestState:
             prompt_token_ids=self.prompt_token_ids,
             outputs=parts,
             finished=finished,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs.rows if self.prompt_logprobs is not None else None,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
         )
-
-
-class _OutputSequence:
-    """One output sequence: its tokens, its text and its finish reason."""
-
-    def __init__(
-        self, request: Request, index: int, kind: OutputKind, tokenizer: Tokenizer, stops: StopStrings | None
-    ) -> None:
-        """stops: shared by all sequences of the request; None if it has no stop strings."""
-        params = request.sampling
-        self.index = index
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self._tokenizer = tokenizer
-        self._num_logprobs = params.logprobs if params is not None else None
-        self._include_stop = params is not None and params.include_stop_str_in_output
-        self._logprobs: list[dict[int, Logprob]] | None = [] if self._num_logprobs is not None else None
-        self._cumulative = 0.0
-        wants_text = params is not None and params.detokenize
-        self._detokenizer = Detokenizer(tokenizer, params, stops) if wants_text and params is not None else None
-        # If only the final text is needed, and not for stop strings, one pass over all tokens at the end is cheapest.
-        self._late = kind is OutputKind.FINAL_ONLY and params is not None and not params.stop
-        self._num_emitted = 0
-        self._end_emitted = False
-
-    @property
-    def is_done(self) -> bool:
-        return self.finish_reason is not None
-
-    def append(self, new: list[int], end: Finish | None, logprobs: LogprobColumns | None, first_row: int) -> bool:
-        """Add tokens, and finish if `end` is given. Return True if a stop string ended the sequence before the core."""
-        ended_by_token = end is not None and end.status is RequestStatus.FINISHED_STOPPED
-        kept, stopped_by = len(new), None
-        if self._detokenizer is not None and not self._late:
-            unseen = 1 if ended_by_token and not self._include_stop else 0
-            kept = self._detokenizer.append(new[: len(new) - unseen]) + unseen
-            stopped_by = self._detokenizer.stopped_by
-            if stopped_by is not None:
-                kept -= unseen
-        self.token_ids += new[:kept]
-        if self._logprobs is not None and self._num_logprobs is not None and logprobs is not None:
-            for row in range(first_row, first_row + kept):
-                self._logprobs.append(logprob_entry(logprobs, row, self._num_logprobs, self._tokenizer))
-                self._cumulative += float(logprobs.logprobs[row, 0])
-        if stopped_by is not None:
-            self.finish_reason, self.stop_reason = "stop", stopped_by
-            return end is None
-        if end is not None:
-            if self._late and self._detokenizer is not None:
-                unseen = 1 if ended_by_token and not self._include_stop else 0
-                self._detokenizer.append(self.token_ids[: len(self.token_ids) - unseen])
-            self._finish_text()
-            self.finish_reason, self.stop_reason = end.status.finish_reason, end.stop_reason
-        return False
-
-    def end(self, status: RequestStatus) -> None:
-        """Finish without new tokens."""
-        if self._late and self._detokenizer is not None:
-            self._detokenizer.append(self.token_ids)
-        self._finish_text()
-        self.finish_reason = status.finish_reason
-
-    def _finish_text(self) -> None:
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
-
-    def whole(self) -> CompletionOutput:
-        return CompletionOutput(
-            index=self.index,
-            text=self._detokenizer.text if self._detokenizer is not None else "",
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self._cumulative if self._logprobs is not None else None,
-            logprobs=list(self._logprobs) if self._logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-    def delta(self) -> CompletionOutput | None:
-        """Return what was not emitted yet, or None. Tokens may be emitted before their text is complete."""
-        text = self._detokenizer.take() if self._detokenizer is not None else ""
-        tokens = self.token_ids[self._num_emitted :]
-        if not text and not tokens and (self._end_emitted or not self.is_done):
-            return None
-        logprobs = self._logprobs
-        if logprobs is not None:
-            self._logprobs = []  # emitted log-probabilities are dropped: they take far more memory than tokens
-        self._num_emitted = len(self.token_ids)
-        self._end_emitted = self.is_done
-        return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=tokens,
-            cumulative_logprob=self._cumulative if logprobs is not None else None,
-            logprobs=logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-
-def logprob_entry(columns: LogprobColumns, row: int, num_top: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return one position's candidates by token id: the sampled one, then the `num_top` most likely."""
-    ids: Sequence[int] = columns.token_ids[row, : num_top + 1].tolist()
-    values: Sequence[float] = columns.logprobs[row, : num_top + 1].tolist()
-    entry = {ids[0]: Logprob(values[0], int(columns.ranks[row]), _shown(tokenizer, ids[0]))}
-    for rank, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1):
-        entry.setdefault(token_id, Logprob(value, rank, _shown(tokenizer, token_id)))
-    return entry
-
-
-def _shown(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -19,12 +19,21 @@ class TokenLengthBound:
     max_chars: int
     dropped: str = ""
 
-    def min_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens in `text`, without tokenising it."""
-        kept = len(text) - sum(map(text.count, self.dropped))
+    def min_tokens(self, text: str, enough: int | None = None) -> int:
+        """Return a lower bound of the number of tokens in `text`, without tokenising it.
+
+        enough: return this number as soon as the bound reaches it, without looking at the rest of the text.
+        """
+        kept = 0
+        for at in range(0, len(text), _PIECE_CHARS):
+            piece = text[at : at + _PIECE_CHARS]
+            kept += len(piece) - sum(map(piece.count, self.dropped))
+            if enough is not None and kept > (enough - 1) * self.max_chars:
+                return enough
         return -(-kept // self.max_chars)
 
 
+_PIECE_CHARS = 64 * 1024
 _NFC_SHRINKS = 4  # NFC composes at most four characters into one
 _KEEPS_EVERY_CHARACTER = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 

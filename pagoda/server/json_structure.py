@@ -17,14 +17,17 @@ _QUICK_NUMBERS_BYTES = 8 * 1024  # no more than 1,500 of the slowest numbers: 15
 async def check_structure(data: bytes, limits: RequestLimits) -> None:
     """Raise RequestError if `data` contains more values than `limits` allow. Does not reject invalid JSON."""
     if len(data) > _ALWAYS_QUICK_BYTES:
-        limits.check("body_exponents", await asyncio.to_thread(count_large_exponents, data), None)
+        await asyncio.to_thread(_check_long, data, limits)
     elif len(data) > _QUICK_NUMBERS_BYTES:
         limits.check("body_exponents", count_large_exponents(data), None)
-    if len(data) <= _ALWAYS_QUICK_BYTES or _quick_bound(data) <= limits.body_objects:
-        return
-    num_values, num_objects = await asyncio.to_thread(count_structure, data)
-    limits.check("body_values", num_values, None)
-    limits.check("body_objects", num_objects, None)
+
+
+def _check_long(data: bytes, limits: RequestLimits) -> None:
+    limits.check("body_exponents", count_large_exponents(data), None)
+    if _quick_bound(data) > limits.body_objects:
+        num_values, num_objects = count_structure(data)
+        limits.check("body_values", num_values, None)
+        limits.check("body_objects", num_objects, None)
 
 
 def _quick_bound(data: bytes) -> int:

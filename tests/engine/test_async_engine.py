@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,9 +17,11 @@ from pagoda.base.errors import ConfigError
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.byte_tokenizer import ByteTokenizer
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.output_processor import OutputKind, OutputProcessor
+from pagoda.engine.mailbox import Mailbox
+from pagoda.engine.output_processor import OutputKind
 from pagoda.engine.thread_client import ThreadClient
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
@@ -234,45 +236,55 @@ def test_text_services() -> None:
     run(test)
 
 
-def test_the_loop_turns_while_the_logprobs_of_a_long_prompt_are_read() -> None:
-    size = 2000
+def test_the_logprobs_of_a_long_prompt_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are converted in pieces, between which the loop turns, after the tokens of that step are delivered."""
+    size = 250
     columns = LogprobColumns(np.ones((size, 21), np.int32), np.zeros((size, 21), np.float32), np.ones(size, np.int32))
+    events: list[str] = []
+    plain_bytes, plain_put = ByteTokenizer.token_bytes, Mailbox.put
+
+    def token_bytes(tokenizer: ByteTokenizer, token_id: int) -> bytes:
+        if events[-1:] != ["convert"]:
+            events.append("convert")
+        return plain_bytes(tokenizer, token_id)
+
+    def put(mailbox: Mailbox, output: RequestOutput) -> None:
+        events.append(f"put {output.request_id}")
+        plain_put(mailbox, output)
+
+    async def turn() -> None:
+        while True:
+            events.append("turn")
+            await asyncio.sleep(0)
 
     async def test(llm: AsyncEngine) -> None:
-        client = llm._client
-        plain = client.next_outputs
+        plain = llm._client.next_outputs
 
         async def with_logprobs() -> EngineCoreOutputs:
             outputs = await plain()
-            return dataclasses.replace(outputs, prompt_logprobs=dict.fromkeys(outputs.handles.tolist(), columns))
+            if 2 not in outputs.handles.tolist():
+                return outputs
+            events.append("step")
+            return dataclasses.replace(outputs, prompt_logprobs={2: columns})
 
-        client.next_outputs = with_logprobs  # type: ignore[method-assign]
-        reads: list[int] = []
-        read = OutputProcessor.read_prompt_logprobs
-        turns = 0
-
-        def counting(processor: OutputProcessor, outputs: EngineCoreOutputs) -> Iterator[None]:
-            for _ in read(processor, outputs):
-                reads.append(turns)
-                yield
-
-        async def turn() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        OutputProcessor.read_prompt_logprobs = counting  # type: ignore[method-assign]
+        llm._client.next_outputs = with_logprobs  # type: ignore[method-assign]
+        monkeypatch.setattr(ByteTokenizer, "token_bytes", token_bytes)
+        monkeypatch.setattr(Mailbox, "put", put)
         turning = asyncio.create_task(turn())
-        try:
-            await collect(llm, "p", SamplingParams(max_tokens=1, prompt_logprobs=20))
-        finally:
-            OutputProcessor.read_prompt_logprobs = read  # type: ignore[method-assign]
-            turning.cancel()
-        assert len(reads) >= size / 64
-        assert len(set(reads)) == len(reads), "two pieces were read without a turn of the loop between them"
+        params = SamplingParams(max_tokens=100, ignore_eos=True, detokenize=False)
+        other = asyncio.create_task(collect(llm, "x", params, request_id="other"))
+        await until(lambda: "put other" in events)
+        asking = dataclasses.replace(params, max_tokens=1, prompt_logprobs=20)
+        (output,) = await collect(llm, "y" * size, asking, request_id="asking")
+        assert len(output.prompt_logprobs or []) == size
+        await other
+        turning.cancel()
 
-    run(test)
+    run(test, step_s=0.002)
+    (step,) = (at for at, event in enumerate(events) if event == "step")
+    after = [event for event in events[step:] if event != "turn"]
+    assert after.index("put other") < after.index("convert"), "it waited for them"
+    assert events.count("convert") >= 4, "pieces without a turn of the loop between them count as one"
 
 
 def test_log_probabilities_that_cannot_be_read_end_their_request_alone() -> None:

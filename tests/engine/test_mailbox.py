@@ -57,3 +57,42 @@ def test_what_came_before_a_death_is_read_before_it() -> None:
             await box.get()
 
     asyncio.run(main())
+
+
+def test_a_slow_reader_makes_no_output_dearer() -> None:
+    """Each step copies its own tokens only, not all that is unread."""
+    copied = 0
+
+    class Counted(list[int]):
+        def __add__(self, other: list[int]) -> "Counted":  # type: ignore[override]
+            nonlocal copied
+            copied += len(self) + len(other)
+            return Counted([*self, *other])
+
+    async def main() -> None:
+        box = Mailbox(OutputKind.DELTA)
+        for token in range(2000):
+            output = delta((0, "x", [token]))
+            output.outputs[0].token_ids = Counted([token])
+            box.put(output)
+        got = await box.get()
+        assert got.outputs[0].token_ids == list(range(2000))
+        assert got.outputs[0].text == "x" * 2000
+        assert copied <= 4 * 2000
+
+    asyncio.run(main())
+
+
+def test_an_output_that_was_read_does_not_grow_with_later_ones() -> None:
+    async def main() -> None:
+        box = Mailbox(OutputKind.DELTA)
+        box.put(delta((0, "a", [1])))
+        box.put(delta((0, "b", [2])))
+        first = await box.get()
+        box.put(delta((0, "c", [3])))
+        box.put(delta((0, "d", [4])))
+        assert (await box.get()).outputs[0].token_ids == [3, 4]
+        assert first.outputs[0].token_ids == [1, 2]
+        assert len(first.outputs[0].logprobs or []) == 2
+
+    asyncio.run(main())

@@ -189,6 +189,20 @@ def test_prompt_logprobs_come_chunk_by_chunk() -> None:
     assert out[0].num_cached_tokens == 2
 
 
+def test_a_lazy_processor_leaves_the_logprobs_of_prompts_to_the_reader() -> None:
+    processor = OutputProcessor(ByteTokenizer(), is_lazy=True)
+    prompt_logprobs = processor.open(request(1, prompt_logprobs=1), OutputKind.FINAL_ONLY)
+    assert prompt_logprobs is not None
+    more_than_asked = LogprobColumns(np.full((5, 2), 65, np.int32), np.zeros((5, 2), np.float32), np.ones(5, np.int32))
+    processor.process(core_outputs([], prompt_logprobs={1: more_than_asked}), 0.0)
+    out = processor.process(core_outputs([(1, 0, [97])], (end(1, LENGTH),)), 0.0).outputs
+    rows = out[0].prompt_logprobs
+    assert rows == [None]
+    while prompt_logprobs.convert_some():
+        pass
+    assert len(rows) == len(out[0].prompt_token_ids or []), "one entry per prompt token"
+
+
 def test_errors_aborts_and_strangers() -> None:
     processor = OutputProcessor(ByteTokenizer())
     for handle in (1, 2, 3):
@@ -199,8 +213,7 @@ def test_errors_aborts_and_strangers() -> None:
     assert [(o.request_id, o.error, o.outputs[0].finish_reason) for o in out] == [("r1", "numbers went wrong", "error")]
     aborted = processor.abort(["r2", "unknown"], 5.0)
     assert [(o.request_id, o.finished, o.outputs[0].finish_reason) for o in aborted] == [("r2", True, "abort")]
-    failed = processor.fail("r3", "gone", 5.0)
-    assert [(o.error, o.outputs[0].finish_reason) for o in failed] == [("gone", "error")]
+    processor.close("r3")
     assert len(processor) == 0
 
 

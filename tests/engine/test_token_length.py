@@ -77,3 +77,23 @@ def test_there_is_no_bound_where_text_of_any_length_may_vanish(backend: tokenize
 def test_a_normaliser_that_composes_makes_the_bound_wider() -> None:
     assert token_length_bound(byte_level()) == TokenLengthBound(3)
     assert token_length_bound(byte_level(normalizers.NFC())) == TokenLengthBound(12)
+
+
+def test_no_more_of_a_text_is_looked_at_than_settles_it() -> None:
+    looked_at = 0
+
+    class Counting(str):
+        __slots__ = ()
+
+        def count(self, *args: object) -> int:  # type: ignore[override]
+            nonlocal looked_at
+            looked_at += len(self)
+            return 0
+
+        def __getitem__(self, key: object) -> "Counting":  # type: ignore[override]
+            return Counting(str(self)[key])  # type: ignore[index]
+
+    bound = TokenLengthBound(10, "\x04\x05")
+    text = Counting("a" * 15_000_000)
+    assert bound.min_tokens(text, enough=2048) == 2048
+    assert looked_at <= 4 * 65536, "one piece, for each character that is dropped"

@@ -14,6 +14,8 @@ from tests.server.serve_probed import LoopProbe
 
 MOST_CPU_S = 0.25
 """Of the loop's thread at a stretch. The aim is 0.1 s on an idle machine; what this file prevents took 2 s to 17 s."""
+MOST_CPU_OF_TEXT_S = 0.1
+"""For text alone: about 20 ms on an idle machine; it was 70 to 100 ms while the whole text was searched twice."""
 MB = 2**20
 USER = b'{"role":"user","content":"x"}'
 
@@ -113,7 +115,8 @@ def test_a_large_request_does_not_keep_the_loop(probed: tuple[LiveServer, LoopPr
     assert status == expected, str(answer)[:500]
     time.sleep(0.05)  # what is freed after the answer counts as well
     cpu_s, wall_s = probe.worst()
-    assert 0 < cpu_s < MOST_CPU_S, f"the loop was busy for {cpu_s:.3f} s ({wall_s:.3f} s on the clock)"
+    most_s = MOST_CPU_OF_TEXT_S if name in ("a long text", "spaces") else MOST_CPU_S
+    assert 0 < cpu_s < most_s, f"the loop was busy for {cpu_s:.3f} s ({wall_s:.3f} s on the clock)"
     if status == 400:
         assert len(answer["error"]["message"]) < 500
 
