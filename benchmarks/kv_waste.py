@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.bench.workload import WorkItem, read_workload
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput
 
 Shares = list[float]
@@ -27,7 +28,7 @@ Shares = list[float]
 def shares(items: list[WorkItem], block_size: int, num_blocks: int, max_num_seqs: int) -> tuple[Shares, Shares]:
     """Unfilled and held slots as shares of the pool, one of each for every step in which a request waits."""
     longest = max(len(item.prompt_token_ids) + item.max_tokens for item in items)
-    config = SchedulerConfig(max_num_seqs=max_num_seqs)
+    config = SchedulerOptions(max_num_seqs=max_num_seqs)
     cache = CacheConfig(block_size=block_size)
     scheduler = Scheduler(config, cache, (KVGroupSpec(),), num_blocks, max_model_len=longest, clock=VirtualClock())
     for number, item in enumerate(items):

@@ -10,17 +10,19 @@ from pathlib import Path
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
-from pagoda.base.config import EngineConfig, ParallelConfig, SchedulingMode
+from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_defaults, note_given
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.out_of_memory import is_out_of_memory
+from pagoda.base.setting import describe_settings
 from pagoda.core.executor import Executor
 from pagoda.core.grammar import GrammarBackend
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
 from pagoda.executors.fake import FakeExecutor
@@ -32,15 +34,6 @@ from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.worker.memory import KVCapacity, available_memory, plan_capacity
 
 logger = logging.getLogger("pagoda")
-
-_SCHEDULER_ONLY = {
-    "max_loras": "LoRA adapters are not supported yet",
-    "num_speculative_tokens": "there is no drafter yet",
-    "encoder_budget": "there is no model with an encoder yet",
-    "encoder_cache_tokens": "there is no model with an encoder yet",
-    "no_partial_media": "there is no model with an encoder yet",
-}
-"""Settings that would have no effect, and why."""
 
 _MAX_MASK_THREADS = 8
 _SHORTEST_FITTED = 1024
@@ -115,7 +108,26 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
     """
     free = max(0, _free_bytes(setup.device) - weights_in_memory(setup))
     config = setup.config
-    return plan_capacity(setup.groups, config.cache, setup.kv_dtype, setup.max_model_len, free, config.scheduler)
+    return plan_capacity(
+        setup.groups, config.cache, setup.kv_dtype, setup.max_model_len, free, scheduler_options(config), config.debug
+    )
+
+
+def scheduler_options(config: EngineConfig) -> SchedulerOptions:
+    """Return what the scheduler is told: the settings, with what derives from them."""
+    scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
+    depth = debug.pipeline_depth
+    return SchedulerOptions(
+        **{
+            item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group
+        },
+        **{item.name: getattr(prefill, item.name) for item in describe_settings(PrefillConfig)},
+        pipeline_depth=depth if depth is not None else 2 if scheduler.async_scheduling else 1,
+        prefix_hash_seed=debug.prefix_hash_seed,
+        num_lookahead_slots=debug.num_lookahead_slots,
+        check_invariants=debug.check_invariants,
+        decision_log_steps=debug.decision_log_steps,
+    )
 
 
 def fit_cache(setup: EngineSetup) -> tuple[EngineSetup, KVCapacity]:
@@ -152,17 +164,20 @@ def build_engine_core(
     config: EngineConfig | EngineSetup,
     clock: Clock | None = None,
     wrap_executor: Callable[[Executor, int], Executor] | None = None,
+    pin_threads: bool = False,
 ) -> EngineCore:
     """Load the model and return an engine that is ready for requests.
 
     config: the settings, or the result of `resolve_engine`.   clock: by default the system's.
     wrap_executor: called with the executor and the number of the scheduler's rows; returns the executor to use.
+    pin_threads: keep each compute thread on a core, if there are as many threads as cores; only for a process that runs
+    nothing else.
     Raises ConfigError for invalid settings, CapacityError for too little memory, WorkerDied if the executor dies.
     """
     begin_s = time.perf_counter()
     setup, capacity = fit_cache(config if isinstance(config, EngineSetup) else resolve_engine(config))
     clock = clock or SystemClock()
-    scheduler_config = setup.config.scheduler
+    options = scheduler_options(setup.config)
     grammars = _make_grammars(setup)
 
     def is_grammar_ready(request: Request) -> bool:
@@ -170,7 +185,7 @@ def build_engine_core(
         return grammar is None or grammars.is_ready(grammar)
 
     scheduler = Scheduler(
-        scheduler_config,
+        options,
         setup.config.cache,
         setup.groups,
         capacity.num_blocks,
@@ -179,7 +194,7 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         is_grammar_ready=is_grammar_ready,
     )
-    executor = _make_executor(setup, capacity, scheduler.max_rows, grammars)
+    executor = _make_executor(setup, capacity, scheduler.max_rows, grammars, pin_threads)
     if wrap_executor is not None:
         executor = wrap_executor(executor, scheduler.max_rows)
     _start(executor, setup, capacity)
@@ -192,7 +207,7 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         load_s=load_s,
     )
-    depth = scheduler_config.pipeline_depth
+    depth = options.pipeline_depth
     return EngineCore(scheduler, executor, clock, facts, setup.spec.vocab_size, depth, grammars)
 
 
@@ -225,9 +240,9 @@ def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None
 
 
 def _make_executor(
-    setup: EngineSetup, capacity: KVCapacity, max_rows: int, grammars: GrammarBackend | None
+    setup: EngineSetup, capacity: KVCapacity, max_rows: int, grammars: GrammarBackend | None, pin_threads: bool
 ) -> Executor:
-    if setup.config.parallel.distributed_executor_backend == "fake":
+    if setup.config.debug.distributed_executor_backend == "fake":
         return FakeExecutor(
             max_rows,
             _num_positions(setup),
@@ -254,9 +269,10 @@ def _make_executor(
             max_drafts=_max_drafts(config),
             parallel=config.parallel,
             grammars=grammars,
+            pin_threads=pin_threads,
         )
     )
-    return InProcessExecutor(worker, overlap=config.scheduler.pipeline_depth > 1)
+    return InProcessExecutor(worker, overlap=scheduler_options(config).pipeline_depth > 1)
 
 
 def _num_positions(setup: EngineSetup) -> int:
@@ -265,8 +281,8 @@ def _num_positions(setup: EngineSetup) -> int:
 
 
 def _max_drafts(config: EngineConfig) -> int:
-    """Return the most draft tokens per row and step."""
-    return max(config.scheduler.num_speculative_tokens, config.scheduler.num_lookahead_slots)
+    """Return the most tokens that may be written past the end of a row."""
+    return config.debug.num_lookahead_slots
 
 
 def _asked_dtype(config: EngineConfig, device: str) -> str:
@@ -319,7 +335,7 @@ def _free_bytes(device: str) -> int:
 
 def _check(config: EngineConfig, max_model_len: int) -> None:
     """Raise ConfigError for settings that contradict each other or are not supported."""
-    scheduler, parallel = config.scheduler, config.parallel
+    scheduler = config.scheduler
     budget = scheduler.max_num_batched_tokens
     if budget < scheduler.max_num_seqs:
         raise ConfigError(
@@ -332,12 +348,6 @@ def _check(config: EngineConfig, max_model_len: int) -> None:
             f"without chunked prefill a prompt must fit one step: max_num_batched_tokens={budget} is less than "
             f"max_model_len={max_model_len}; raise the first, lower the second, or leave chunked prefill on"
         )
-    if parallel.tensor_parallel_size != 1 or parallel.pipeline_parallel_size != 1:
-        raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 are not supported yet")
-    if parallel.distributed_executor_backend != "fake":  # the scheduler knows these, the workers do not yet
-        for name, what in _SCHEDULER_ONLY.items():
-            if getattr(scheduler, name):
-                raise ConfigError(f"{name}={getattr(scheduler, name)}: {what}; leave it out")
 
 
 def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:

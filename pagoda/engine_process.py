@@ -4,7 +4,6 @@ It blocks while there is no work, handles messages between steps, and exits when
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -143,9 +142,8 @@ def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, Reco
         recorded.append(RecordedExecutor(executor, recorder, max_rows))
         return recorded[0]
 
-    if config.parallel.pin_threads is None:  # the process runs no other threads, so pinning is safe
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pin_threads=True))
-    return build_engine_core(config, wrap_executor=record), recorded[0]
+    # The process runs no other threads, so pinning is safe.
+    return build_engine_core(config, wrap_executor=record, pin_threads=True), recorded[0]
 
 
 def _end_with_parent(stdin: BinaryIO, place: RendezvousDir) -> None:

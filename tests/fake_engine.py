@@ -1,10 +1,11 @@
 """Engines without a model: the real core and scheduler over FakeExecutor, a byte a token."""
 
 from pagoda.base.clock import SystemClock
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig
 from pagoda.core.executor import Executor
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.byte_tokenizer import ByteTokenizer
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.input_processor import InputLimits, InputProcessor
@@ -17,7 +18,7 @@ NUM_BLOCKS = 256
 
 def fake_core(executor: Executor | None = None, max_num_seqs: int = 8, step_s: float = 0.0) -> EngineCore:
     """A started core; `executor` instead of the fake one."""
-    scheduler_config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
+    scheduler_config = SchedulerOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
     clock = SystemClock()
     scheduler = Scheduler(scheduler_config, CacheConfig(), (KVGroupSpec(),), NUM_BLOCKS, MAX_LEN, clock)
     executor = executor or FakeExecutor(scheduler.max_rows, MAX_LEN, vocab_size=258, step_s=step_s)

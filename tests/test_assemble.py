@@ -3,17 +3,17 @@
 import dataclasses
 import json
 import logging
-import typing
 from pathlib import Path
 
 import pytest
 
-from pagoda.assemble import build_engine_core, resolve_engine, size_cache
-from pagoda.base.config import PARTS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from pagoda.base.config_rules import AT_LEAST, WORDS
+from pagoda.assemble import build_engine_core, resolve_engine, scheduler_options, size_cache
+from pagoda.base.config import PARTS, EngineConfig, ModelConfig, PrefillConfig, SchedulerConfig, SchedulingPolicy
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.setting import describe_settings
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
 from tests.engine.driver import drive, request, write_tiny_llama
@@ -61,7 +61,6 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
         ({"swap_space": -1.0}, "swap_space"),
         ({"watermark": 1.0}, "watermark"),
         ({"threads": 0}, "threads=0"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"distributed_executor_backend": "in_proces"}, "did you mean 'in_process'"),
         (
             {"dtype": "float32", "kv_cache_dtype": "bfloat16", "kernels": "auto"},
@@ -81,12 +80,9 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
         ({"max_num_seqs": True}, "max_num_seqs=True must be an integer"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
         ({"watermark": float("nan")}, "watermark=nan"),
-        ({"scheduler_delay_factor": -1.0}, "scheduler_delay_factor"),
-        ({"max_logprobs": -1}, "max_logprobs=-1"),
+        ({"prefill": {"scheduler_delay_factor": -1.0}}, "scheduler_delay_factor"),
+        ({"server_timeouts": {"template_timeout_s": 0}}, "template_timeout_s=0 must be at least 0.001"),
         ({"preemption_mode": "swop"}, "preemption_mode='swop' is not one of"),
-        ({"max_loras": 2}, "max_loras=2: LoRA adapters are not supported yet"),
-        ({"num_speculative_tokens": 3}, "there is no drafter yet"),
-        ({"encoder_budget": 3}, "there is no model with an encoder yet"),
         ({"port": 70000}, "port=70000"),
         ({"served_model_name": 5}, "served_model_name=5 must be strings"),
         ({"tokenizer": 5}, "tokenizer=5 must be a string"),
@@ -100,19 +96,32 @@ def test_what_cannot_be_is_refused_by_name(model: Path, options: dict[str, objec
 
 
 def test_every_number_of_the_settings_has_a_range_or_needs_none() -> None:
-    """A new numeric field is named in the rules, or here with the place that judges it."""
+    """A new numeric setting declares its smallest value, or is named here and checked elsewhere."""
     elsewhere = {"max_model_len", "seed", "prefix_hash_seed", "gpu_memory_utilization", "watermark"}
-    for kind in PARTS.values():
-        numbers = {
-            item.name for item in dataclasses.fields(kind) if {int, float} & {item.type, *typing.get_args(item.type)}
-        }
-        assert numbers - elsewhere == set(AT_LEAST.get(kind, {}))
+    groups = [item.type for kind in PARTS.values() for item in describe_settings(kind) if item.is_group]
+    for kind in (*PARTS.values(), *groups):
+        numbers = {item.name for item in describe_settings(kind) if item.type in (int, float)}
+        ranged = {item.name for item in describe_settings(kind) if item.setting.at_least is not None}
+        assert numbers - elsewhere == ranged
 
 
 def test_the_words_are_those_of_the_parts_that_read_them() -> None:
-    assert set(WORDS[ParallelConfig]["kernels"]) == set(select.NAMES)
-    assert set(WORDS[ModelConfig]["source"]) == set(SOURCES)
-    assert set(WORDS[CacheConfig]["kv_cache_dtype"]) == {"auto", *DTYPE_BYTES}
+    words = {item.name: item.setting.words for kind in PARTS.values() for item in describe_settings(kind)}
+    assert set(words["kernels"]) == set(select.NAMES)
+    assert set(words["source"]) == set(SOURCES)
+    assert set(words["kv_cache_dtype"]) == {"auto", *DTYPE_BYTES}
+
+
+def test_what_the_scheduler_is_told_derives_from_the_settings() -> None:
+    assert scheduler_options(EngineConfig()) == SchedulerOptions()
+    for options, expected in (
+        ({"async_scheduling": True}, {"async_scheduling": True, "pipeline_depth": 2}),
+        ({"async_scheduling": True, "pipeline_depth": 3}, {"async_scheduling": True, "pipeline_depth": 3}),
+        ({"prefill": {"prefill_beside_decodes": 8}}, {"prefill_beside_decodes": 8}),
+        ({"decision_log_steps": 4, "prefix_hash_seed": 1}, {"decision_log_steps": 4, "prefix_hash_seed": 1}),
+        ({"scheduling_policy": "priority"}, {"scheduling_policy": SchedulingPolicy.PRIORITY}),
+    ):
+        assert scheduler_options(EngineConfig.from_options(**options)) == SchedulerOptions(**expected)
 
 
 def test_options_are_taken_as_people_write_them(model: Path) -> None:
@@ -152,22 +161,24 @@ def test_defaults_give_way_to_what_was_given(
 
 def test_one_setting_alone_never_contradicts_a_default(model: Path) -> None:
     """Each numeric setting of the engine at small and large values, alone: what is refused is refused by its name."""
-    parts = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+    kinds = [kind for part, kind in PARTS.items() if part != "server"]
+    settings = [(item, {}) for kind in kinds for item in describe_settings(kind)]
+    settings += [(item, {"group": "prefill"}) for item in describe_settings(PrefillConfig)]
     tried = 0
-    for part in parts:
-        for item in dataclasses.fields(part):
-            if not {int, float, bool} & {item.type, *typing.get_args(item.type)}:
-                continue
-            for value in (1, 3, 500) if item.type is not bool else (True, False):
-                tried += 1
-                options = {"model": str(model), "device": "cpu", "distributed_executor_backend": "fake"}
-                try:
-                    core = build_engine_core(EngineConfig.from_options(**options, **{item.name: value}))
-                except (ConfigError, CapacityError) as error:
-                    assert item.name in str(error), f"{item.name}={value}: {error}"  # noqa: PT017
-                else:
-                    core.shutdown()
-    assert tried >= 90
+    for item, where in settings:
+        if item.type not in (int, float, bool):
+            continue
+        for value in (1, 3, 500) if item.type is not bool else (True, False):
+            tried += 1
+            options = {"model": str(model), "device": "cpu", "distributed_executor_backend": "fake"}
+            given = {where["group"]: {item.name: value}} if where else {item.name: value}
+            try:
+                core = build_engine_core(EngineConfig.from_options(**options, **given))
+            except (ConfigError, CapacityError) as error:
+                assert item.name in str(error), f"{item.name}={value}: {error}"  # noqa: PT017
+            else:
+                core.shutdown()
+    assert tried >= 60
 
 
 def test_configs_made_by_hand_count_what_differs_from_the_defaults_as_given(model: Path) -> None:

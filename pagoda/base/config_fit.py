@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from pagoda.base.config import PARTS, EngineConfig, SchedulingMode
+from pagoda.base.setting import default_of
 
 logger = logging.getLogger("pagoda")
 
@@ -20,7 +21,7 @@ def note_given(config: EngineConfig) -> EngineConfig:
         for part in PARTS
         for settings in [getattr(config, part)]
         for item in dataclasses.fields(settings)
-        if getattr(settings, item.name) != item.default
+        if getattr(settings, item.name) != default_of(item)
     ]
     return dataclasses.replace(config, given=tuple(sorted(names)))
 

@@ -4,18 +4,12 @@ Requests beyond a limit are rejected with an error that states it, before any wo
 what real clients need and far below what slows other requests down; docs/reference/limits.md lists them.
 """
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
 
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.base.registry import nearest
-
-
-def _limit(default: int, what: str) -> Any:
-    """A bound.   what: what is counted, as the error and the documentation say it after the number."""
-    return field(default=default, metadata={"what": what})
+from pagoda.base.setting import Setting, describe_settings
 
 
 class _Lists(Protocol):
@@ -35,72 +29,79 @@ class _Lists(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits of one request. Raises ConfigError for a limit that is not an integer of at least 0."""
+    """The limits of one request. The text of each says what is counted, as errors say it after the number.
 
-    tokenized_chars: int = _limit(
-        1_048_576, "characters of text to tokenise whatever its length (`/tokenize`, `truncate_prompt_tokens`)"
+    Raises ConfigError for a limit that is not an integer of at least 0.
+    """
+
+    tokenized_chars: Annotated[
+        int,
+        Setting(
+            "characters of text to tokenize whatever its length (`/tokenize`, `truncate_prompt_tokens`)", at_least=0
+        ),
+    ] = 1_048_576
+    stop_strings: Annotated[int, Setting("strings in `stop`", at_least=0)] = 64
+    stop_chars: Annotated[int, Setting("characters in all strings of `stop`", at_least=0)] = 8_192
+    stop_token_ids: Annotated[int, Setting("ids in `stop_token_ids`", at_least=0)] = 1_024
+    bad_words: Annotated[int, Setting("entries of `bad_words` (or `bad_words_token_ids`)", at_least=0)] = 1_024
+    bad_words_chars: Annotated[
+        int, Setting("characters in `bad_words` (or ids in `bad_words_token_ids`)", at_least=0)
+    ] = 16_384
+    logit_bias: Annotated[int, Setting("entries of `logit_bias`", at_least=0)] = 1_024
+    allowed_token_ids: Annotated[int, Setting("ids in `allowed_token_ids`", at_least=0)] = 65_536
+    grammar_chars: Annotated[
+        int, Setting("characters in a JSON schema, grammar, regular expression or list of choices", at_least=0)
+    ] = 262_144
+    prompts: Annotated[int, Setting("prompts in one completion request", at_least=0)] = 1_024
+    outputs: Annotated[int, Setting("outputs of one completion request (prompts times `n`)", at_least=0)] = 1_024
+    max_logprobs: Annotated[
+        int,
+        Setting("log-probabilities per token (`logprobs`, `top_logprobs`, `prompt_logprobs`)", at_least=0, flat=True),
+    ] = 20
+    logprob_entries: Annotated[int, Setting("log-probabilities per step (`n` times `logprobs` + 1)", at_least=0)] = (
+        4_096
     )
-    stop_strings: int = _limit(64, "strings in `stop`")
-    stop_chars: int = _limit(8_192, "characters in all strings of `stop`")
-    stop_token_ids: int = _limit(1_024, "ids in `stop_token_ids`")
-    bad_words: int = _limit(1_024, "entries of `bad_words` (or `bad_words_token_ids`)")
-    bad_words_chars: int = _limit(16_384, "characters in `bad_words` (or ids in `bad_words_token_ids`)")
-    logit_bias: int = _limit(1_024, "entries of `logit_bias`")
-    allowed_token_ids: int = _limit(65_536, "ids in `allowed_token_ids`")
-    grammar_chars: int = _limit(262_144, "characters in a JSON schema, grammar, regular expression or list of choices")
-    prompts: int = _limit(1_024, "prompts in one completion request")
-    outputs: int = _limit(1_024, "outputs of one completion request (prompts times `n`)")
-    logprob_entries: int = _limit(4_096, "log-probabilities per step (`n` times `logprobs` + 1)")
-    prompt_logprob_entries: int = _limit(
-        262_144, "log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)"
-    )
-    answer_prompt_logprobs: int = _limit(
-        524_288,
-        "log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)",
-    )
-    list_entries: int = _limit(
-        1_000_000, "ids, biases and characters in the lists above, in all prompts together (prompts times their sum)"
-    )
-    text_bytes: int = _limit(4_194_304, "bytes (as UTF-8) in a text to be tokenized")
-    messages: int = _limit(4_096, "messages in a conversation")
-    content_parts: int = _limit(4_096, "content parts in all messages of a conversation")
-    tools: int = _limit(512, "entries of `tools`")
-    template_chars: int = _limit(131_072, "characters in a request's `chat_template`")
-    template_kwargs: int = _limit(64, "entries of `chat_template_kwargs`")
-    name_chars: int = _limit(256, "characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)")
-    body_values: int = _limit(1_000_000, "JSON values in a body (token ids count)")
-    body_objects: int = _limit(100_000, "objects, lists and keys of objects in a body")
-    body_exponents: int = _limit(1_024, "numbers with an exponent of three digits or more in a body")
-    json_depth: int = _limit(64, "levels of nesting in a field of free form (messages, tools, `metadata`, ...)")
-    json_values: int = _limit(131_072, "values in the fields of free form together")
+    prompt_logprob_entries: Annotated[
+        int, Setting("log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)", at_least=0)
+    ] = 262_144
+    answer_prompt_logprobs: Annotated[
+        int,
+        Setting(
+            "log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)",
+            at_least=0,
+        ),
+    ] = 524_288
+    list_entries: Annotated[
+        int,
+        Setting(
+            "ids, biases and characters in the lists above, in all prompts together (prompts times their sum)",
+            at_least=0,
+        ),
+    ] = 1_000_000
+    text_bytes: Annotated[int, Setting("bytes (as UTF-8) in a text to be tokenized", at_least=0)] = 4_194_304
+    messages: Annotated[int, Setting("messages in a conversation", at_least=0)] = 4_096
+    content_parts: Annotated[int, Setting("content parts in all messages of a conversation", at_least=0)] = 4_096
+    tools: Annotated[int, Setting("entries of `tools`", at_least=0)] = 512
+    template_chars: Annotated[int, Setting("characters in a request's `chat_template`", at_least=0)] = 131_072
+    template_kwargs: Annotated[int, Setting("entries of `chat_template_kwargs`", at_least=0)] = 64
+    name_chars: Annotated[
+        int, Setting("characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)", at_least=0)
+    ] = 256
+    body_values: Annotated[int, Setting("JSON values in a body (token ids count)", at_least=0)] = 1_000_000
+    body_objects: Annotated[int, Setting("objects, lists and keys of objects in a body", at_least=0)] = 100_000
+    body_exponents: Annotated[
+        int, Setting("numbers with an exponent of three digits or more in a body", at_least=0)
+    ] = 1_024
+    json_depth: Annotated[
+        int, Setting("levels of nesting in a field of free form (messages, tools, `metadata`, ...)", at_least=0)
+    ] = 64
+    json_values: Annotated[int, Setting("values in the fields of free form together", at_least=0)] = 131_072
 
     def __post_init__(self) -> None:
         for name, _, _ in describe_limits():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"request limit {name}={value!r:.80} must be an integer of at least 0")
-
-    @classmethod
-    def of(cls, given: object) -> "RequestLimits":
-        """Return the defaults with changes: a mapping of names to numbers, or strings "name=number".
-
-        Raises ConfigError for unknown names and invalid numbers.
-        """
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, Mapping):
-            pairs: Iterable[tuple[object, object]] = given.items()
-        elif isinstance(given, list | tuple):
-            pairs = [_split(item) for item in given]
-        else:
-            raise ConfigError(f"request_limits={given!r:.80} must be a mapping of names to numbers")
-        known = {name: default for name, default, _ in describe_limits()}
-        changes: dict[str, Any] = {}
-        for name, value in pairs:
-            if name not in known:
-                raise ConfigError(f"unknown request limit {str(name)!r:.80}{nearest(str(name), list(known))}")
-            changes[str(name)] = value
-        return cls(**changes)
+                raise ConfigError(f"request_limits.{name}={value!r:.80} must be an integer of at least 0")
 
     # ---- checks
 
@@ -155,7 +156,7 @@ class RequestLimits:
         self.check_values({"messages": messages, "tools": tools, "chat_template_kwargs": template_kwargs})
 
     def check_text(self, text: str, param: str) -> None:
-        """Raise RequestError if a text is too long to be tokenised."""
+        """Raise RequestError if a text is too long to be tokenized."""
         if len(text) * 4 > self.text_bytes:  # UTF-8 takes at most four bytes per character
             self.check("text_bytes", len(text.encode(errors="surrogatepass")), param)
 
@@ -182,17 +183,4 @@ class RequestLimits:
 
 def describe_limits() -> tuple[tuple[str, int, str], ...]:
     """Return (name, default, what is counted) of every limit, in the order of the documentation."""
-    return _DESCRIBED
-
-
-def _split(item: object) -> tuple[str, object]:
-    name, sign, number = str(item).partition("=")
-    if not sign or not number.strip().isdecimal():
-        raise ConfigError(f"request limit {str(item)!r:.80} must be NAME=NUMBER, such as stop_strings=100")
-    return name.strip(), int(number)
-
-
-_DESCRIBED = tuple(
-    (str(item.name), int(item.default), str(item.metadata["what"]))  # type: ignore[call-overload]
-    for item in dataclasses.fields(RequestLimits)
-)
+    return tuple((item.name, item.default, item.setting.text) for item in describe_settings(RequestLimits))

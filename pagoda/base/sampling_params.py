@@ -7,10 +7,11 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
+from pagoda.base.setting import Setting
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.base.text import check_encodable
 
@@ -45,24 +46,26 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: Annotated[float, Setting("0 always takes the most likely token; higher is more varied.")] = 1.0
+    top_p: Annotated[float, Setting("Sample from the smallest set of tokens with this much probability.")] = 1.0
+    top_k: Annotated[int, Setting("Sample from the k most likely tokens (0: all).")] = 0
+    min_p: Annotated[float, Setting("Leave out tokens less likely than this share of the most likely one.")] = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
+    max_tokens: Annotated[int | None, Setting("Maximum number of output tokens.")] = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Setting("String that ends the output.")] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, Setting("Continue after the model's end-of-text token.")] = False
     include_stop_str_in_output: bool = False
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: Annotated[float, Setting("Make tokens of the output less likely, -2 to 2.")] = 0.0
+    frequency_penalty: Annotated[float, Setting("Make tokens of the output less likely, per occurrence, -2 to 2.")] = (
+        0.0
+    )
+    repetition_penalty: Annotated[float, Setting("Divide the scores of tokens in prompt and output; 1 is off.")] = 1.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True

@@ -1,15 +1,33 @@
-"""Help pages: plain text, so that no flag is cut at 80 columns or in a pipe; groups in the order people need them."""
+"""Commands as `pagoda` registers them: how their help is formatted, and what is said about flags they do not have."""
 
+from collections.abc import Collection
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
+from pagoda.base.config import RETIRED
+from pagoda.base.errors import ConfigError
 from pagoda.cli.options import PANEL_ORDER
 
 
 class Command(TyperCommand):
-    """A command whose help lists its own options, then sampling, the most used settings, and the rest by group."""
+    """A command whose help lists its own options, then sampling, the most used settings, and the rest by group.
+
+    The help is plain text, so that no flag is cut at 80 columns or in a pipe. Flags may be written with underscores.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. An error for a flag of earlier versions says what replaced it."""
+        flags = {flag for item in self.get_params(ctx) for flag in (*item.opts, *item.secondary_opts)}
+        try:
+            return super().parse_args(ctx, [_with_dashes(arg, flags) for arg in args])
+        except typer.TyperException as error:
+            flag = getattr(error, "option_name", None)  # of an unknown option
+            replaced = _replacement(flag, flags) if isinstance(flag, str) else ""
+            if replaced:
+                raise ConfigError(replaced) from None
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {
@@ -28,6 +46,23 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=34)
+
+
+def _with_dashes(argument: str, flags: Collection[str]) -> str:
+    """Return the argument with dashes for underscores in its name, if that makes it a known flag."""
+    name, equals, value = argument.partition("=")
+    dashed = name.replace("_", "-")
+    return dashed + equals + value if name.startswith("--") and name not in flags and dashed in flags else argument
+
+
+def _replacement(flag: str, flags: Collection[str]) -> str:
+    """Return what to say about an unknown flag that is a field of a group, or that is gone; else an empty string."""
+    name = flag.removeprefix("--").replace("-", "_")
+    gone = next((option for option in (name, name.removeprefix("no_")) if option in RETIRED), None)
+    if gone is not None:
+        return f"the flag {flag} is gone: {RETIRED[gone]}; leave it out"
+    of_field = next((known for known in sorted(flags) if known.endswith("." + flag.removeprefix("--"))), None)
+    return f"{flag} is now {of_field}" if of_field else ""
 
 
 def command(app: typer.Typer, name: str, **named: Any) -> Any:

@@ -1,39 +1,39 @@
 """Command-line flags made from the settings' dataclasses, in this one place: a field there is a flag here.
 
+A group has one flag for all of it, which takes JSON, and one flag for each of its fields: --group.field.
 A flag that is not given leaves its field at its default, so only what was typed reaches `EngineConfig.from_options`.
 """
 
 import dataclasses
 import functools
 import inspect
-import types
-import typing
 from collections.abc import Callable
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
 from pagoda.base.config import (
+    PLANNED,
     CacheConfig,
+    DebugConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    ServerConfig,
-    parse_size,
 )
-from pagoda.base.request_limits import RequestLimits
+from pagoda.base.config_values import dashed, parse_size
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.cli.flag_help import HELP
+from pagoda.base.server_config import ServerConfig
+from pagoda.base.setting import DescribedSetting, describe_settings, show_default
 
-ENGINE_PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+ENGINE_PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, DebugConfig)
 PANELS: dict[type, str] = {
     ModelConfig: "Model",
     CacheConfig: "KV cache",
     SchedulerConfig: "Scheduler",
     ParallelConfig: "Devices and threads",
     ServerConfig: "Server",
+    DebugConfig: "Testing and debugging",
     SamplingParams: "Sampling",
 }
 MOST_USED = "Most used settings"
@@ -52,24 +52,25 @@ MOST_USED_FIELDS = (
     "seed",
 )
 """Ten settings of an engine and a server that people set most, with the two names a server needs."""
-PANEL_ORDER = ("Sampling", MOST_USED, "Model", "KV cache", "Scheduler", "Devices and threads", "Server")
+PLANNED_PANEL = "Planned, not available yet"
+PANEL_ORDER = (
+    "Sampling",
+    MOST_USED,
+    "Model",
+    "KV cache",
+    "Scheduler",
+    "Devices and threads",
+    "Server",
+    "Testing and debugging",
+    PLANNED_PANEL,
+)
 CLI_SAMPLING: dict[str, object] = {"temperature": 0.7, "top_p": 0.95}
 """How `generate` and `chat` sample unless flags say otherwise."""
 # Where the field's plural would make a strange flag.
 FLAG_NAMES = {"api_keys": "--api-key"}
 SHORT_FLAGS = {"model": "-m"}
-SAMPLING_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-)
+SAMPLING_FIELDS = tuple(item.name for item in describe_settings(SamplingParams))
+"""Sampling parameters that are flags: those with a documentation."""
 
 
 def parse_bytes(text: str) -> int:
@@ -80,64 +81,108 @@ def parse_bytes(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-def _flag_of(field: str) -> str:
-    return FLAG_NAMES.get(field, "--" + field.replace("_", "-"))
+def flag_of(name: str) -> str:
+    """Return the flag of a setting, or of a field of a group ("group.field")."""
+    return FLAG_NAMES.get(name, "--" + dashed(name))
 
 
-def _parameter(part: type, item: "dataclasses.Field[Any]", default: object) -> inspect.Parameter:
-    """One dataclass field as a typer parameter whose value is None unless the flag is given.
+def _negated(flag: str) -> str:
+    """Return the flag that switches a setting off: --no-x, and --group.no-x for a field of a group."""
+    group, dot, field = flag[2:].rpartition(".")
+    return f"--{group}{dot}no-{field}"
 
-    default: shown in the help.
+
+def _parameter(part: type, item: DescribedSetting, default: str, group: str = "") -> inspect.Parameter:
+    """Return one setting as a typer parameter whose value is None unless the flag is given.
+
+    default: shown in the help.   group: that the setting is a field of; only fields declared flat are in the help.
     """
-    kind = _without_none(typing.get_type_hints(part)[item.name])
-    flags = [_flag_of(item.name)]
-    if kind is bool:
-        name = flags[0][2:]
-        flags = [f"--{name}/--{name.removeprefix('no-')}" if name.startswith("no-") else f"--{name}/--no-{name}"]
+    flags = [flag_of(f"{group}.{item.name}" if group else item.name)]
+    if group and item.setting.flat:
+        flags.insert(0, flag_of(item.name))
+    if item.type is bool:
+        flags = [f"{flag}/{_negated(flag)}" for flag in flags]
     elif item.name in SHORT_FLAGS:
         flags.append(SHORT_FLAGS[item.name])
-    if typing.get_origin(kind) is tuple or kind is RequestLimits:
-        kind = list[str]
     option = typer.Option(
         *flags,
-        help=HELP.get(item.name, "") + _shown(default),
+        help=_help_of(item, default),
         rich_help_panel=MOST_USED if item.name in MOST_USED_FIELDS else PANELS[part],
         show_default=False,
-        parser=parse_bytes if item.name == "kv_cache_memory" else None,
-        metavar="BYTES" if item.name == "kv_cache_memory" else None,
+        hidden=bool(group) and not item.setting.flat,
+        parser=parse_bytes if item.setting.is_size else None,
+        metavar="BYTES" if item.setting.is_size else "JSON" if item.is_group else None,
+    )
+    kind = list[str] if item.is_list else str if item.is_group else item.type
+    name = f"{group}{_DOT}{item.name}" if group else item.name
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+_DOT = "__"
+"""Stands for the dot of "group.field" in the names of Python parameters."""
+
+
+def _help_of(item: DescribedSetting, default: str) -> str:
+    """Return the help of a flag: what the setting means, its words or the fields of a group, and the default."""
+    words = item.setting.words
+    parts = [item.setting.sentence]
+    if words:
+        parts.append(f"One of: {', '.join(words)}.")
+    if item.is_group:
+        parts.append(_fields_of_group(item))
+    if item.is_list:
+        parts.append("May be repeated.")
+    return " ".join(parts) + (f" (default: {default})" if default else "")
+
+
+def _fields_of_group(item: DescribedSetting) -> str:
+    """Say how the fields of a group are set, and list them unless they are many."""
+    flag, first = flag_of(item.name), item.fields[0]
+    how = f"Each field is a flag of its own, such as {flag}.{dashed(first.name)}"
+    if len(item.fields) > _MOST_LISTED_FIELDS:
+        return f"{how}."
+    # With underscores, at which the help is not broken into lines; flags take them too.
+    fields = ", ".join(f"{field.name} ({show_default(field)})" for field in item.fields)
+    return f"{how}. Fields: {fields}."
+
+
+_MOST_LISTED_FIELDS = 12
+
+
+def _planned_parameter(name: str) -> inspect.Parameter:
+    """Return a flag that is accepted only with the value that changes nothing."""
+    only, why = PLANNED[name]
+    option = typer.Option(
+        flag_of(name),
+        help=f"Only {only} is accepted: {why}.",
+        rich_help_panel=PLANNED_PANEL,
+        show_default=False,
     )
     return inspect.Parameter(
-        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[int | None, option]
     )
-
-
-def _without_none(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
-        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-        return members[0]
-    return hint
-
-
-def _shown(default: object) -> str:
-    """A default as the help prints it, after the text."""
-    if default is None or default == () or default is dataclasses.MISSING:
-        return ""
-    if isinstance(default, bool):
-        return f" (default: {'on' if default else 'off'})"
-    return f" (default: {default.value if isinstance(default, Enum) else default})"
 
 
 def _engine_parameters(parts: tuple[type, ...]) -> list[inspect.Parameter]:
-    fields = [(part, item) for part in parts for item in dataclasses.fields(part)]
+    settings = [(part, item) for part in parts for item in describe_settings(part)]
     order = {name: index for index, name in enumerate(MOST_USED_FIELDS)}
-    fields.sort(key=lambda pair: order.get(pair[1].name, len(order)))  # stable: the rest stays as declared
-    return [_parameter(part, item, item.default) for part, item in fields]
+    settings.sort(key=lambda pair: order.get(pair[1].name, len(order)))  # stable: the rest stays as declared
+    flags: list[inspect.Parameter] = []
+    for part, item in settings:
+        flags.append(_parameter(part, item, show_default(item)))
+        flags += [_parameter(part, field, show_default(field), group=item.name) for field in item.fields]
+    return flags + [_planned_parameter(name) for name in PLANNED]
 
 
 def _sampling_parameters(defaults: dict[str, object]) -> list[inspect.Parameter]:
-    fields = {item.name: item for item in dataclasses.fields(SamplingParams)}
+    """Return the flags of the sampling parameters that are documented."""
     return [
-        _parameter(SamplingParams, fields[name], defaults.get(name, fields[name].default)) for name in SAMPLING_FIELDS
+        _parameter(
+            SamplingParams, item, show_default(dataclasses.replace(item, default=defaults.get(item.name, item.default)))
+        )
+        for item in describe_settings(SamplingParams)
     ]
 
 
@@ -167,7 +212,11 @@ def _collected(
         @functools.wraps(command)
         def run(**given: Any) -> None:
             values = {parameter.name: given.pop(parameter.name) for parameter in parameters}
-            gathered = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if v is not None}
+            gathered = {
+                key.replace(_DOT, "."): tuple(v) if isinstance(v, list) else v
+                for key, v in values.items()
+                if v is not None
+            }
             command(**{name: {**(defaults or {}), **gathered}}, **given)
 
         own = [p for p in inspect.signature(command).parameters.values() if p.name != name]

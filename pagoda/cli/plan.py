@@ -69,7 +69,7 @@ def plan(
 
 def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
-    from pagoda.assemble import fit_cache, resolve_engine, weights_in_memory
+    from pagoda.assemble import fit_cache, resolve_engine, scheduler_options, weights_in_memory
     from pagoda.core.kv import KVSizing
     from pagoda.loading.model_config import summarize_weights
     from pagoda.worker.kv_slots import kv_bytes_per_token
@@ -78,7 +78,7 @@ def make_plan(config: EngineConfig) -> Plan:
     setup, capacity = fit_cache(resolve_engine(config))
     config = setup.config
     weights = summarize_weights(setup.files)
-    sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, setup.config.scheduler)
+    sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, scheduler_options(config))
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
     return Plan(
         model=setup.files.name,

@@ -3,7 +3,8 @@
 import asyncio
 import signal
 
-from pagoda.base.config import EngineConfig, ServerConfig
+from pagoda.base.config import EngineConfig
+from pagoda.base.server_config import ServerConfig
 from pagoda.cli.options import engine_config, engine_options
 
 
@@ -27,7 +28,7 @@ async def _serve(config: EngineConfig) -> None:
 
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # while starting; then the server takes both
     listener = listen(config.server)
-    client = ProcessClient(config, step_timeout_s=config.server.step_timeout_s)
+    client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
     starting = asyncio.create_task(client.start())
     await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
     try:

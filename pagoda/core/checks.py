@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig, SchedulingMode
+from pagoda.base.config import SchedulingMode
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.policy import Policy
 from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.stops import find_end
 
 
@@ -18,7 +19,7 @@ from pagoda.core.stops import find_end
 class RequestChecks:
     """Turns a Request into a RequestState, or raises RequestError that names the field."""
 
-    config: SchedulerConfig
+    config: SchedulerOptions
     table: RequestTable
     encoder: EncoderInputs
     policy: Policy
@@ -69,7 +70,7 @@ class RequestChecks:
 
 
 def check_config(
-    config: SchedulerConfig, kv_groups: tuple[KVGroupSpec, ...], num_blocks: int, max_model_len: int
+    config: SchedulerOptions, kv_groups: tuple[KVGroupSpec, ...], num_blocks: int, max_model_len: int
 ) -> None:
     """Raises ConfigError that names the setting, its value and the remedy."""
     if config.max_num_batched_tokens < config.max_num_seqs:

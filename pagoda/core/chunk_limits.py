@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig, SchedulingMode
+from pagoda.base.config import SchedulingMode
 from pagoda.core.decision_log import Reason
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.step_plan import StepPlan
 
 
@@ -131,7 +132,7 @@ class PrefillBesideDecodes(ChunkLimit):
 class Budget(ChunkLimit):
     """What is left of the step's tokens. A prompt that must not be cut gets all it needs, or nothing."""
 
-    config: SchedulerConfig
+    config: SchedulerOptions
 
     def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
         if num_new <= plan.budget:
@@ -210,7 +211,7 @@ class ChunkLimits:
 
 
 def make_chunk_limits(
-    config: SchedulerConfig, requests: Sized, batch: RunningBatch, table: RequestTable, encoder: ChunkLimit
+    config: SchedulerOptions, requests: Sized, batch: RunningBatch, table: RequestTable, encoder: ChunkLimit
 ) -> ChunkLimits:
     """Return the limits that the settings call for. requests: all that have not ended."""
     limits: list[ChunkLimit] = []

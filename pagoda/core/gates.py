@@ -7,13 +7,13 @@ from enum import Enum
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig
 from pagoda.core.decision_log import Reason
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.queues import RequestQueue
 from pagoda.core.request import LoraRef, Request, RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.step_plan import StepPlan
 
 
@@ -41,7 +41,7 @@ class GateContext:
     is_grammar_ready: whether a request's grammar is compiled; None if no request has one.
     """
 
-    config: SchedulerConfig
+    config: SchedulerOptions
     table: RequestTable
     batch: RunningBatch
     in_flight: StepsInFlight

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pagoda.base.config import PreemptionMode, SchedulerConfig
+from pagoda.base.config import PreemptionMode
 from pagoda.core.decision_log import DecisionLog, Preempted, Reason
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
@@ -16,6 +16,7 @@ from pagoda.core.policy import Policy
 from pagoda.core.request import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import Counters
 from pagoda.core.step_plan import StepPlan
@@ -99,7 +100,7 @@ def make_preemption_rule(mode: PreemptionMode, costs: CostModel) -> PreemptionRu
 class Preemption:
     """Takes requests out of the running batch when memory runs out, or for a more urgent one."""
 
-    config: SchedulerConfig
+    config: SchedulerOptions
     policy: Policy
     rule: PreemptionRule
     table: RequestTable

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from pagoda.base.clock import Clock
-from pagoda.base.config import CacheConfig, SchedulerConfig, SchedulingMode
+from pagoda.base.config import CacheConfig, SchedulingMode
 from pagoda.base.errors import RequestError
 from pagoda.core.checks import RequestChecks, check_config
 from pagoda.core.chunk_limits import make_chunk_limits
@@ -34,6 +34,7 @@ from pagoda.core.queues import RequestQueue
 from pagoda.core.request import Request, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import Counters, SchedulerStats
 from pagoda.core.step_plan import StepPlan, build_output
@@ -52,7 +53,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: SchedulerOptions,
         cache: CacheConfig,
         kv_groups: tuple[KVGroupSpec, ...],
         num_blocks: int,
@@ -80,7 +81,9 @@ class Scheduler:
         has_windows = any(group.is_window for group in sizing.groups)
         self._table = table = RequestTable(self.max_rows, max_model_len, track_in_flight=has_windows)
         watermark_blocks = int(cache.watermark * (num_blocks + 1))
-        self._kv = kv = KVCacheManager(table, sizing, num_blocks, num_host_blocks, watermark_blocks, cache)
+        self._kv = kv = KVCacheManager(
+            table, sizing, num_blocks, num_host_blocks, watermark_blocks, cache, config.prefix_hash_seed
+        )
         self._in_flight = in_flight = StepsInFlight()
         self._outbox = outbox = Outbox(self.max_rows)
         self._waiting, self._swapped = waiting, swapped = RequestQueue(), RequestQueue()

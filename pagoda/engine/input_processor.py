@@ -428,7 +428,11 @@ def build_input_processor(
     tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template)
     model = config.model
     limits = InputLimits(
-        vocab_size, max_model_len, config.scheduler.max_num_seqs, model.max_logprobs, model.request_limits
+        vocab_size,
+        max_model_len,
+        config.scheduler.max_num_seqs,
+        model.request_limits.max_logprobs,
+        model.request_limits,
     )
     renderer = ProtectedRenderer(template_limits)
     return InputProcessor(tokenizer, limits, model.seed, model.parse_special_tokens_in_chat, renderer)

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from pagoda.base.config import ServerConfig
+from pagoda.base.server_config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, planned, tokens
 from pagoda.server.body import body_schemas
 from pagoda.server.draining import RETRY_AFTER_S
@@ -34,8 +34,9 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     app = create_api(has_keys=bool(config.api_keys))
     app.state.server = state
     num_keys = len({*config.api_keys, config.admin_api_key} - {None})
-    on_refusal = functools.partial(state.generator.metrics.on_refusal, "bytes")
-    bounded = QueuedBytes(app, config.max_queued_bytes, num_keys, on_refusal)
+    bounded = QueuedBytes(
+        app, config.server_limits.max_queued_bytes, num_keys, lambda: state.generator.metrics.on_refusal("bytes")
+    )
     layers: ASGIApp = Gate(bounded, config, state.drain)
     if config.cors_origins:
         # Outside the gate: browsers hide responses without these headers from a page, including error responses, and
@@ -177,7 +178,7 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         ),
         state,
         url,
-        config.drain_timeout_s,
+        config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
     try:

@@ -3,7 +3,8 @@
 import asyncio
 
 from pagoda.assemble import resolve_engine
-from pagoda.base.config import EngineConfig, ServerConfig
+from pagoda.base.config import EngineConfig
+from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.input_processor import build_input_processor
 from pagoda.engine.process_client import ProcessClient
@@ -43,7 +44,7 @@ async def build_state(
     if template is not None:
         await llm.start_text()
     return ServerState(
-        generator=Generator(llm, Admission(_limits(server)), metrics),
+        generator=Generator(llm, Admission(_limits(server.server_limits)), metrics),
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
         chat_template=source,
@@ -57,15 +58,15 @@ async def build_state(
 
 
 def _template_limits(server: ServerConfig) -> TemplateLimits:
-    return TemplateLimits(server.template_timeout_s, server.template_memory_bytes)
+    return TemplateLimits(server.server_timeouts.template_timeout_s, server.server_limits.template_memory_bytes)
 
 
-def _limits(server: ServerConfig) -> AdmissionLimits:
+def _limits(limits: ServerLimits) -> AdmissionLimits:
     return AdmissionLimits(
-        max_requests=server.max_queued_requests,
-        max_tokens=server.max_queued_tokens,
-        max_requests_per_key=server.max_requests_per_key,
-        requests_per_minute_per_key=server.requests_per_minute_per_key,
+        max_requests=limits.max_queued_requests,
+        max_tokens=limits.max_queued_tokens,
+        max_requests_per_key=limits.max_requests_per_key,
+        requests_per_minute_per_key=limits.requests_per_minute_per_key,
     )
 
 

@@ -10,7 +10,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pagoda.base.config import ServerConfig
+from pagoda.base.server_config import ServerConfig
 from pagoda.server.errors import error_body, error_response
 
 REFUSAL_WAIT_S = 1.0
@@ -44,14 +44,14 @@ class _Flow(FlowControl):
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Its own error responses are in OpenAI's format, and close the connection.
 
-    limits.max_header_bytes: a request head may exceed this by at most one read; then 431.
+    server_limits.max_header_bytes: a request head may exceed this by at most one read; then 431.
         The same limit holds for bytes between the parts of a chunked body and for its trailers, which are dropped: 400.
-        A body that goes on after its response is read up to limits.max_body_bytes, then the connection closes.
-    limits.header_timeout_s: time for a request's head to arrive, from the start of the connection, or from when uvicorn
-        would close an idle one. Then 408, or just a close if nothing was received. A client still sending its body that
-        long after the response is also disconnected. There is no timeout while responding.
-    limits.max_connections: further connections get 503 in response to their first bytes (so that the client reads it),
-        and are closed after REFUSAL_WAIT_S if they send none. Each calls on_refusal.
+        A body that goes on after its response is read up to max_body_bytes, then the connection closes.
+    server_timeouts.header_timeout_s: time for a request's head to arrive, from the start of the connection, or from
+        when uvicorn would close an idle one. Then 408, or just a close if nothing was received. A client still sending
+        its body that long after the response is also disconnected. There is no timeout while responding.
+    server_limits.max_connections: further connections get 503 in response to their first bytes (so that the client
+        reads it), and are closed after REFUSAL_WAIT_S if they send none. Each calls on_refusal.
 
     Invalid HTTP and an end of input within a request get 400, unless the response to that request has begun. If invalid
     bytes follow a complete request, only that request is answered; then the connection is closed.
@@ -59,9 +59,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     An end of input after a complete request counts as a disconnect: the two cannot be distinguished.
     """
 
-    def __init__(self, limits: ServerConfig, on_refusal: Callable[[], None], *args: Any, **options: Any) -> None:
+    def __init__(self, settings: ServerConfig, on_refusal: Callable[[], None], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._limits = limits
+        self._limits, self._timeouts = settings.server_limits, settings.server_timeouts
         self._on_refusal = on_refusal
         self._is_refused = False
         self._ignores_input = False  # the connection closes after the last response
@@ -253,8 +253,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _expect_head(self, idle_s: float) -> None:
         self._stop_clock()
-        if self._limits.header_timeout_s:
-            self._deadline = self.loop.call_later(idle_s + self._limits.header_timeout_s, self._give_up)
+        if self._timeouts.header_timeout_s:
+            self._deadline = self.loop.call_later(idle_s + self._timeouts.header_timeout_s, self._give_up)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:
@@ -263,7 +263,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         if self._in_head:
-            self._refuse(408, f"the headers were not complete after {self._limits.header_timeout_s:g} s")
+            self._refuse(408, f"the headers were not complete after {self._timeouts.header_timeout_s:g} s")
         else:
             self.linger()
 

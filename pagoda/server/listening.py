@@ -6,8 +6,8 @@ import resource
 import socket
 import ssl
 
-from pagoda.base.config import ServerConfig
 from pagoda.base.errors import ConfigError
+from pagoda.base.server_config import ServerConfig
 
 logger = logging.getLogger("pagoda.server")
 
@@ -17,13 +17,13 @@ OWN_FILES = 256  # generous allowance for open files other than connections
 def listen(config: ServerConfig) -> socket.socket:
     """Return a bound socket that does not listen yet. Raises ConfigError for an unusable address or certificate."""
     _check_certificate(config)
-    _allow_files(config.max_connections + OWN_FILES)
+    _allow_files(config.server_limits.max_connections + OWN_FILES)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit it. It closes a connection whose sent data is not acknowledged for this long: the
     # client does not read (and would count against the limits forever), or has vanished.
-    send_timeout_ms = math.ceil(min(config.send_timeout_s * 1000, 2**31 - 1))
+    send_timeout_ms = math.ceil(min(config.server_timeouts.send_timeout_s * 1000, 2**31 - 1))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_timeout_ms)
     try:
         listener.bind((config.host, config.port))
@@ -60,5 +60,5 @@ def _allow_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < count:
         logger.warning(
-            "only %d files may be open (ulimit -n): --max-connections above %d has no effect", hard, hard - OWN_FILES
+            "only %d files may be open (ulimit -n): max_connections above %d has no effect", hard, hard - OWN_FILES
         )

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda.base.config import ServerConfig
+from pagoda.base.server_config import ServerConfig
 from pagoda.server.draining import OPEN_WHILE_DRAINING, RETRY_AFTER_S, Drain
 from pagoda.server.errors import error_response
 
@@ -67,8 +67,8 @@ class Gate:
 
     config.api_keys: if empty, every request passes. Keys are compared in constant time.
     config.admin_api_key: also accepted as an API key, and sets is_admin.
-    config.max_body_bytes, max_header_bytes: larger requests get 413 and 431.
-    config.body_timeout_s: a body that is not complete by then gets 408, and its connection is closed.
+    config.server_limits.max_body_bytes, max_header_bytes: larger requests get 413 and 431.
+    config.server_timeouts.body_timeout_s: a body that is not complete by then gets 408, and its connection is closed.
     drain: while the server drains, new requests get 503; so do unanswered ones at the drain's deadline.
     Sets in scope["state"]: key ("" or the key's digest, safe to log) and is_admin.
     """
@@ -78,9 +78,9 @@ class Gate:
         self._drain = drain
         self._digests = [_digest(key) for key in config.api_keys]
         self._admin_digest = _digest(config.admin_api_key) if config.admin_api_key is not None else b""
-        self._max_body_bytes = config.max_body_bytes
-        self._max_header_bytes = config.max_header_bytes
-        self._body_timeout_s = config.body_timeout_s
+        self._max_body_bytes = config.server_limits.max_body_bytes
+        self._max_header_bytes = config.server_limits.max_header_bytes
+        self._body_timeout_s = config.server_timeouts.body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -4,10 +4,11 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.core.kv import KVSizing, longest_request
 from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.worker.kv_slots import kv_block_bytes
 
 _GIB = 1024**3
@@ -110,19 +111,21 @@ def plan_capacity(
     kv_dtype: str,
     max_model_len: int,
     free_bytes: int,
-    scheduler: SchedulerConfig,
+    scheduler: SchedulerOptions,
+    debug: DebugConfig | None = None,
 ) -> KVCapacity:
-    """Size the pools: `num_blocks`, else `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
+    """Size the pools by `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
 
     free_bytes: free device memory after loading the weights.   scheduler: its chunk sizes determine how many blocks a
-    sliding window needs.
+    sliding window needs.   debug: its `num_blocks` and `num_host_blocks`, where given, are taken as they are.
     Raises CapacityError if one sequence of max_model_len does not fit; an explicit num_blocks is not checked.
     """
+    debug = debug or DebugConfig()
     block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
     budget = cache.kv_cache_memory
     if budget is None:
         budget = int(free_bytes * cache.gpu_memory_utilization)
-    num_blocks = cache.num_blocks
+    num_blocks = debug.num_blocks
     if num_blocks is None:
         num_blocks = max(0, budget // block_bytes - 1)  # one more is the null block
         sizing = KVSizing.of(groups, cache.block_size, max_model_len, scheduler)
@@ -130,7 +133,7 @@ def plan_capacity(
         if num_blocks < needed:
             fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
             raise CapacityError(_too_little(cache, max_model_len, budget, (needed + 1) * block_bytes, fits))
-    host_blocks = cache.num_host_blocks
+    host_blocks = debug.num_host_blocks
     if host_blocks is None:
         host_blocks = int(cache.swap_space * _GIB) // block_bytes
     fits = longest_request(groups, cache.block_size, num_blocks, scheduler)

@@ -50,6 +50,7 @@ class WorkerConfig:
     max_drafts: int
     parallel: ParallelConfig
     grammars: GrammarBackend | None = None
+    pin_threads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Worker:
 
     def _settle_threads(self, ops: NativeOps) -> None:
         """Pin this thread and the kernels' threads if configured; warn about thread settings that cost speed."""
-        cores = cores_to_pin(ops.threads) if self._config.parallel.pin_threads else []
+        cores = cores_to_pin(ops.threads) if self._config.pin_threads else []
         if cores and not ops.pin_threads(cores):
             logger.warning("compute threads could not be pinned to cores")
         runtimes = openmp_runtimes()

@@ -120,7 +120,7 @@ def test_no_more_values_are_looked_at_than_are_allowed() -> None:
 
 
 def test_operators_set_bounds_by_name() -> None:
-    for given in ({"stop_strings": 3}, ["stop_strings=3"], ("stop_strings = 3",), RequestLimits(stop_strings=3)):
+    for given in ({"stop_strings": 3}, '{"stop_strings": 3}', RequestLimits(stop_strings=3)):
         config = EngineConfig.from_options(request_limits=given)
         check_settings(config)
         assert config.model.request_limits == RequestLimits(stop_strings=3)
@@ -132,9 +132,10 @@ def test_operators_set_bounds_by_name() -> None:
         ({"stop_string": 3}, "did you mean 'stop_strings'"),
         ({"stop_strings": -1}, "at least 0"),
         ({"stop_strings": "3"}, "must be an integer"),
-        (["stop_strings"], "NAME=NUMBER"),
-        (["stop_strings=-1"], "NAME=NUMBER"),
-        (5, "must be a mapping"),
+        ({"stop_strings": True}, "must be an integer"),
+        ("stop_strings=1", "not JSON: write --request-limits"),
+        (["stop_strings=1"], "must map names to values"),
+        (5, "must map names to values"),
     ],
 )
 def test_a_bound_that_is_none_is_an_error_of_the_settings(given: object, said: str) -> None:

@@ -1,30 +1,38 @@
 import dataclasses
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from pagoda.base.config import (
     CacheConfig,
+    DebugConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
     PreemptionMode,
+    PrefillConfig,
     SchedulerConfig,
     SchedulingPolicy,
-    ServerConfig,
 )
-from pagoda.base.sampling_params import SamplingParams
-from pagoda.cli.flag_help import HELP
+from pagoda.base.config_rules import check_settings
+from pagoda.base.errors import ConfigError
+from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
+from pagoda.base.setting import describe_settings
+from pagoda.cli.help_format import command as register
 from pagoda.cli.options import (
     CLI_SAMPLING,
     SAMPLING_FIELDS,
     engine_config,
     engine_options,
+    flag_of,
     parse_bytes,
     sampling_options,
 )
 
-PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, ServerConfig)
+PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, ServerConfig, DebugConfig)
 
 
 def run(*arguments: str, parts: tuple[type, ...] = ()) -> tuple[dict[str, object], dict[str, object]]:
@@ -80,10 +88,176 @@ def test_api_key_reaches_the_server_settings() -> None:
     assert engine_config(options).server.api_keys == ("k1", "k2")
 
 
-def test_every_flag_has_help_and_no_help_lacks_its_flag() -> None:
-    fields = {item.name for part in PARTS for item in dataclasses.fields(part)} | set(SAMPLING_FIELDS)
-    assert set(HELP) == fields
-    assert set(SAMPLING_FIELDS) <= {item.name for item in dataclasses.fields(SamplingParams)}
+def test_every_setting_is_documented_where_it_is_declared() -> None:
+    for part in (*PARTS, PrefillConfig, ServerLimits, ServerTimeouts):
+        described = describe_settings(part)
+        assert [item.name for item in described] == [item.name for item in dataclasses.fields(part)]
+        for item in described:
+            assert re.fullmatch(r".{15,140}\.", item.setting.text), item.name
+            assert not item.optional or item.setting.unset, f"{item.name}: what does None mean?"
+    assert len(SAMPLING_FIELDS) == 10
+
+
+def test_users_meet_at_most_45_settings() -> None:
+    """Each option of an engine or a server counts; a group counts once, and so does every option for tests apart."""
+    assert sum(len(describe_settings(part)) for part in PARTS if part is not DebugConfig) <= 45
+
+
+def test_groups_are_set_by_field_or_as_json() -> None:
+    options, _ = run(
+        *("--prefill.prefill-beside-decodes", "8", "--prefill.no-admit-whole-prompt"),
+        *("--server-timeouts", '{"drain_timeout_s": 0.5, "body_timeout_s": 3}'),
+        *("--server-timeouts.header-timeout-s", "2", "--server-limits.max-body-bytes", "2MiB"),
+        parts=(ServerConfig,),
+    )
+    config = engine_config(options)
+    assert config.scheduler.prefill == PrefillConfig(prefill_beside_decodes=8, admit_whole_prompt=False)
+    assert config.server.server_timeouts == ServerTimeouts(drain_timeout_s=0.5, body_timeout_s=3, header_timeout_s=2.0)
+    assert config.server.server_limits == ServerLimits(max_body_bytes=2 << 20)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"server_limits": {"max_connections": 3}},
+        {"server_limits": ServerLimits(max_connections=3)},
+        {"server_limits": '{"max_connections": 3}'},
+        {"server_limits.max_connections": 3},
+    ],
+    ids=str,
+)
+def test_forms_of_a_group_in_python(given: dict[str, Any]) -> None:
+    config = EngineConfig.from_options(**given)
+    assert config.server.server_limits == ServerLimits(max_connections=3)
+    assert config.given is not None
+    assert "server_limits" in config.given
+
+
+def test_names_of_vllm_stay_flat() -> None:
+    options, _ = run(
+        *("--max-num-partial-prefills", "2", "--long-prefill-token-threshold", "64"),
+        *("--scheduler-delay-factor", "0.5", "--max-logprobs", "3"),
+    )
+    config = engine_config(options)
+    expected = PrefillConfig(max_num_partial_prefills=2, long_prefill_token_threshold=64, scheduler_delay_factor=0.5)
+    assert config.scheduler.prefill == expected
+    assert config.model.request_limits.max_logprobs == 3
+    flat = EngineConfig.from_options(max_num_partial_prefills=2, prefill={"admit_whole_prompt": False}, max_logprobs=3)
+    assert flat.scheduler.prefill == PrefillConfig(max_num_partial_prefills=2, admit_whole_prompt=False)
+    assert flat.given == ("max_logprobs", "max_num_partial_prefills", "prefill", "request_limits")
+
+
+FLAGS_OF_0_1 = Path(__file__).with_name("settings_before_groups.txt").read_text().split()
+"""The settings before they were grouped, each of which was a flag."""
+
+
+@pytest.mark.parametrize("name", FLAGS_OF_0_1)
+def test_flags_of_earlier_versions_work_or_say_what_replaced_them(name: str) -> None:
+    flag = flag_of(name)
+    message = say_about(f"{flag}=1")
+    if message is None:
+        return
+    moved = re.fullmatch(rf"{flag} is now (--[a-z-]+\.[a-z-]+)", message)
+    if moved:
+        assert say_about(f"{moved[1]}=1") is None or say_about(moved[1]) is None
+        with pytest.raises(ConfigError, match=f"{name} is a field of"):
+            EngineConfig.from_options(**{name: 1})
+    else:
+        assert re.fullmatch(rf"the flag {flag} is gone: .*; leave it out", message)
+        with pytest.raises(ConfigError, match=f"the option {name} is gone: .*; leave it out"):
+            EngineConfig.from_options(**{name: 1})
+
+
+def say_about(argument: str) -> str | None:
+    """Return the error that `pagoda serve` gives for a flag alone; None if it is known."""
+    app = typer.Typer()
+
+    @register(app, "serve")
+    @engine_options(ServerConfig)
+    def serve(options: dict[str, object]) -> None: ...
+
+    try:
+        app([argument], standalone_mode=False)
+    except ConfigError as error:
+        return str(error)
+    except typer.TyperException as error:
+        unknown = "No such option" in error.format_message()
+        return error.format_message() if unknown else None
+    return None
+
+
+def test_flags_may_be_written_with_underscores() -> None:
+    received: list[dict[str, object]] = []
+    app = typer.Typer()
+
+    @register(app, "serve")
+    @engine_options(ServerConfig)
+    def serve(options: dict[str, object]) -> None:
+        received.append(options)
+
+    words = ["--max_num_seqs", "3", "--server_limits.max_connections=4", "--served-model-name", "--no_such"]
+    app(words, standalone_mode=False)
+    expected = {"max_num_seqs": 3, "server_limits.max_connections": 4, "served_model_name": ("--no_such",)}
+    assert received == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill": "admit_whole_prompt=1"}, "is not JSON: write --prefill.admit-whole-prompt VALUE"),
+        (
+            {"prefill": {"admit_whole_promt": True}},
+            "prefill has no 'admit_whole_promt'; did you mean 'admit_whole_prompt'",
+        ),
+        ({"prefill.admit_whole_promt": True}, "did you mean 'prefill.admit_whole_prompt'"),
+        ({"server_limits": {"max_body_bytes": "many"}}, "max_body_bytes: 'many' is not a size"),
+        ({"server_limits": 3}, "server_limits=3 must map names to values"),
+        ({"server_limits": "[3]"}, "server_limits=[3] must map names to values"),
+        ({"prefill_beside_decodes": 3}, "a field of prefill: write prefill={'prefill_beside_decodes': ...}"),
+        (
+            {"max_num_partial_prefills": 3, "prefill": {"max_num_partial_prefills": 2}},
+            "prefill.max_num_partial_prefills is given twice, as 2 and as 3",
+        ),
+        (
+            {"max_num_partial_prefills": 3, "prefill": {"max_num_partial_prefills": 0}},
+            "prefill.max_num_partial_prefills is given twice, as 0 and as 3",
+        ),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: one device computes the whole model"),
+        ({"max_loras": 1}, "max_loras=1: LoRA adapters are not supported yet"),
+    ],
+    ids=str,
+)
+def test_what_a_group_cannot_hold_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(**options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"server_limits.max_connections": "3"}, "server_limits.max_connections='3' must be an integer"),
+        ({"server_timeouts": {"drain_timeout_s": True}}, "server_timeouts.drain_timeout_s=True must be a number"),
+        ({"server_limits": {"max_connections": -1}}, "server_limits.max_connections=-1 must be at least 0"),
+    ],
+    ids=str,
+)
+def test_values_in_groups_are_checked_by_their_whole_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_settings(EngineConfig.from_options(**options))
+    assert message in str(caught.value)
+
+
+def test_one_word_for_the_options_of_a_server_in_an_engine() -> None:
+    for name in ("port", "server_limits", "server_limits.max_connections"):
+        with pytest.raises(ConfigError, match=f"{name} is an option of `pagoda serve`"):
+            EngineConfig.for_engine(**{name: 1})
+
+
+def test_planned_options_take_the_value_that_changes_nothing() -> None:
+    options, _ = run("--tensor-parallel-size", "1", "--max-loras", "0")
+    assert engine_config(options) == EngineConfig()
+    assert engine_config(options).given == ()
 
 
 @pytest.mark.parametrize(

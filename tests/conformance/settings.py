@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from pagoda.base.config import CacheConfig, SchedulerConfig, SchedulingMode, SchedulingPolicy
+from pagoda.base.config import CacheConfig, SchedulingMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem, Request
+from pagoda.core.scheduler_options import SchedulerOptions
 
 CONFIG_KEYS = {
     *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "policy", "mode"),
@@ -26,7 +27,7 @@ REQUEST_KEYS = {
 class Settings:
     """What a Scheduler is built from."""
 
-    scheduler: SchedulerConfig
+    scheduler: SchedulerOptions
     cache: CacheConfig
     kv_groups: tuple[KVGroupSpec, ...]
     num_blocks: int
@@ -41,7 +42,7 @@ def settings_of(config: dict[str, Any]) -> Settings:
         raise ValueError(f"unknown config keys: {sorted(unknown)}")
     num_blocks = config["num_blocks"]
     budget = config.get("encoder_budget", 0)
-    scheduler = SchedulerConfig(
+    scheduler = SchedulerOptions(
         max_num_seqs=config["max_num_seqs"],
         max_num_batched_tokens=config["max_num_batched_tokens"],
         scheduling_mode=SchedulingMode(config.get("mode", "mixed")),

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind, Finish, ModelRunnerOutput, SchedulerOutput
 
 FILL = 7
@@ -36,7 +37,7 @@ class StepTold:
 
 
 class Rig:
-    """Keywords of SchedulerConfig and CacheConfig, and those below. Block size 4, 16 blocks, no caching."""
+    """Keywords of SchedulerOptions and CacheConfig, and those below. Block size 4, 16 blocks, no caching."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Rig:
     ) -> None:
         self.clock = VirtualClock()
         self.scheduler = Scheduler(
-            SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}),
+            SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}),
             CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching, watermark=watermark),
             groups,
             num_blocks,

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from pagoda.base.clock import VirtualClock
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.passes import CommitOutputs, RunRunning
 from pagoda.core.request import Request
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 FULL = KVGroupSpec()
@@ -22,17 +23,18 @@ WINDOW = KVGroupSpec(KVGroupKind.WINDOW, window=9)
 def scheduler(seed: int) -> Scheduler:
     rng = random.Random(seed)
     asynchronous = rng.random() < 0.4
-    config = SchedulerConfig(
+    config = SchedulerOptions(
         max_num_seqs=rng.choice([2, 5]),
         max_num_batched_tokens=rng.choice([8, 21, 64]),
         num_lookahead_slots=rng.choice([0, 0, 3]),
         long_prefill_token_threshold=rng.choice([0, 5]),
         prefill_beside_decodes=rng.choice([0, 0, 4]),
+        prefix_hash_seed=1,
         pipeline_depth=2 if asynchronous else 1,
         async_scheduling=asynchronous,
     )
     groups = rng.choice([(FULL,), (FULL, WINDOW), (WINDOW,)])
-    cache = CacheConfig(block_size=4, enable_prefix_caching=rng.random() < 0.7, prefix_hash_seed=1)
+    cache = CacheConfig(block_size=4, enable_prefix_caching=rng.random() < 0.7)
     return Scheduler(config, cache, groups, num_blocks=rng.choice([24, 60]), max_model_len=64, clock=VirtualClock())
 
 

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from pagoda.base.config import CacheConfig, PreemptionMode, SchedulerConfig, SchedulingMode, SchedulingPolicy
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem
+from pagoda.core.scheduler_options import SchedulerOptions
 from tests.core.traffic import VOCABULARY, Setting, Traffic, make_request
 
 FULL = KVGroupSpec()
@@ -51,7 +52,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
     media = draw(st.integers(0, 3)) == 0
     encoder_decoder = not media and draw(st.integers(0, 7)) == 0
     no_partial_media = draw(st.booleans())
-    scheduler = SchedulerConfig(
+    scheduler = SchedulerOptions(
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
         scheduling_mode=mode,
@@ -238,7 +239,7 @@ def test_siblings_that_return_together_need_no_encoder() -> None:
     """Three outputs of a short prompt lose their first tokens to a reset: the two that share the leader's filled
     cross-attention blocks start at 0, and the encoder's budget for one of them does not hold back the other."""
     setting = Setting(
-        SchedulerConfig(
+        SchedulerOptions(
             max_num_seqs=3,
             max_num_batched_tokens=24,
             scheduling_mode=SchedulingMode.PHASED,
@@ -264,7 +265,7 @@ def test_siblings_that_return_together_need_no_encoder() -> None:
 def test_siblings_that_lost_their_first_token_find_the_window_they_need() -> None:
     """They compute the last prompt block again: what that attends to must not have been freed behind the window."""
     setting = Setting(
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, long_prefill_token_threshold=5),
+        SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=24, long_prefill_token_threshold=5),
         CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
         (FULL, window(8)),
         num_blocks=30,

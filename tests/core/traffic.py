@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
-from pagoda.base.config import CacheConfig, PreemptionMode, SchedulerConfig, SchedulingPolicy
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
 from tests.core.exact_worker import ExactWorker, next_token
 from tests.twin import TwinScheduler
@@ -23,7 +24,7 @@ Record = dict[str, Any]
 class Setting:
     """All that a scheduler is built from."""
 
-    scheduler: SchedulerConfig
+    scheduler: SchedulerOptions
     cache: CacheConfig
     groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),)
     num_blocks: int = 16

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.base.clock import SystemClock
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
@@ -85,8 +86,8 @@ def make_core(
     groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0,)),),
     **options: object,
 ) -> EngineCore:
-    """A started engine on `executor_for(rows of the table)`. options: fields of SchedulerConfig."""
-    config = SchedulerConfig(**options)  # type: ignore[arg-type]
+    """A started engine on `executor_for(rows of the table)`. options: fields of SchedulerOptions."""
+    config = SchedulerOptions(**options)  # type: ignore[arg-type]
     clock = SystemClock()
     scheduler = Scheduler(
         config,

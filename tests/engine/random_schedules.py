@@ -224,13 +224,15 @@ def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, ob
         "enable_prefix_caching": bool(rng.random() < 0.7),
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": max(num_seqs, int(rng.choice(budgets))),
-        "long_prefill_token_threshold": int(rng.choice([0, 0, 5, 48])),
-        "prefill_beside_decodes": int(rng.choice([0, 0, 7])),
+        "prefill": {
+            "long_prefill_token_threshold": int(rng.choice([0, 0, 5, 48])),
+            "prefill_beside_decodes": int(rng.choice([0, 0, 7])),
+            "admit_whole_prompt": bool(rng.random() < 0.7),
+        },
         "scheduling_mode": mode,
         "pipeline_depth": depth,
         "async_scheduling": depth > 1 and bool(rng.random() < 0.7),
         "threads": int(rng.choice([1, 2])),
-        "admit_whole_prompt": bool(rng.random() < 0.7),
     }
 
 

@@ -30,7 +30,7 @@ BASE = {
 SCHEDULES: list[dict[str, object]] = [
     {"max_num_seqs": 3},
     {"max_num_batched_tokens": 16},
-    {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 7},
+    {"max_num_batched_tokens": 128, "prefill": {"long_prefill_token_threshold": 7}},
     {"enable_prefix_caching": False},
     {"block_size": 16, "num_blocks": 60},
     {"scheduling_mode": "phased", "max_num_batched_tokens": 128},
@@ -58,9 +58,9 @@ def engine(model: Path, **options: object) -> EngineCore:
     """Pools are given as for one KV group; a model with three gets a little more than twice that."""
     setup = resolve_engine(EngineConfig.from_options(model=str(model), **{**BASE, **options}))
     if len(setup.groups) > 1:
-        cache = setup.config.cache
-        scaled = replace(cache, num_blocks=cache.num_blocks * 9 // 4, num_host_blocks=(cache.num_host_blocks or 0) * 3)
-        setup = replace(setup, config=replace(setup.config, cache=scaled))
+        debug = setup.config.debug
+        scaled = replace(debug, num_blocks=debug.num_blocks * 9 // 4, num_host_blocks=(debug.num_host_blocks or 0) * 3)
+        setup = replace(setup, config=replace(setup.config, debug=scaled))
     return build_engine_core(setup)
 
 

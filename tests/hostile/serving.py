@@ -12,7 +12,14 @@ from tests.server.live import FAKE_ENGINE, LiveServer, serving
 
 KEY = "healthy"
 _KEYS = ("--api-key", KEY, "--api-key", "attacker", "--admin-api-key", "admin")
-_DEADLINES = ("--header-timeout-s", "2", "--body-timeout-s", "2", "--template-timeout-s", "1")
+_DEADLINES = (
+    "--server-timeouts.header-timeout-s",
+    "2",
+    "--server-timeouts.body-timeout-s",
+    "2",
+    "--server-timeouts.template-timeout-s",
+    "1",
+)
 _LIMITS = (*_KEYS, *_DEADLINES, "--trust-request-chat-template")
 FAKE_FLAGS = (*FAKE_ENGINE, *_LIMITS)
 REAL_FLAGS = ("--num-blocks", "512", "--max-model-len", "2048", *_LIMITS)

@@ -96,7 +96,7 @@ def test_at_the_deadline_every_request_is_told(tmp_path: Path) -> None:
         assert b'"error"' in answer
         writer.close()
 
-    with serving(tmp_path, *FAKE_ENGINE, "--drain-timeout-s", "0.5", engine=SLOW) as server:
+    with serving(tmp_path, *FAKE_ENGINE, "--server-timeouts.drain-timeout-s", "0.5", engine=SLOW) as server:
         asyncio.run(main(server))
         assert server.process.wait(10) == 0
         log = server.log.read_text()
@@ -115,7 +115,7 @@ def test_an_idle_server_ends_at_once(tmp_path: Path, timeout_s: str) -> None:
             assert await asyncio.to_thread(server.process.wait, 20) == 0
             return time.monotonic() - began_s
 
-    with serving(tmp_path, *FAKE_ENGINE, "--drain-timeout-s", timeout_s) as server:
+    with serving(tmp_path, *FAKE_ENGINE, "--server-timeouts.drain-timeout-s", f"{timeout_s}") as server:
         assert asyncio.run(main(server)) < 10
 
 

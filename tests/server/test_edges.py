@@ -74,7 +74,14 @@ def test_a_body_larger_than_the_limit_is_413_said_or_not(fake_server: LiveServer
 
 
 def test_slow_clients_and_crowds_hold_nobody_up(tmp_path: Path) -> None:
-    limits = ("--header-timeout-s", "0.5", "--body-timeout-s", "0.5", "--max-connections", "8")
+    limits = (
+        "--server-timeouts.header-timeout-s",
+        "0.5",
+        "--server-timeouts.body-timeout-s",
+        "0.5",
+        "--server-limits.max-connections",
+        "8",
+    )
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with serving(tmp_path, *FLAGS, *limits) as server, contextlib.ExitStack() as crowd:
         for _ in range(9):
@@ -165,7 +172,7 @@ def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
 
 def test_a_request_larger_than_the_cache_is_its_callers_fault(tmp_path: Path) -> None:
     flags = ("--distributed-executor-backend", "fake", "--num-blocks", "20", "--max-model-len", "300")
-    with serving(tmp_path, *flags, "--max-queued-requests", "3") as server:
+    with serving(tmp_path, *flags, "--server-limits.max-queued-requests", "3") as server:
         status, answer = server.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 4, "n": 4})
         assert (status, answer["error"]["param"]) == (400, "prompt")
 
@@ -207,7 +214,14 @@ def test_a_browser_asks_without_the_key(keyed_server: LiveServer) -> None:
 
 
 def test_a_browser_can_read_refusals(tmp_path: Path) -> None:
-    limits = ("--max-header-bytes", "2000", "--max-body-bytes", "2000", "--requests-per-minute-per-key", "1")
+    limits = (
+        "--server-limits.max-header-bytes",
+        "2000",
+        "--server-limits.max-body-bytes",
+        "2000",
+        "--server-limits.requests-per-minute-per-key",
+        "1",
+    )
     key = {"Authorization": "Bearer one"}
     with serving(tmp_path, *FLAGS, "--api-key", "one", "--cors-origins", "https://a.example", *limits) as server:
 
@@ -303,7 +317,9 @@ def test_a_stream_longer_than_the_deadline_is_cut(tmp_path: Path) -> None:
         writer.close()
         return time.monotonic() - began_s
 
-    with serving(tmp_path, *FLAGS, "--drain-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000") as server:
+    with serving(
+        tmp_path, *FLAGS, "--server-timeouts.drain-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000"
+    ) as server:
         assert 0.9 < asyncio.run(main(server)) < 15
 
 

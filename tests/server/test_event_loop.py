@@ -139,7 +139,7 @@ def test_memory_comes_back(probed: tuple[LiveServer, LoopProbe]) -> None:
 
 
 def test_bytes_of_bodies_count_against_a_limit(tmp_path: Path) -> None:
-    with serving(tmp_path, *FAKE_FLAGS, "--max-queued-bytes", "100000") as server:
+    with serving(tmp_path, *FAKE_FLAGS, "--server-limits.max-queued-bytes", "100000") as server:
         port = int(server.url.rsplit(":", 1)[1])
         alone = b'{"prompt":"' + b"a" * 150_000 + b'"}'
         assert server.post("/v1/completions", alone)[0] == 400, "too long for the model, not for the server"

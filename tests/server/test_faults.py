@@ -156,7 +156,7 @@ def test_a_slow_reader_holds_back_only_itself(fake_server: LiveServer) -> None:
 
 def test_who_never_reads_does_not_keep_a_place(tmp_path: Path) -> None:
     body = {"prompt": "x", "max_tokens": 1900, "n": 64, "stream": True, "ignore_eos": True, "return_token_ids": True}
-    flags = ("--send-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000")
+    flags = ("--server-timeouts.send-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000")
     with serving(tmp_path, *FLAGS, *flags) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
@@ -173,7 +173,7 @@ def test_overload_is_429_at_once_and_those_inside_are_served(tmp_path: Path) -> 
         async with aiohttp.ClientSession(server.url) as session:
             return await asyncio.gather(*(stream(session, i, 300) for i in range(12)))
 
-    with serving(tmp_path, *FLAGS, "--max-queued-requests", "4") as server:
+    with serving(tmp_path, *FLAGS, "--server-limits.max-queued-requests", "4") as server:
         results = asyncio.run(main(server))
         assert sorted(status for status, _ in results) == [200] * 4 + [429] * 8
         status, answer = server.post("/v1/completions", {"prompt": ["a"] * 5, "max_tokens": 1})

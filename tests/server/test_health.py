@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from pagoda import SamplingParams, WorkerDied
-from pagoda.base.config import ServerConfig
+from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.thread_client import ThreadClient
 from pagoda.server.app import create_app

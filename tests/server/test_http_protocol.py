@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from pagoda.base.config import ServerConfig
+from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
 from pagoda.server.draining import Drain
 from pagoda.server.errors import on_http_error
 from pagoda.server.http_protocol import BoundedHttpProtocol
@@ -66,8 +66,16 @@ class Listening:
 
 
 @contextlib.asynccontextmanager
-async def listening(**limits: Any) -> AsyncIterator[Listening]:
-    config = ServerConfig(**{"header_timeout_s": 0.3, "body_timeout_s": 0.3, **limits})
+async def listening(
+    max_connections: int = 4096,
+    header_timeout_s: float = 0.3,
+    body_timeout_s: float = 0.3,
+    max_header_bytes: int = 64 * 2**10,
+) -> AsyncIterator[Listening]:
+    config = ServerConfig(
+        server_limits=ServerLimits(max_connections=max_connections, max_header_bytes=max_header_bytes),
+        server_timeouts=ServerTimeouts(header_timeout_s=header_timeout_s, body_timeout_s=body_timeout_s),
+    )
     layers = AccessLog(Gate(ExceptionMiddleware(app, {HTTPException: on_http_error}), config, Drain()))  # type: ignore[dict-item]
     settings = uvicorn.Config(layers, ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)  # type: ignore[arg-type]
     here = Listening(ServerState())

@@ -101,6 +101,7 @@ def test_every_bound_has_a_case() -> None:
     # Those of a prompt are in test_request_limits.py, those of the undecoded body in test_json_pieces.py, that of a
     # grammar in grammars/test_checker.py.
     in_python = {
+        "max_logprobs",
         "logprob_entries",
         "prompt_logprob_entries",
         "answer_prompt_logprobs",
@@ -126,12 +127,12 @@ def test_generous_requests_pass() -> None:
 
 def test_the_server_states_its_bounds_and_operators_set_them(tmp_path: Path) -> None:
     flags = (
-        "--request-limits",
-        "stop_strings=2",
-        "--request-limits",
-        "messages=3",
-        "--request-limits",
-        "answer_prompt_logprobs=100",
+        "--request-limits.stop-strings",
+        "2",
+        "--request-limits.messages",
+        "3",
+        "--request-limits.answer-prompt-logprobs",
+        "100",
     )
     with serving(tmp_path, *FAKE_FLAGS, *flags) as server:
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "stop": ["a", "b"]})[0] == 200

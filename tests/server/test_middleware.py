@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.base.config import ServerConfig
+from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
 from pagoda.server.app import create_app
 from pagoda.server.draining import Drain
 from pagoda.server.errors import on_http_error
@@ -39,7 +39,11 @@ def call(app: ASGIApp, method: str = "POST", path: str = "/x", **kw: object) -> 
 
 def gate(*keys: str) -> AccessLog:
     app = ExceptionMiddleware(echo, {HTTPException: on_http_error})
-    config = ServerConfig(api_keys=keys, max_body_bytes=100, max_header_bytes=2000, body_timeout_s=0.2)
+    config = ServerConfig(
+        api_keys=keys,
+        server_limits=ServerLimits(max_body_bytes=100, max_header_bytes=2000),
+        server_timeouts=ServerTimeouts(body_timeout_s=0.2),
+    )
     return AccessLog(Gate(app, config, Drain()))
 
 

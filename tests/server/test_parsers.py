@@ -1,9 +1,10 @@
 """Tool calls and reasoning out of streamed text: any cut of the stream gives the same result."""
 
 import json
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
@@ -84,6 +85,7 @@ LLAMA_PIECES = ["<|python_tag|>", "<|python", ";", " ", "\n", "{", "}", '"name"'
 @given(st.lists(st.sampled_from(LLAMA_PIECES)))
 def test_a_llama_answer_without_a_valid_call_loses_nothing(pieces: list[str]) -> None:
     text = "".join(pieces)
+    assume('"name":"name"' not in re.sub(r"\s", "", text))  # which can be a valid call
     assert read(LlamaJsonParser(), pieces) == read(LlamaJsonParser(), [text]) == (text, [])
 
 

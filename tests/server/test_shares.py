@@ -19,7 +19,7 @@ LIMIT = 400_000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder: Path = tmp_path_factory.mktemp("shares")
-    with serving(folder, *FAKE_ENGINE, *KEYS, "--max-queued-bytes", str(LIMIT)) as started:
+    with serving(folder, *FAKE_ENGINE, *KEYS, "--server-limits.max-queued-bytes", str(LIMIT)) as started:
         yield started
 
 

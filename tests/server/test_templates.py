@@ -25,7 +25,7 @@ CHAT = {"messages": [USER], "max_tokens": 2}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, LoopProbe]]:
     folder = tmp_path_factory.mktemp("templates")
     program = ("tests.server.serve_probed", str(folder / "probe"))
-    with serving(folder, *FAKE_FLAGS, "--template-timeout-s", "1.5", program=program) as server:
+    with serving(folder, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "1.5", program=program) as server:
         yield server, LoopProbe(folder / "probe")
 
 
@@ -90,7 +90,7 @@ def test_looping_templates_of_callers_delay_only_each_other(server: tuple[LiveSe
 
 
 def test_a_client_that_leaves_ends_its_rendering(tmp_path: Path) -> None:
-    with serving(tmp_path, *FAKE_FLAGS, "--template-timeout-s", "60") as live:
+    with serving(tmp_path, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "60") as live:
         with posted(live, {**CHAT, "chat_template": LOOP}):
             end = time.monotonic() + 20
             while not any(cpu_ticks(pid) > 60 for pid in renderers(live)):
@@ -107,7 +107,12 @@ def test_a_client_that_leaves_ends_its_rendering(tmp_path: Path) -> None:
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm_ends_a_server_whose_template_loops(tmp_path: Path, signals: int) -> None:
     """At the drain's deadline after one signal, at once after the second; nothing is left running."""
-    flags = ("--template-timeout-s", "60", "--drain-timeout-s", "1" if signals == 1 else "60")
+    flags = (
+        "--server-timeouts.template-timeout-s",
+        "60",
+        "--server-timeouts.drain-timeout-s",
+        "1" if signals == 1 else "60",
+    )
     with serving(tmp_path, *FAKE_FLAGS, *flags) as live, posted(live, {**CHAT, "chat_template": LOOP}):
         end = time.monotonic() + 20
         while not any(cpu_ticks(pid) > 60 for pid in renderers(live)):
@@ -127,7 +132,9 @@ def test_sigterm_ends_a_server_whose_template_loops(tmp_path: Path, signals: int
 def test_a_models_own_template_that_loops_is_ended_as_well(tmp_path: Path) -> None:
     template = tmp_path / "loops.jinja"
     template.write_text("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}ok")
-    with serving(tmp_path, *FAKE_ENGINE, "--chat-template", str(template), "--template-timeout-s", "1") as live:
+    with serving(
+        tmp_path, *FAKE_ENGINE, "--chat-template", str(template), "--server-timeouts.template-timeout-s", "1"
+    ) as live:
         status, answer = live.post("/v1/chat/completions", {"messages": [{**USER, "content": "loop"}]})
         assert (status, answer["error"]["param"]) == (400, "messages")
         assert live.post("/v1/chat/completions", CHAT)[0] == 200

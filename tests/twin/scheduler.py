@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from pagoda.base.clock import Clock, VirtualClock
-from pagoda.base.config import CacheConfig, PreemptionMode, SchedulerConfig, SchedulingMode, SchedulingPolicy
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import RequestError
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import LoraRef, Request
+from pagoda.core.scheduler_options import SchedulerOptions
 from tests.twin.encoder import EncoderDesk
 from tests.twin.memory import Memory
 from tests.twin.pool import NULL, Pool
@@ -21,7 +22,7 @@ class TwinScheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: SchedulerOptions,
         cache: CacheConfig,
         kv_groups: tuple[KVGroupSpec, ...],
         num_blocks: int,

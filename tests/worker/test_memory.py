@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from pagoda.base.clock import VirtualClock
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv import KVSizing
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.kv_slots import KVSlot, kv_block_bytes, kv_bytes_per_token, kv_slots
 from pagoda.worker.memory import (
@@ -20,7 +21,7 @@ from pagoda.worker.memory import (
 
 GIB = 1024**3
 FULL = (KVGroupSpec(layers=tuple(range(30)), shape=KVShape(3, 64, 64)),)  # SmolLM2-135M
-SCHEDULER = SchedulerConfig()
+SCHEDULER = SchedulerOptions()
 
 
 def write(root: Path, **files: str) -> None:
@@ -98,8 +99,8 @@ def test_pool_from_bytes_share_or_count() -> None:
     from_share = plan_capacity(FULL, share, "bfloat16", 8192, 4 * GIB, SCHEDULER)
     assert from_share.num_blocks == GIB // block - 1
     assert from_share.num_host_blocks == GIB // block
-    tiny = CacheConfig(num_blocks=3, num_host_blocks=2)
-    from_count = plan_capacity(FULL, tiny, "bfloat16", 8192, 0, SCHEDULER)
+    tiny = DebugConfig(num_blocks=3, num_host_blocks=2)
+    from_count = plan_capacity(FULL, CacheConfig(), "bfloat16", 8192, 0, SCHEDULER, tiny)
     assert (from_count.num_blocks, from_count.num_host_blocks) == (3, 2)
 
 
@@ -121,7 +122,7 @@ def test_too_little_says_what_would_fit() -> None:
 
 def test_window_groups_need_less() -> None:
     groups = (KVGroupSpec(KVGroupKind.FULL, 0, (0,)), KVGroupSpec(KVGroupKind.WINDOW, 32, (1,)))
-    sizing = KVSizing.of(groups, 16, 160, SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=1))
+    sizing = KVSizing.of(groups, 16, 160, SchedulerOptions(max_num_batched_tokens=16, max_num_seqs=1))
     assert sizing.blocks_for_request(160) == 10 + 4  # 31 tokens of the window, 16 being computed, and a part of a block
     assert sizing.blocks_for_request(16) == 2
 
@@ -134,7 +135,7 @@ def test_start_up_promises_what_admission_keeps(budget: int, kinds: tuple[int, .
         KVGroupSpec(KVGroupKind.WINDOW if window else KVGroupKind.FULL, window, (layer,))
         for layer, window in enumerate(kinds)
     )
-    scheduler, length = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=8), 8192
+    scheduler, length = SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=8), 8192
     block_bytes = kv_block_bytes(groups, "bfloat16", 16)
     with pytest.raises(CapacityError) as caught:
         plan_capacity(groups, CacheConfig(kv_cache_memory=block_bytes), "bfloat16", length, 0, scheduler)
@@ -155,4 +156,4 @@ def test_start_up_promises_what_admission_keeps(budget: int, kinds: tuple[int, .
 
 def test_a_window_of_512_needs_161_blocks_everywhere() -> None:
     groups = (KVGroupSpec(KVGroupKind.WINDOW, 512, (0,)),)
-    assert KVSizing.of(groups, 16, 8192, SchedulerConfig()).blocks_for_request(8192) == 161
+    assert KVSizing.of(groups, 16, 8192, SchedulerOptions()).blocks_for_request(8192) == 161

@@ -56,9 +56,9 @@ def test_a_pool_that_cannot_be_had_is_an_error_with_a_remedy(tmp_path: Path) -> 
         Worker(config(write_tiny_llama(tmp_path), num_blocks=np.iinfo(np.int32).max * 1000)).start()
 
 
-@pytest.mark.parametrize("pin", [True, False, None])
+@pytest.mark.parametrize("pin", [True, False])
 def test_only_an_engine_told_to_pins_its_threads(
-    pin: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr("pagoda.worker.worker.cores_to_pin", lambda threads: [(0,)] * threads)
@@ -66,7 +66,7 @@ def test_only_an_engine_told_to_pins_its_threads(
     monkeypatch.setattr("pagoda.worker.worker.openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
     with caplog.at_level(logging.WARNING, logger="pagoda"):
         Worker(
-            config(write_tiny_llama(tmp_path), parallel=ParallelConfig(device="cpu", threads=2, pin_threads=pin))
+            config(write_tiny_llama(tmp_path), parallel=ParallelConfig(device="cpu", threads=2), pin_threads=pin)
         ).start()
     assert asked == ([[(0,), (0,)]] if pin else [])
     assert ("could not be pinned" in caplog.text) == bool(pin)

@@ -13,12 +13,13 @@ import numpy as np
 import typer
 
 from pagoda.base.clock import SystemClock
-from pagoda.base.config import CacheConfig, SchedulerConfig
+from pagoda.base.config import CacheConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE = 16
@@ -131,7 +132,7 @@ def measure(num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60) ->
 
 def make_scheduler(num_seqs: int, num_blocks: int, caching: bool) -> Scheduler:
     """A scheduler for one full-attention model."""
-    config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=MAX_BATCHED_TOKENS)
+    config = SchedulerOptions(max_num_seqs=num_seqs, max_num_batched_tokens=MAX_BATCHED_TOKENS)
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching, watermark=0.0)
     return Scheduler(config, cache, (KVGroupSpec(),), num_blocks, MAX_MODEL_LEN, SystemClock())
 

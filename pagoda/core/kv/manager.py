@@ -33,6 +33,7 @@ class KVCacheManager:
 
     num_blocks: usable device blocks; block 0 is the null block.   num_host_blocks: blocks of the swap pool.
     watermark_blocks: kept free when a request enters next to running ones.
+    prefix_hash_seed: seed of the block hashes; None draws a secret one.
     reserved_until: int32 [rows], read-only: up to this position a row needs nothing from the manager.
     """
 
@@ -44,6 +45,7 @@ class KVCacheManager:
         num_host_blocks: int,
         watermark_blocks: int,
         cache: CacheConfig,
+        prefix_hash_seed: int | None = None,
     ) -> None:
         self.sizing = sizing
         self.block_size = sizing.block_size
@@ -57,9 +59,7 @@ class KVCacheManager:
         self._moves = BlockMoves()
         has_cross = not all(group.grows for group in sizing.groups)
         caching = cache.enable_prefix_caching and not has_cross
-        self._content = CachedContent(
-            table, self._tables, self._pool, sizing.block_size, caching, cache.prefix_hash_seed
-        )
+        self._content = CachedContent(table, self._tables, self._pool, sizing.block_size, caching, prefix_hash_seed)
         self._allocator = BlockAllocator(table, self._tables, self._pool, self._moves, self._content, sizing)
         host_pool = BlockPool(num_host_blocks, first_id=0)
         self._host = HostTier(table, self._tables, self._pool, host_pool, self._allocator, self._moves, sizing)

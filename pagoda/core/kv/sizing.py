@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.scheduler_options import SchedulerOptions
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -64,7 +64,7 @@ class KVSizing:
 
     @classmethod
     def of(
-        cls, specs: tuple[KVGroupSpec, ...], block_size: int, max_model_len: int, scheduler: SchedulerConfig
+        cls, specs: tuple[KVGroupSpec, ...], block_size: int, max_model_len: int, scheduler: SchedulerOptions
     ) -> "KVSizing":
         # Tokens that can be planned before an earlier step is complete: a window row holds their blocks as well.
         in_flight = scheduler.max_num_batched_tokens * max(scheduler.pipeline_depth, 1)
@@ -100,7 +100,7 @@ class KVSizing:
 
 
 def longest_request(
-    specs: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int, scheduler: SchedulerConfig
+    specs: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int, scheduler: SchedulerOptions
 ) -> int:
     """The largest max_model_len (a multiple of block_size) of which one sequence fits `num_blocks` blocks."""
     low, high = 0, num_blocks  # in blocks of one group

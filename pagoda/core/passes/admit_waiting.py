@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig, SchedulingMode
+from pagoda.base.config import SchedulingMode
 from pagoda.core.chunk_limits import ChunkLimits
 from pagoda.core.decision_log import Admitted, DecisionLog, Reason
 from pagoda.core.gates import Gates, Skip
@@ -16,6 +16,7 @@ from pagoda.core.queues import QueueScan, RequestQueue
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind
 from pagoda.core.stats import Counters
 from pagoda.core.step_plan import StepPlan
@@ -41,7 +42,7 @@ def note_admitted(
 class AdmitWaiting:
     """Strict queue order; only requests held back by a gate may be skipped."""
 
-    config: SchedulerConfig
+    config: SchedulerOptions
     waiting: RequestQueue
     table: RequestTable
     kv: KVCacheManager

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagoda.base.clock import Clock
-from pagoda.base.config import SchedulerConfig
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
@@ -15,6 +14,7 @@ from pagoda.core.preemption import CostModel
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import Counters
 from pagoda.core.stops import StopTokens, find_end
@@ -24,7 +24,7 @@ from pagoda.core.stops import StopTokens, find_end
 class CommitOutputs:
     """Takes results in the order of planning."""
 
-    config: SchedulerConfig
+    config: SchedulerOptions
     table: RequestTable
     kv: KVCacheManager
     batch: RunningBatch

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig
 from pagoda.core.decision_log import Copied, DecisionLog
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.kv import KVCacheManager
@@ -12,6 +11,7 @@ from pagoda.core.outbox import Outbox
 from pagoda.core.passes.fork import Fork
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind, RowInit
 from pagoda.core.step_plan import Entry, StepPlan
 
@@ -20,7 +20,7 @@ from pagoda.core.step_plan import Entry, StepPlan
 class FinishPlan:
     """Runs after the passes that place rows: nothing is preempted any more."""
 
-    config: SchedulerConfig
+    config: SchedulerOptions
     table: RequestTable
     kv: KVCacheManager
     batch: RunningBatch

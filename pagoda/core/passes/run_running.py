@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.config import SchedulerConfig
 from pagoda.core.chunk_limits import ChunkLimits
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
@@ -13,6 +12,7 @@ from pagoda.core.preemption import Preemption
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.step_plan import StepPlan
 
 
@@ -20,7 +20,7 @@ from pagoda.core.step_plan import StepPlan
 class RunRunning:
     """Gives every running row, in order of admission, the tokens it lacks, as far as budget and blocks go."""
 
-    config: SchedulerConfig
+    config: SchedulerOptions
     table: RequestTable
     kv: KVCacheManager
     batch: RunningBatch

@@ -1,0 +1,44 @@
+"""SchedulerOptions: all that a scheduler can be told, including features that no executor offers yet."""
+
+from dataclasses import dataclass
+
+from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What runs in a step. The engine makes these from its settings (`pagoda.assemble`); 0 switches a limit off.
+
+    prefix_hash_seed: seed of the prefix-cache hashes; None draws a secret one.
+    pipeline_depth: steps scheduled before the first result is back.   async_scheduling: tokens in flight count as
+    known.
+    num_lookahead_slots: KV slots reserved ahead of each sequence.   num_speculative_tokens: drafted tokens per step.
+    max_loras: distinct adapters per step.   encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and
+    cached.   no_partial_media: a media item is never split over chunks.
+    check_invariants: check everything after each step.   decision_log_steps: steps whose decisions are kept.
+    The other fields are settings of the same names (`SchedulerConfig`, `PrefillConfig`).
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    scheduling_mode: SchedulingMode = SchedulingMode.MIXED
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    enable_chunked_prefill: bool = True
+    admit_whole_prompt: bool = True
+    max_num_partial_prefills: int = 0
+    long_prefill_token_threshold: int = 0
+    prefill_beside_decodes: int = 0
+    scheduler_delay_factor: float = 0.0
+    async_scheduling: bool = False
+    evict_for_priority: bool = False
+    prefix_hash_seed: int | None = None
+    pipeline_depth: int = 1
+    num_lookahead_slots: int = 0
+    num_speculative_tokens: int = 0
+    max_loras: int = 0
+    encoder_budget: int = 0
+    encoder_cache_tokens: int = 0
+    no_partial_media: bool = False
+    check_invariants: bool = False
+    decision_log_steps: int = 0
