@@ -59,6 +59,7 @@ class AsyncEngine:
         self._templates = TemplatePool(template_limits or TemplateLimits())
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
+        self._has_died = asyncio.Event()
 
     async def shutdown(self) -> None:
         """Shut down the engine; abort running requests. Idempotent."""
@@ -243,6 +244,7 @@ class AsyncEngine:
 
     def _fail_all(self, error: WorkerDied) -> None:
         self._died = error
+        self._has_died.set()
         for request_id in self._outputs.live_ids:
             self._outputs.close(request_id)
         for mailbox in self._readers.values():
@@ -334,6 +336,10 @@ class AsyncEngine:
     def died(self) -> WorkerDied | None:
         """Return the error that ended the engine, or None while it can serve requests."""
         return self._died
+
+    async def wait_until_dead(self) -> None:
+        """Wait until no request can be served any more (see `died`)."""
+        await self._has_died.wait()
 
     def tokenizer_facts(self) -> dict[str, Any]:
         """Return the tokenizer's public facts: special tokens as text, their ids, vocabulary size, max_model_len."""

@@ -188,13 +188,24 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         state.generator.llm.close_text()
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
+    if state.generator.llm.died is not None:
+        raise state.generator.llm.died
 
 
 async def _end_with_engine(server: _Server, state: ServerState) -> None:
-    """Drain and exit if the engine cannot be restarted, so that a process manager restarts the server."""
+    """Drain and exit if no request can be served any more, so that a process manager restarts the server.
+
+    That is so if the engine cannot be restarted, or if its outputs can no longer be processed.
+    """
+    ends = [asyncio.create_task(state.generator.llm.wait_until_dead())]
     if state.engine is not None:
-        await state.engine.wait_until_gone()
+        ends.append(asyncio.create_task(state.engine.wait_until_gone()))
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         server.drain()
+    finally:
+        for task in ends:
+            task.cancel()
 
 
 def _log_plainly(name: str, stream: "object") -> None:

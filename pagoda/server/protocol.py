@@ -16,7 +16,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.structure import structure_of
-from pagoda.server.unserved import UnservedFields, check_unserved
+from pagoda.server.unserved import Unserved, UnservedFields, check_chat_only, check_unserved
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -273,6 +273,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
+        limits.check_lists_of_prompts(self, 1)
         _check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
         limits.check_values(
             {"metadata": self.metadata, "prompt_cache_options": self.prompt_cache_options, "documents": self.documents}
@@ -322,9 +323,26 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     logprobs: NumLogprobs | bool | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
+    # fields of chats that clients also send here, with neutral values: see CHAT_ONLY
+    add_generation_prompt: Unserved = None
+    chat_template: Unserved = None
+    chat_template_kwargs: Unserved = None
+    continue_final_message: Unserved = None
+    documents: Unserved = None
+    include_reasoning: Unserved = None
+    messages: Unserved = None
+    metadata: Unserved = None
+    parallel_tool_calls: Unserved = None
+    reasoning_effort: Unserved = None
+    service_tier: Unserved = None
+    store: Unserved = None
+    tool_choice: Unserved = None
+    tools: Unserved = None
+    top_logprobs: Unserved = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
+        check_chat_only(self)
         num_prompts = len(self.prompts())
         limits.check("prompts", num_prompts, "prompt")
         limits.check("outputs", num_prompts * (self.n or 1), "prompt")
@@ -334,8 +352,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
             limits.check("tokenized_chars", num_chars, "prompt")
         if not self.prompt:
             raise RequestError("prompt: is empty", "prompt")
-        if isinstance(self.prompt, list) and len(set(map(type, self.prompt))) > 1:
-            raise RequestError("prompt: expected strings only, token ids only, or lists of token ids only", "prompt")
+        _check_alike(self.prompt)
         field, asked = self.asked_tokens
         if asked == 0 and not self.echo:
             raise RequestError(f"{field}: 0 is only allowed with echo", field)
@@ -361,6 +378,19 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
+
+
+_PROMPT_KINDS: dict[type, str] = {str: "a string", int: "a token id", list: "a list of token ids"}
+
+
+def _check_alike(prompt: str | list[Any]) -> None:
+    """Raise RequestError, naming the first entry of a list of prompts that is of another type than the one before."""
+    if isinstance(prompt, str) or len(set(map(type, prompt))) <= 1:
+        return
+    first = type(prompt[0])
+    at = next(index for index, entry in enumerate(prompt) if type(entry) is not first)
+    said = f"expected {_PROMPT_KINDS[first]}, as in prompt[0], got {_PROMPT_KINDS[type(prompt[at])]}"
+    raise RequestError(f"prompt[{at}]: {said}", f"prompt[{at}]")
 
 
 class TokenizeRequest(Body, kw_only=True, frozen=True):

@@ -101,12 +101,41 @@ UNSERVED = {
 }
 
 
+# Declared by CompletionRequest: Struct classes with fields cannot be combined.
+CHAT_ONLY = {
+    "add_generation_prompt": UnservedField("`add_generation_prompt`", (True,)),
+    "chat_template": UnservedField("`chat_template`"),
+    "chat_template_kwargs": UnservedField("`chat_template_kwargs`", ({},)),
+    "continue_final_message": UnservedField("`continue_final_message`"),
+    "documents": UnservedField("`documents`"),
+    "include_reasoning": UnservedField("`include_reasoning`", (True,)),
+    "messages": UnservedField("`messages`"),
+    "metadata": UnservedField("`metadata`", ({},)),
+    "parallel_tool_calls": UnservedField("`parallel_tool_calls`", (True,)),
+    "reasoning_effort": UnservedField("`reasoning_effort`", ("none",)),
+    "service_tier": UnservedField("`service_tier`", ("auto", "default")),
+    "store": UnservedField("`store`"),
+    "tool_choice": UnservedField("`tool_choice`", ("none", "auto")),
+    "tools": UnservedField("`tools`"),
+    "top_logprobs": UnservedField("`top_logprobs`; use `logprobs`"),
+}
+
+
 def check_unserved(body: UnservedFields) -> None:
     """Raise RequestError, or ApiError (501), for the first field that has a value other than a neutral one."""
-    for name, field in UNSERVED.items():
+    _check(body, UNSERVED, "")
+
+
+def check_chat_only(body: Struct) -> None:
+    """Like `check_unserved`, for a text completion's fields of chats."""
+    _check(body, CHAT_ONLY, " with a text completion; it belongs to /v1/chat/completions")
+
+
+def _check(body: Struct, fields: dict[str, UnservedField], where: str) -> None:
+    for name, field in fields.items():
         value = getattr(body, name)
         if value is None or value in NEUTRAL or value in field.neutral:
             continue
         if field.is_planned:
             raise ApiError(501, f"{name}: {field.what} is not available yet on this server", name)
-        raise RequestError(f"{name}: this server does not support {field.what}", name)
+        raise RequestError(f"{name}: this server does not support {field.what}{where}", name)

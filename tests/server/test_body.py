@@ -34,7 +34,9 @@ def refused(kind: type[Body], body: Any) -> RequestError:
     [
         (CompletionRequest, {"prompt": [1, -1]}, "prompt[1]", "prompt[1]: expected an integer >= 0"),
         (CompletionRequest, {"prompt": [[1], [2, "x"]]}, "prompt[1][1]", "expected an integer, got a string"),
-        (CompletionRequest, {"prompt": [1, "x"]}, "prompt", "strings only, token ids only"),
+        (CompletionRequest, {"prompt": [1, "x"]}, "prompt[1]", "a token id, as in prompt[0], got a string"),
+        (CompletionRequest, {"prompt": ["a", 5]}, "prompt[1]", "a string, as in prompt[0], got a token id"),
+        (CompletionRequest, {"prompt": ["a", "b", [5]]}, "prompt[2]", "a string, as in prompt[0], got a list of"),
         (CompletionRequest, {"prompt": []}, "prompt", "is empty"),
         (CompletionRequest, {}, "prompt", "prompt: is required"),
         (CompletionRequest, {"prompt": "x", "n": 1000}, "n", "expected an integer <= 128"),

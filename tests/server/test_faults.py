@@ -266,3 +266,13 @@ def test_a_server_killed_while_its_engine_starts_leaves_nothing(tmp_path: Path) 
 def test_bad_settings_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="max_model_len"), serving(tmp_path, "--max-model-len", "999999999"):
         pass
+
+
+def test_a_server_that_cannot_process_outputs_any_more_ends_with_a_message(tmp_path: Path) -> None:
+    """A process manager can then start it again; before, it went on with every answer an error."""
+    with serving(tmp_path, *FLAGS, program=("tests.server.serve_broken",)) as server:
+        status, answer = server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 5})
+        assert (status, "a defect" in answer["error"]["message"]) == (503, True)
+        assert server.process.wait(20) != 0
+        last = server.log.read_text().strip().splitlines()[-1]
+        assert "a defect" in last, "the reason is the last line"

@@ -5,7 +5,8 @@ from typing import Any
 import openai
 import pytest
 
-from pagoda.server.unserved import UNSERVED, UnservedFields
+from pagoda.server.protocol import ChatCompletionRequest, CompletionRequest
+from pagoda.server.unserved import CHAT_ONLY, UNSERVED, UnservedFields
 from tests.server.live import LiveServer
 from tests.server.test_tools import HERMES, TOOLS
 
@@ -67,6 +68,10 @@ OF_TEXT: dict[str, list[Any]] = {
     "add_special_tokens": [None, True],
     "logprobs": [None, False],
     "max_completion_tokens": [None],
+    "messages": [None, []],
+    "reasoning_effort": [None],
+    # as in chats
+    **{name: OF_CHAT[name] for name in CHAT_ONLY if name not in ("messages", "reasoning_effort")},
 }
 
 
@@ -114,8 +119,18 @@ def test_what_is_not_served_is_named(fake_server: LiveServer, name: str) -> None
         assert name in (answer["error"]["param"], "structured_outputs")
 
 
+@pytest.mark.parametrize("name", CHAT_ONLY)
+def test_a_text_completion_names_a_field_of_chats(fake_server: LiveServer, name: str) -> None:
+    for value in ([{"a": 1}], "x", 5):
+        status, answer = fake_server.post("/v1/completions", {**TEXT, name: value})
+        assert (status, answer["error"]["param"]) == (400, name)
+        assert "/v1/chat/completions" in answer["error"]["message"]
+
+
 def test_every_unserved_field_has_its_words() -> None:
     assert set(UNSERVED) == set(UnservedFields.__struct_fields__)
+    assert set(CHAT_ONLY) <= set(CompletionRequest.__struct_fields__)
+    assert set(CHAT_ONLY) <= set(ChatCompletionRequest.__struct_fields__)
 
 
 def test_an_answer_longer_than_the_context_is_refused_or_cut_in_the_open(fake_server: LiveServer) -> None:

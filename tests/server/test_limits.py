@@ -97,6 +97,14 @@ def test_every_bound_is_a_400_that_states_it(limit: str, kind: type[Body], body:
     assert len(str(caught.value)) < 300
 
 
+def test_the_lists_of_a_chat_have_a_common_bound_as_those_of_a_text_completion() -> None:
+    lists = {"allowed_token_ids": [1] * 60, "stop_token_ids": [1] * 50}
+    for kind, body in ((ChatCompletionRequest, chat(**lists)), (CompletionRequest, {"prompt": "x", **lists})):
+        parse_body(json.dumps(body).encode(), kind, RequestLimits(list_entries=110))
+        with pytest.raises(RequestError, match="list_entries"):
+            parse_body(json.dumps(body).encode(), kind, RequestLimits(list_entries=109))
+
+
 def test_every_bound_has_a_case() -> None:
     # Those of a prompt are in test_request_limits.py, those of the undecoded body in test_json_pieces.py, that of a
     # grammar in grammars/test_checker.py.
