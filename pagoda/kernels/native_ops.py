@@ -1,4 +1,4 @@
-"""NativeOps: the compiled CPU kernels. Its forward ops come from the op table; none is written out by hand."""
+"""NativeOps: the compiled CPU kernels. Its forward ops are generated from the op table."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from pagoda.ops.forward import OP_TABLE
 class NativeOps:
     """`Ops` on a CPU. Every row's bits depend on that row alone.
 
-    threads: how many threads a kernel uses; they are the kernels' own (native/parallel.h), none of torch's.
+    threads: how many threads a kernel uses, of the kernels' own pool (native/parallel.h), not of torch's.
     """
 
     name = "native"
@@ -48,7 +48,7 @@ class NativeOps:
             setattr(self, op.name, partial(self._run, op) if op.parts is None else reference_of(op))
 
     def _run(self, op: Op, *args: object, **kwargs: object) -> object:
-        """Call an op's kernel; returns a tensor, a tuple of them, or None, as the op has results."""
+        """Call an op's kernel; return its result: a tensor, a tuple of tensors, or None."""
         arguments = op.bind(args, kwargs)
         groups: list[Shared] = []
 
@@ -75,7 +75,7 @@ class NativeOps:
         for name, declared in call.op.arguments.items():
             if isinstance(declared, Rows):
                 tensor = arguments[name]
-                assert isinstance(tensor, torch.Tensor)  # torch_facts made sure
+                assert isinstance(tensor, torch.Tensor)  # torch_facts has checked it
                 record = getattr(call.record, name)
                 record.data, record.rows = tensor.data_ptr(), tensor.shape[0]
                 if not declared.any_domain:
@@ -84,7 +84,7 @@ class NativeOps:
             raise ValueError(f"{call.op.name}: arguments of different numbers of rows: {counts}")
 
     def _check(self, call: Call, arguments: dict[str, object], groups: list[Shared]) -> None:
-        """Raises InvariantBroken where an index, a block or a slot would lead the kernel out of its memory."""
+        """Raise InvariantBroken for an index, a block or a slot outside the memory that the kernel may access."""
         at = c_int64()
         for name, declared in call.op.arguments.items():
             if isinstance(declared, Rows) and declared.below is not None:
@@ -116,13 +116,13 @@ class NativeOps:
                 copy(pages.data_ptr(), table.data_ptr(), len(table), block_bytes, self.threads)
 
     def pin_threads(self, cores: Sequence[Sequence[int]]) -> bool:
-        """Keep the calling thread on the first of `cores` (each its CPUs) and the kernels' others on the rest.
+        """Pin the calling thread to the first of `cores` (a list of CPUs each) and the kernels' threads to the others.
 
-        Return False where the system does not allow it; then none is pinned.
+        Return False if the system does not allow it; then no thread is pinned.
         """
         try:
             before = os.sched_getaffinity(0)
-            # The caller last: threads that start after it was pinned would be pinned with it.
+            # Pin the caller last: threads that start later inherit its mask.
             pinned = all(self._pin_worker(thread, cpus) for thread, cpus in enumerate(cores) if thread)
             if pinned:
                 os.sched_setaffinity(0, cores[0])

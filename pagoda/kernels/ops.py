@@ -1,7 +1,7 @@
-"""What the kernels offer, split by who uses it: loading prepares weights, a forward computes, the worker moves cache
-blocks and samples.
+"""The interface of the kernels, one protocol per user: loading prepares weights, a forward computes, the worker moves
+cache blocks and samples.
 
-`ForwardOps` needs no torch and is declared in `pagoda.ops.forward`; the other protocols are those of floors that know
+`ForwardOps` does not need torch and is declared in `pagoda.ops.forward`; the other protocols are for floors that use
 torch. `kernels.select.select_ops` chooses an implementation of all of them.
 """
 
@@ -20,7 +20,7 @@ from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 class PrepareOps(Protocol):
-    """From loaded weights to the form that `linear`, `logits` and `moe` take; used once, while loading."""
+    """Prepare loaded weights for `linear`, `logits` and `moe`; used once, while loading."""
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         """Pack weight [out, in] in compute dtype, bias [out] or None. May keep or drop the original."""
@@ -65,7 +65,7 @@ class SamplingOps(Protocol):
         ...
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [S, V] -> (largest logit float32 [S], an id int64 [S] that has it); NaN where a row has one."""
+        """float32 [S, V] -> (largest logit float32 [S], an id int64 [S] that has it); NaN for a row with a NaN."""
         ...
 
     def sample(
@@ -89,11 +89,11 @@ class SamplingOps(Protocol):
         ...
 
     def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
-        """Log-softmax of float32 [S, V] at the chosen ids (int [S]) and at the k best, with the chosen ones' ranks."""
+        """Log-softmax of float32 [S, V] at the chosen ids (int [S]) and at the k best, with the ranks of the chosen."""
         ...
 
 
 class Ops(ForwardOps, PrepareOps, CacheOps, SamplingOps, Protocol):
-    """All of them: what a device has."""
+    """All ops that a device provides."""
 
     name: str

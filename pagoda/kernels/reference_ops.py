@@ -1,7 +1,8 @@
-"""ReferenceOps: every op as its reference defines it."""
+"""ReferenceOps: every op computed by its reference."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib import import_module
 from types import ModuleType
 
@@ -13,26 +14,52 @@ from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import reference as linear
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.moe.reference import ExpertList
+from pagoda.kernels.native.checks import check_below
 from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
-from pagoda.ops.declare import Op
+from pagoda.ops.declare import Op, Rows
 from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 def reference_of(op: Op) -> Callable[..., object]:
-    """The function named as the op in `kernels/<folder>/reference.py`. Raises TypeError where its signature differs."""
+    """Return the function named as the op in `kernels/<folder>/reference.py`. See `implementation`."""
     return implementation(op, import_module(f"pagoda.kernels.{op.folder}.reference"))
 
 
 def implementation(op: Op, module: ModuleType) -> Callable[..., object]:
-    """`module`'s function of the op's name. Raises TypeError where it does not take what the op table declares."""
+    """Return `module`'s function of the op's name; it raises InvariantBroken for an index outside its table.
+
+    Raises TypeError if the function does not take the arguments that the op table declares.
+    """
     function = getattr(module, op.name)
     found = [(parameter.name, parameter.default) for parameter in inspect.signature(function).parameters.values()]
     wanted = [(parameter.name, parameter.default) for parameter in op.signature.parameters.values()]
     if found != wanted:
         raise TypeError(f"{module.__name__}.{op.name} takes {found}; the op table declares {wanted}")
-    return function
+    below = {name: declared.below for name, declared in op.arguments.items() if isinstance(declared, Rows)}
+    limits = {name: table for name, table in below.items() if table is not None}
+    return _checked(op, function, limits) if limits else function
+
+
+def _checked(op: Op, function: Callable[..., object], limits: Mapping[str, str]) -> Callable[..., object]:
+    """Check indices as the native kernels do, on a CPU; on a GPU that would wait for the device.
+
+    limits: argument of indices -> the argument whose rows they index.
+    """
+
+    @wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        arguments = op.bind(args, kwargs)
+        for name, table in limits.items():
+            indices, indexed = arguments[name], arguments[table]
+            assert isinstance(indices, torch.Tensor)
+            assert isinstance(indexed, torch.Tensor)
+            if indices.device.type == "cpu":
+                check_below(f"{op.name}: {name}", indices.numpy(), indexed.shape[0])
+        return function(*args, **kwargs)
+
+    return call
 
 
 class ReferenceOps:
@@ -77,5 +104,5 @@ class ReferenceOps:
         uniform: np.ndarray,
         best: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        del best  # the definition finds it itself
+        del best  # the definition computes it
         return sampling.sample(logits, temperature, top_k, top_p, min_p, uniform)

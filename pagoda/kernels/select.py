@@ -1,4 +1,4 @@
-"""Which Ops a device gets: the one place that chooses between the native, torch and reference kernels."""
+"""Choose the Ops of a device: the only place that chooses between the native, torch and reference kernels."""
 
 import logging
 from typing import cast
@@ -20,11 +20,11 @@ NAMES = ("auto", "native", "torch", "reference")
 
 
 def select_ops(name: str, device: torch.device, threads: int) -> Ops:
-    """The kernels called `name` ("auto", "native", "torch", "reference") for `device`.
+    """Return the kernels called `name` ("auto", "native", "torch", "reference") for `device`.
 
-    threads: how many the native kernels may use. "auto" is native where it compiles, else torch with one warning that
-    says what to install. The casts are where opaque tensors become torch's: these classes take torch.Tensor where
-    ForwardOps says Tensor. Raises ConfigError for an unknown name, and for "native" where it cannot be had.
+    threads: of the native kernels. "auto" is native if it compiles, otherwise torch with one warning that
+    says what to install. The casts turn opaque tensors into torch's: these classes take torch.Tensor where
+    ForwardOps says Tensor. Raises ConfigError for an unknown name, and for "native" if it is not available.
     """
     if name == "reference":
         return cast(Ops, ReferenceOps())

@@ -1,4 +1,4 @@
-"""TorchOps: decent speed wherever torch runs, with nothing to compile."""
+"""TorchOps: reasonable speed on any device that torch supports, without compiling anything."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -20,7 +20,7 @@ from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 def torch_version_of(op: Op) -> Callable[..., object]:
-    """The op in `kernels/<folder>/library.py`; else the reference, a few whole-tensor calls already."""
+    """Return the op of `kernels/<folder>/library.py`, or the reference, which is a few whole-tensor calls already."""
     name = f"pagoda.kernels.{op.folder}.library"
     module = import_module(name) if find_spec(name) is not None else None
     return implementation(op, module) if hasattr(module, op.name) else reference_of(op)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ template <class Activation, class T>
 void gated(const Tensor& gate_up, const Tensor& out, int threads) {
     int64_t width = out.dim, elements = num_elements(out);
     parallel(threads_for(elements * 2, threads), [&](int thread, int num_threads) {
-        // Cut within tokens too: a single token has 2 * width elements, enough for several threads in a large model.
+        // Divide within tokens too: in a large model, the 2 * width elements of one token are enough for several threads.
         Range mine = share_of(elements, thread, num_threads, 64);
         for (int64_t at = mine.begin; at < mine.end;) {
             int64_t token = at / width, column = at % width;

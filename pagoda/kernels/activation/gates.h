@@ -1,4 +1,4 @@
-// The gated activations, shared by their own ops and by the linear layers that end in one.
+// The gated activations, shared by their own ops and by linear layers with a fused gate.
 #pragma once
 
 #include "simd.h"
@@ -8,7 +8,7 @@ struct Silu {
 };
 struct GeluTanh {
     static f32x16 of(f32x16 x) {
-        // (1 + tanh(y)) / 2 is the sigmoid of 2 y, without the cancellation where tanh nears -1.
+        // (1 + tanh(y)) / 2 as the sigmoid of 2 y, which does not cancel for tanh near -1.
         return x * sigmoid(1.5957691216057308f * (x + 0.044715f * (x * x * x)));
     }
 };

@@ -1,20 +1,20 @@
 // Causal paged attention; its definition is attention/reference.py, the layout of a page kv_cache/pages.h.
 //
-// What one query vector computes is a function of its own row alone, bit for bit:
-//   - the context is cut into segments of 256 positions and chunks of 64, counted from position 0, wherever a window or
-//     a batch begins;
+// The result of a query vector depends only on its own row, bit for bit:
+//   - the context is divided into segments of 256 positions and chunks of 64, counted from position 0 regardless of where
+//     a window or a batch begins;
 //   - within a segment: scores of a chunk, running maximum, weights, running sum (online softmax), chunk after chunk;
-//   - segments start afresh and are folded left to right.
-// A chunk or segment of which a query sees nothing leaves its sums exactly as they were, so tiles of many queries, each
-// with its own last position, agree with a query computed alone; and segments may be computed by different threads.
+//   - each segment starts afresh, and segments are combined from left to right.
+// A chunk or segment that a query does not see leaves its sums unchanged, so a tile of many queries, each
+// with its own last position, gives the same bits as each query alone, and segments may run on different threads.
 #include <new>
 
 #include "segments.h"
 
 namespace {
 
-constexpr int TILE_QUERY_VECTORS = 48;          // query vectors (queries x heads of a KV head) that share a pass
-constexpr size_t MOST_SHARED_BYTES = 64 << 20;  // of partial results of segments that are shared out
+constexpr int TILE_QUERY_VECTORS = 48;          // query vectors (queries x heads of a KV head) per pass over the pages
+constexpr size_t MOST_SHARED_BYTES = 64 << 20;  // partial results of segments that are divided among threads
 
 int make_tiles(const Problem& p, Tile* tiles) {
     int per_tile = std::max(1, TILE_QUERY_VECTORS / p.group()), count = 0;
@@ -23,18 +23,18 @@ int make_tiles(const Problem& p, Tile* tiles) {
         for (int i = 0; i < queries; i += per_tile)
             tiles[count++] = {row, begin + i, std::min(per_tile, queries - i), p.seq_lens[row] - queries + i};
     }
-    // The dearest first, so that no thread is left with a long one at the end.
+    // The most expensive first, so that no thread ends with a long one.
     std::sort(tiles, tiles + count, [&](const Tile& a, const Tile& b) { return a.cost(p) > b.cost(p); });
     return count;
 }
 
-// Partial results of a tile's segments, of all its KV heads.
+// Partial results of a tile's segments, for all its KV heads.
 template <class Stored>
 size_t partial_floats(const Attention<Stored>& work, const Tile& t) {
     return Partial::floats(work.rows(t), work.p.head_dim) * t.num_segments(work.p) * work.p.num_kv_heads;
 }
 
-// Threads claim segments: for few tiles, which could not keep the threads busy. floats: of all tiles.
+// Threads claim segments. For batches of few tiles, which would leave threads idle. floats: partial results of all tiles.
 template <class Stored>
 void attend_by_segments(const Attention<Stored>& work, const Tile* tiles, int count, size_t floats, int threads) {
     const Problem& p = work.p;
@@ -60,11 +60,11 @@ void attend_by_segments(const Attention<Stored>& work, const Tile* tiles, int co
     });
 }
 
-// Threads claim tiles, and of a tile one head or all of them.
+// Threads claim tiles: one head of a tile, or all of its heads.
 template <class Stored>
 void attend_by_units(const Attention<Stored>& work, const Tile* tiles, int count, int threads) {
     const Problem& p = work.p;
-    // A tile of few query vectors waits for memory, and takes the heads of its blocks together, as they lie there.
+    // A tile of few query vectors is bound by memory: it takes all heads of a block together, as they are stored.
     bool together = count >= 4 * threads;
     Unit* units = static_cast<Unit*>(thread_scratch(sizeof(Unit) * count * p.num_kv_heads, 2));
     int num_units = 0;
@@ -74,7 +74,7 @@ void attend_by_units(const Attention<Stored>& work, const Tile* tiles, int count
     }
     std::atomic<int> next{0};
     parallel(threads, [&](int, int) {
-        int upcoming = next.fetch_add(1);  // claimed one ahead: its memory is asked for while the one before computes
+        int upcoming = next.fetch_add(1);  // claimed in advance, so that its memory is prefetched during the current one
         while (upcoming < num_units) {
             const Unit& unit = units[upcoming];
             upcoming = next.fetch_add(1);
@@ -95,7 +95,7 @@ void attend(const Problem& p, int num_tokens, int threads) {
         floats += partial_floats(work, tiles[i]);
     }
     threads = threads_for(products / 4, threads);
-    // Bits do not depend on which way it goes.
+    // Both ways give the same bits.
     bool few = count * p.num_kv_heads < 4 * threads;
     if (threads > 1 && few && floats * sizeof(float) <= MOST_SHARED_BYTES)
         attend_by_segments(work, tiles, count, floats, threads);

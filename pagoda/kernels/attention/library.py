@@ -1,11 +1,11 @@
-"""Paged attention in plain torch, a chunk of the context at a time: no copy of a whole context is ever made."""
+"""Paged attention in plain torch, one chunk of the context at a time, without copying a whole context."""
 
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 CHUNK_TOKENS = 512
-"""Positions of context that are gathered and scored at once."""
+"""Context positions that are gathered and scored at once."""
 
 
 def attention(
@@ -16,7 +16,7 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention, q [T, H, D] -> [T, H * D]; rows with as many new tokens as each other are computed together."""
+    """Causal attention, q [T, H, D] -> [T, H * D]; rows with the same number of new tokens are computed together."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, tokens in _rows_by_query_len(metadata):
         part = _attend(q[tokens], cache, metadata, rows, scale, window, softcap)
@@ -25,7 +25,7 @@ def attention(
 
 
 def _rows_by_query_len(metadata: AttentionMetadata) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows int64 [R], tokens int64 [R, Q]) for each number Q of new tokens in the batch."""
+    """Yield (rows int64 [R], tokens int64 [R, Q]) for each number Q of new tokens in the batch."""
     device = metadata.seq_lens.device
     num_rows = metadata.seq_lens.shape[0]
     if metadata.max_query_len == 1:
@@ -70,14 +70,14 @@ def _attend(
         hidden = key_at > query_at.unsqueeze(-1)
         if window:
             hidden |= key_at <= query_at.unsqueeze(-1) - window
-        # A weight of 0 does not silence a nan: what no query of the row may see must not reach the product.
+        # 0 * NaN is NaN: values that no query of the row may see must not enter the product.
         v = v.masked_fill(hidden.all(dim=1)[:, None, :, None], 0.0)
         scores = grouped @ k.transpose(-1, -2)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores.masked_fill_(hidden.repeat_interleave(group, dim=1).unsqueeze(1), float("-inf"))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
-        # A query that has seen nothing yet keeps top = -inf; its weights must come out 0, not nan.
+        # A query without any visible position so far keeps top = -inf; its weights must be 0, not NaN.
         shift = new_top.nan_to_num(neginf=0.0)
         weights = torch.exp(scores - shift)
         keep = torch.exp(top - shift)
@@ -91,7 +91,7 @@ def _attend(
 def _gather_chunk(
     cache: KVLayer, metadata: AttentionMetadata, rows: torch.Tensor, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions start .. start + length - 1 of each row as float32 k, v [R, K, length, D]; junk past a row's end."""
+    """Return positions start .. start + length - 1 of each row as float32 k, v [R, K, length, D]; junk past the end."""
     positions = torch.arange(start, start + length, device=rows.device)
     blocks = metadata.block_table[rows][:, positions // metadata.block_size].long()
     offsets = (positions % metadata.block_size).expand_as(blocks)

@@ -1,4 +1,4 @@
-// What is asked of attention, how it is cut up, and the sums that a part of it leaves.
+// The attention problem, its division into parts, and the partial sums of a part.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include "simd.h"
 
 constexpr int SEGMENT = 256;
-constexpr int FEW_VECTORS = 12;  // tiles of more query vectors compute longer than their pages take to come
+constexpr int FEW_VECTORS = 12;  // tiles of more query vectors are bound by arithmetic, not by memory
 
 struct Problem {
     int dtype;
@@ -32,17 +32,17 @@ struct Tile {
     int64_t cost(const Problem& p) const { return int64_t(end() - first_visible(p)) * (num_queries + 1); }
 };
 
-// KV heads [first, first + count).
+// KV heads first .. first + count - 1.
 struct Heads {
     int first, count;
 };
-// What a thread claims: heads of a tile, which it walks through together.
+// What a thread claims: some heads of a tile, processed together.
 struct Unit {
     const Tile* tile;
     Heads heads;
 };
 
-// vdpbf16ps takes a denormal sum for 0, also where it adds nothing; what ends as one would depend on what others saw.
+// vdpbf16ps flushes a denormal sum to 0 even if it adds nothing, so a denormal would depend on what other rows see.
 inline f32x16 without_denormals(f32x16 v) { return magnitude_bits(v) < 0x00800000 ? f32x16{} : v; }
 
 // Running softmax of `rows` query vectors.
@@ -52,15 +52,15 @@ struct Partial {
     static Partial at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
 };
 
-// folded <- folded then next, where `next` covers the later positions.
-inline void fold(Partial folded, Partial next, int rows, int head_dim) {
+// sums = sums combined with next, which covers later positions.
+inline void combine(Partial sums, Partial next, int rows, int head_dim) {
     for (int r = 0; r < rows; r++) {
-        float top = std::max(folded.top[r], next.top[r]);
-        float keep = exp2(splat(folded.top[r] - top))[0], take = exp2(splat(next.top[r] - top))[0];
-        folded.top[r] = top;
-        folded.total[r] = folded.total[r] * keep + next.total[r] * take;
+        float top = std::max(sums.top[r], next.top[r]);
+        float keep = exp2(splat(sums.top[r] - top))[0], take = exp2(splat(next.top[r] - top))[0];
+        sums.top[r] = top;
+        sums.total[r] = sums.total[r] * keep + next.total[r] * take;
         for (int d = 0; d < head_dim; d += 16) {
-            float* acc = folded.acc + r * head_dim + d;
+            float* acc = sums.acc + r * head_dim + d;
             store(acc, fma(load(next.acc + r * head_dim + d), splat(take), load(acc) * keep));
         }
     }

@@ -40,7 +40,7 @@ def attention(
 def gather_context(
     cache: KVLayer, blocks: torch.Tensor, block_size: int, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `seq_len` positions of one row as float32 (k, v), each [K, seq_len, D]."""
+    """Return the first `seq_len` positions of one row as float32 (k, v), each [K, seq_len, D]."""
     used = blocks[: -(-seq_len // block_size)].long()
     pair: list[torch.Tensor] = []
     for pages, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):

@@ -1,10 +1,10 @@
-// Attention of a tile: online softmax over chunks within a segment, segments folded left to right.
+// Attention of a tile: online softmax over the chunks of a segment; segments are combined from left to right.
 #pragma once
 
-#include "bring.h"
+#include "chunks.h"
 
-constexpr float NOTHING_SEEN = -1e30f;  // running maximum before any position: finite, so that differences are numbers
-constexpr float HIDDEN = -1e37f;        // score of a position out of sight: its weight comes out as exactly 0
+constexpr float NOTHING_SEEN = -1e30f;  // running maximum before any position: finite, so that differences are not NaN
+constexpr float HIDDEN = -1e37f;        // score of a masked position: its weight is exactly 0
 
 template <class Stored>
 struct Attention {
@@ -15,10 +15,10 @@ struct Attention {
     const Problem& p;
     Context<Stored> context{p};
 
-    // What scores are multiplied by to become exponents of 2. A soft cap has brought them there already.
+    // Factor from scores to exponents of 2. With a soft cap they already are exponents.
     float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
 
-    // Scales, caps and masks one query vector's scores where there is need; returns the largest exponent.
+    // Scale, cap and mask one query vector's scores as needed; return the largest exponent.
     float finish_scores(float* scores, int chunk_at, int at, const Workspace<Lane>& w) const {
         int from = p.window > 0 ? at - p.window + 1 - chunk_at : 0, to = at - chunk_at;
         bool partly = from > 0 || to < CHUNK - 1;
@@ -37,7 +37,7 @@ struct Attention {
         return lane_max(highest) * exponent_scale();
     }
 
-    // Scores of one query vector become weights, and are added to its running sums.
+    // Turn one query vector's scores into weights and add them to its running sums.
     void weigh(const float* scores, Lane* weights, float top, float keep, float* sums, const Workspace<Lane>& w) const {
         f32x16 sum = load(sums) * keep;
         for (int g = 0; g < LANE_GROUPS; g++) {
@@ -53,7 +53,7 @@ struct Attention {
     }
 
     // Online softmax of a chunk for all rows of a tile: scores to weights, with `keep` for what was summed before.
-    void soften(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part, float* sums) const {
+    void online_softmax(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part, float* sums) const {
         int n = rows(t), group = p.group();
         for (int r = 0; r < n; r++) {
             float top = finish_scores(w.scores + r * CHUNK, chunk_at, t.first_at + r / group, w);
@@ -86,14 +86,14 @@ struct Attention {
         }
     }
 
-    // A segment's sums; part(h) is where those of the unit's h-th head go. What this thread reads next is asked for on the
-    // way: the unit's positions below `walked_until`, and then the beginning of `then`.
+    // Compute a segment's sums; part(h) receives those of the unit's h-th head. Meanwhile prefetch what this thread reads
+    // next: the unit's positions below `walked_until`, then the beginning of `then`.
     template <class PartOf>
     void run_segment(const Unit& unit, int segment, const Workspace<Lane>& w, PartOf&& part, int walked_until,
                      const Unit* then) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
-        PagesAhead ahead;
+        PagePrefetcher ahead;
         int n = rows(t), hd = p.head_dim;
         const int32_t* table = p.block_table + t.row * p.table_stride;
         for (int h = 0; h < heads.count; h++) {
@@ -110,14 +110,14 @@ struct Attention {
             ahead.clear();
             if (n <= FEW_VECTORS) {
                 if (chunk_at + CHUNK < walked_until)
-                    context.look_ahead(unit, chunk_at + CHUNK, false, ahead);
+                    context.prefetch_chunk(unit, chunk_at + CHUNK, false, ahead);
                 else if (then != nullptr)
-                    context.look_ahead(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
+                    context.prefetch_chunk(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
             }
             for (int h = 0; h < heads.count; h++) {
-                context.bring(table, heads.first + h, chunk_at, visible, end, w, keys, values);
+                context.load_chunk(table, heads.first + h, chunk_at, visible, end, w, keys, values);
                 scores_of<Kind>(w.queries_of(h), n, keys, hd / WIDTH, w.scores, ahead);
-                soften(t, chunk_at, w, part(h), w.sums_of(h));
+                online_softmax(t, chunk_at, w, part(h), w.sums_of(h));
                 outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
             }
             ahead.ask_rest();
@@ -138,12 +138,12 @@ struct Attention {
             int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
             T* to = static_cast<T*>(p.out) + (token * p.num_heads + head) * hd;
             float inverse = 1.0f / part.total[r];
-            // Folded with a segment that saw nothing, a -0 has become +0: it always does.
+            // Combining with a segment that sees nothing turns -0 into +0, so always do that.
             for (int d = 0; d < hd; d += 16) store(to + d, load(part.acc + r * hd + d) * inverse + 0.0f);
         }
     }
 
-    // All segments of a unit. The same thread will run `then` next.
+    // Run all segments of a unit. The same thread runs `then` next.
     void run_unit(const Unit& unit, const Unit* then) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
@@ -151,15 +151,15 @@ struct Attention {
         auto w = Workspace<Lane>::take(p, n, heads.count);
         load_queries(t, heads, w);
         for (int s = 0; s < t.num_segments(p); s++) {
-            auto part = [&](int h) { return s == 0 ? w.folded(h) : w.next(h); };
+            auto part = [&](int h) { return s == 0 ? w.combined(h) : w.next(h); };
             run_segment(unit, first + s, w, part, t.end(), then);
             if (s == 0) continue;
-            for (int h = 0; h < heads.count; h++) fold(w.folded(h), w.next(h), n, p.head_dim);
+            for (int h = 0; h < heads.count; h++) combine(w.combined(h), w.next(h), n, p.head_dim);
         }
-        for (int h = 0; h < heads.count; h++) write_out(t, heads.first + h, w.folded(h));
+        for (int h = 0; h < heads.count; h++) write_out(t, heads.first + h, w.combined(h));
     }
 
-    // One segment of a tile whose segments are shared out; the thread that ends the last one folds them all.
+    // Run one segment of a tile whose segments are divided among threads; the thread that ends the last one combines them.
     void run_part(const Tile& t, int kv_head, int segment, float* parts, std::atomic<int>& unfinished) const {
         int n = rows(t);
         size_t size = Partial::floats(n, p.head_dim);
@@ -171,7 +171,7 @@ struct Attention {
         run_segment({&t, heads}, index, w, part, std::min((index + 1) * SEGMENT, t.end()), nullptr);
         if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
         for (int s = 1; s < t.num_segments(p); s++)
-            fold(Partial::at(parts, n), Partial::at(parts + size * s, n), n, p.head_dim);
+            combine(Partial::at(parts, n), Partial::at(parts + size * s, n), n, p.head_dim);
         write_out(t, kv_head, Partial::at(parts, n));
     }
 };

@@ -1,10 +1,10 @@
 // The two products of attention for a few query vectors and one chunk of context.
 //
-// Every output is one chain of operations in a fixed order (over the head's dimensions for a score, over the context's
-// positions for an output), each named explicitly: how many query vectors share a tile changes no bit of any of them.
+// Every result is one chain of operations in a fixed order (over the head's dimensions for a score, over the context's
+// positions for an output), each explicit: the number of query vectors in a tile does not change any bit.
 #pragma once
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "simd.h"
 
 constexpr int CHUNK = 64;         // positions scored at once, aligned to their absolute position
@@ -15,7 +15,7 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // 24 sums, 4 loads and a broadc
 constexpr int TILE_ROWS = 2, TILE_VECTORS = 2;
 #endif
 
-// How operands stand. Paired: 32-bit lanes hold two bf16, multiplied and summed at once. Single: one float a lane.
+// Operand formats. Paired: a 32-bit lane holds two bf16, multiplied and summed at once. Single: one float per lane.
 struct Paired {
     using Lane = uint32_t;
     using Lanes = u32x16;
@@ -33,14 +33,14 @@ struct Single {
     static f32x16 multiply_add(f32x16 acc, Lanes a, Lanes b) { return fma(a, b, acc); }
 };
 
-// K of one chunk: sixteen positions each, dimension (pair) i at keys[group] + i * stride.
+// K of one chunk in groups of 16 positions: dimension (pair) i is at keys[group] + i * stride.
 template <class Kind>
 struct KeyChunk {
     const typename Kind::Lane* keys[LANE_GROUPS];
     int64_t stride;
 };
-// V of one chunk: positions (pairs) begin .. end - 1 count, each a row of head_dim lanes.
-// The last pair's high half is skipped where `half_at_end`: nothing has been written there.
+// V of one chunk: positions (pairs) begin .. end - 1 are used, each a row of head_dim lanes.
+// If `half_at_end`, the last pair's high half is skipped: it has not been written.
 template <class Kind>
 struct ValueChunk {
     const typename Kind::Lane* rows[CHUNK / Kind::WIDTH];
@@ -51,7 +51,7 @@ struct ValueChunk {
 // scores[r][0..63] = q[r] . K for M query vectors of `depth` lanes each.
 template <class Kind, int M, int N>
 inline void score_tile(const typename Kind::Lane* q, const KeyChunk<Kind>& chunk, int first_group, int64_t depth,
-                       float* scores, PagesAhead& ahead) {
+                       float* scores, PagePrefetcher& ahead) {
     f32x16 sums[M][N] = {};
     for (int64_t i = 0; i < depth; i++) {
         ahead.ask();
@@ -74,7 +74,7 @@ inline void score_tile(const typename Kind::Lane* q, const KeyChunk<Kind>& chunk
 // acc[r][column ..] = acc * keep[r] + weights[r] . V for M query vectors and N vectors of columns.
 template <class Kind, int M, int N>
 inline void output_tile(const typename Kind::Lane* weights, const ValueChunk<Kind>& chunk, int64_t column,
-                        int64_t head_dim, const float* keep, float* acc, PagesAhead& ahead) {
+                        int64_t head_dim, const float* keep, float* acc, PagePrefetcher& ahead) {
     constexpr int DEPTH = CHUNK / Kind::WIDTH;
     f32x16 sums[M][N];
 #pragma GCC unroll 6
@@ -107,9 +107,9 @@ inline void output_tile(const typename Kind::Lane* weights, const ValueChunk<Kin
         for (int n = 0; n < N; n++) store(acc + r * head_dim + column + 16 * n, sums[r][n]);
 }
 
-// ---- any number of rows and columns, cut into tiles ----
+// ---- any number of rows and columns, divided into tiles ----
 
-// Calls body(first, integral M) with M <= LIMIT covering `count`, as evenly as it goes.
+// Call body(first, integral M) with M <= LIMIT to cover `count` as evenly as possible.
 template <int LIMIT, class Body>
 inline void for_tiles(int count, Body&& body) {
     int tiles = (count + LIMIT - 1) / LIMIT;
@@ -128,7 +128,7 @@ inline void for_tiles(int count, Body&& body) {
 
 template <class Kind>
 void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chunk, int64_t depth, float* scores,
-               PagesAhead& ahead) {
+               PagePrefetcher& ahead) {
     for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
         for (int group = 0; group < LANE_GROUPS; group += TILE_VECTORS)
             score_tile<Kind, decltype(m)::value, TILE_VECTORS>(q + first * depth, chunk, group, depth,
@@ -138,7 +138,7 @@ void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chu
 
 template <class Kind>
 void outputs_of(const typename Kind::Lane* weights, int rows, const ValueChunk<Kind>& chunk, int64_t head_dim,
-                const float* keep, float* acc, PagesAhead& ahead) {
+                const float* keep, float* acc, PagePrefetcher& ahead) {
     for_tiles<TILE_VECTORS>(static_cast<int>(head_dim / 16), [&](int first_vector, auto n) {
         for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
             output_tile<Kind, decltype(m)::value, decltype(n)::value>(weights + first * (CHUNK / Kind::WIDTH), chunk,

@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-// 32 codes, two a lane.
+// 32 codes, two per lane.
 inline u32x16 widen_32(const int8_t* from) {
     u16x16 raw;
     memcpy(&raw, from, 32);
@@ -14,7 +14,7 @@ inline u32x16 widen_32(const int8_t* from) {
 }
 
 #if defined(PAGODA_AVX512) && defined(__AVX512VBMI__)
-// The bytes of the bf16 of 0 .. 127; the sign is the code's own.
+// The bytes of the bf16 values of 0 .. 127; the sign comes from the code.
 struct Bf16Bytes {
     alignas(64) uint8_t low[128], high[128];
     constexpr Bf16Bytes() : low(), high() {
@@ -32,10 +32,10 @@ static constexpr Bf16Bytes BF16_BYTES;
 // `count` codes, a multiple of 64, of -127 .. 127.
 inline void widen_int8(const int8_t* from, int64_t count, uint32_t* to) {
 #if defined(PAGODA_AVX512) && defined(__AVX512VBMI__)
-    // Looked up by the byte: two lookups and an interleaving for 64 codes, where widen_32 takes nine operations for 32.
+    // Table lookup by byte: two lookups and one interleaving for 64 codes; widen_32 takes nine operations for 32.
     __m512i low_0 = _mm512_load_si512(BF16_BYTES.low), low_1 = _mm512_load_si512(BF16_BYTES.low + 64);
     __m512i high_0 = _mm512_load_si512(BF16_BYTES.high), high_1 = _mm512_load_si512(BF16_BYTES.high + 64);
-    // Interleaving works within 16 bytes: quarters 0..3 and 4..7 are brought to where they come out in order.
+    // Interleaving works within 16 bytes, so quarters 0..3 and 4..7 are first moved to where the result is in order.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t i = 0; i < count; i += 64) {
         __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + i)), size = _mm512_abs_epi8(code);

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pagoda.kernels.native.checks import bad_index
+from pagoda.kernels.native.checks import check_below
 
 _NO_IDS = np.empty(0, np.int32)
 
@@ -66,14 +66,8 @@ class BatchConstraints:
 
     def check(self, num_rows: int, vocab_size: int) -> None:
         """Raise InvariantBroken for a row or a token id outside logits [num_rows, vocab_size]."""
-        _check_below("rows", self.rows, num_rows)
+        check_below("constrain: rows", self.rows, num_rows)
         for name in ("bias", "penalized", "forbidden"):
-            _check_below(name, getattr(self, name).ids, vocab_size)
+            check_below(f"constrain: {name}", getattr(self, name).ids, vocab_size)
         last_ids = np.array([0 if mask is None else max(0, len(mask) - 1) for mask in self.allowed])
-        _check_below("allowed", last_ids, vocab_size)
-
-
-def _check_below(name: str, indices: np.ndarray, limit: int) -> None:
-    if indices.size and (indices.min() < 0 or indices.max() >= limit):
-        at = int(np.flatnonzero((indices < 0) | (indices >= limit))[0])
-        raise bad_index(f"constrain: {name}", int(indices[at]), at, limit)
+        check_below("constrain: allowed", last_ids, vocab_size)

@@ -1,5 +1,5 @@
-// Writing the paged KV cache, with the rotary embedding on the way, and copying blocks.
-// The definition is kv_cache/reference.py; how pages are laid out inside is pages.h.
+// Writes the paged KV cache, applying the rotary embedding on the way, and copies blocks.
+// The definition is kv_cache/reference.py; the layout of a page is in pages.h.
 #include "../rotary/rotate.h"
 #include "int8.h"
 #include "pages.h"
@@ -59,7 +59,7 @@ void write_token(const Write& w, int64_t t) {
         const T* v = elements_of<const T>(w.v) + t * w.v.stride + h * head_dim;
         Stored* k_page = static_cast<Stored*>(cache.k) + block * cache.k_stride + h * page_elements;
         Stored* v_page = static_cast<Stored*>(cache.v) + block * cache.v_stride + h * page_elements;
-        // Rotated to the compute dtype first, so that an int8 cache holds the same K with and without the fused op.
+        // Round to the compute dtype first, so that an int8 cache holds the same K with and without the fused op.
         T rotated[MAX_HEAD_DIM];
         if (w.positions != nullptr) {
             int64_t half = head_dim / 2, at = w.positions[t] * half;

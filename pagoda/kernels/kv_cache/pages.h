@@ -1,10 +1,10 @@
-// How one head's K and V lie within a block: the layout that attention multiplies without rearranging.
+// The layout of one head's K and V within a block, which attention multiplies without rearranging.
 //
-//   bf16, int8   K [D / 2][slot][2]    pairs of neighbouring dimensions, a dimension's slots side by side
-//                V [slot / 2][D][2]    pairs of neighbouring slots
+//   bf16, int8   K [D / 2][slot][2]    pairs of adjacent dimensions; the slots of a pair are adjacent
+//                V [slot / 2][D][2]    pairs of adjacent slots
 //   fp32, fp16   K [D][slot]           V [slot][D]
 //
-// Scores are then computed for sixteen slots at once, with no sum across lanes, and in bf16 both products are of pairs,
+// Scores of 16 slots are then computed at once, without a sum across lanes, and in bf16 both products are of pairs,
 // the CPU's own dot product. Tensors keep the shape [blocks, K, block_size, D]: the layout stays inside the kernels.
 #pragma once
 
@@ -20,7 +20,7 @@ struct PageLayout<f16> {
     static constexpr int PAIR = 1;
 };
 
-// Where dimension d of slot `slot` stands.
+// Element index of dimension d of slot `slot`.
 template <class Stored>
 inline int64_t k_offset(int64_t d, int64_t slot, int64_t block_size) {
     constexpr int P = PageLayout<Stored>::PAIR;

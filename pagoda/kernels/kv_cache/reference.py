@@ -9,7 +9,7 @@ from pagoda.kernels.rotary.reference import rotary
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata) -> None:
-    """Put k, v [T, K, D] at `slot_mapping`; an int8 cache gets one scale per token and head."""
+    """Write k, v [T, K, D] at `slot_mapping`; an int8 cache gets one scale per token and head."""
     block = metadata.slot_mapping // metadata.block_size
     offset = metadata.slot_mapping % metadata.block_size
     for new, pages, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
@@ -20,7 +20,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: Attenti
 
 
 def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K, D] -> (int8 [T, K, D], float32 scale [T, K]): symmetric, largest magnitude at 127, halves to even."""
+    """x [T, K, D] -> (int8 [T, K, D], float32 scale [T, K]): symmetric, largest magnitude becomes 127, ties to even."""
     wide = x.float()
     largest = wide.abs().amax(dim=-1)
     inverse = torch.where(largest > 0, 127.0 / largest, torch.zeros_like(largest))
@@ -45,7 +45,7 @@ def rotary_write_kv(
     cache: KVLayer,
     metadata: AttentionMetadata,
 ) -> torch.Tensor:
-    """`rotary`, then `write_kv` of the rotated k; the rotated q comes back."""
+    """`rotary`, then `write_kv` of the rotated k; return the rotated q."""
     q, k = rotary(q, k, positions, cos, sin)
     write_kv(k, v, cache, metadata)
     return q

@@ -5,13 +5,13 @@ import torch
 from pagoda.kernels.native.huge_pages import huge_zeros
 
 _CHUNK = 64 << 20
-_ALIGN = 4096  # so that no two weights share a page's worth of prefetching
+_ALIGN = 4096  # bytes: the hardware prefetcher of one weight never reads into the next
 
 
 class WeightArena:
-    """Hands out byte tensors, one after the other in a few large mappings; never takes one back singly.
+    """Allocates byte tensors one after the other in a few large mappings; single tensors are never freed.
 
-    A mapping is given back to the system when all tensors in it are gone. Weights that are read in turn stand in turn.
+    A mapping is unmapped when all its tensors are gone. Weights that are read one after the other are adjacent.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class WeightArena:
         self._used = 0
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], zeros, aligned to 4096."""
+        """Return uint8 [num_bytes], zeros, aligned to 4096."""
         if self._used + num_bytes > self._chunk.numel():
             self._chunk, self._used = huge_zeros(max(num_bytes, _CHUNK)), 0
         part = self._chunk[self._used : self._used + num_bytes]

@@ -1,13 +1,13 @@
 // Tiles of a product in floating point: a few rows of x times a few panels, accumulated in registers.
 //
-// The order of summation of an output element: along K from its begin to its end in one chain of fused steps, whatever
-// the tile. So a row's result has the same bits alone and in any batch.
+// Every output element is summed along K from begin to end in one chain of fused multiply-adds, whatever
+// the tile. So a row has the same bits alone and in any batch.
 #pragma once
 
 #include "packed.h"
 #include "simd.h"
 
-// One step along K: x is broadcast from a 32-bit word, the weights are 16 columns' worth.
+// One step along K: x is broadcast from a 32-bit word and multiplied with 16 columns of weights.
 struct StepF32 {
     using Word = float;
     using Weight = float;
@@ -26,7 +26,7 @@ struct StepBF16 {
     using Word = uint32_t;
     using Weight = uint32_t;
     static u32x16 weights(const uint32_t* p) { return load_words(p); }
-    // Rows of x may begin at any element, so a pair of them may be anywhere.
+    // Rows of x may begin at any element, so a pair may be unaligned.
     static u32x16 splat_word(const uint32_t* p) {
         uint32_t word;
         memcpy(&word, p, 4);
@@ -39,11 +39,11 @@ struct StepBF16 {
 // elements apart).
 template <class Step, int ROWS, int PANELS>
 inline void float_tile(const typename Step::Word* x, int64_t x_stride, const typename Step::Weight* panel,
-                       int64_t panel_stride, int64_t steps, float* out, int64_t out_stride, Ahead ahead) {
+                       int64_t panel_stride, int64_t steps, float* out, int64_t out_stride, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t s = 0; s < steps; s++) {
-        ahead.next();
+        prefetch.next();
         decltype(Step::weights(panel)) w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) w[v] = Step::weights(panel + (v / 2) * panel_stride + s * PANEL + (v % 2) * 16);

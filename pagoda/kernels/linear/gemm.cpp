@@ -1,4 +1,4 @@
-// The linear layer: tiles, sharing them out to threads, finishing the sums. Its definition is reference.py.
+// The linear layer: tiles, their distribution over threads, and the epilogue. Its definition is reference.py.
 #include "gemm.h"
 
 #include "../activation/gates.h"
@@ -16,41 +16,41 @@ constexpr int MAX_TILE_ROWS = 3;
 constexpr bool MANY_REGISTERS = false;
 #endif
 constexpr int MAX_TILE_PANELS = 4;
-// From so many rows on threads claim pieces instead of taking equal shares: a thread that lost its core for a moment
-// then costs little. Below, a weight is read once, and one long stream each is faster.
+// With at least this many rows, threads claim pieces instead of taking equal shares: a thread that is descheduled briefly
+// then costs little. With fewer, a weight is read once, and one long stream per thread is faster.
 constexpr int64_t CLAIM_ROWS = 16;
 constexpr int64_t CLAIMS_PER_THREAD = 8;
-// Rows of x that are multiplied with a panel before the next panel comes; they stay in the L2 cache.
+// Rows of x that are multiplied with one panel before the next; they stay in the L2 cache.
 constexpr int64_t BLOCK_BYTES = 256 * 1024;
 
 // ---- one tile ----
 
 using Tile = void (*)(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                      float* out, int64_t out_stride, Ahead ahead);
+                      float* out, int64_t out_stride, Prefetch prefetch);
 
 template <class Step, int ROWS, int PANELS>
 void run_float_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                    float* out, int64_t out_stride, Ahead ahead) {
+                    float* out, int64_t out_stride, Prefetch prefetch) {
     using Weight = typename Step::Weight;
     float_tile<Step, ROWS, PANELS>(static_cast<const typename Step::Word*>(x.words) + row * x.stride, x.stride,
                                    reinterpret_cast<const Weight*>(panel),
                                    panel_stride / static_cast<int64_t>(sizeof(Weight)), word_steps(w), out, out_stride,
-                                   ahead);
+                                   prefetch);
 }
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
 void run_int_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                  float* out, int64_t out_stride, Ahead ahead) {
+                  float* out, int64_t out_stride, Prefetch prefetch) {
     int64_t groups = groups_of(w);
     QuantizedRows rows{x.quantized.bytes + row * groups * GROUP, x.quantized.scales + row * groups,
                        x.quantized.sums + row * groups};
     int_tile<KIND, GROUP, ROWS, PANELS>(rows, groups, reinterpret_cast<const uint8_t*>(panel), panel_stride, out,
-                                        out_stride, ahead);
+                                        out_stride, prefetch);
 }
 
-// Tiles of every height, and for each width 1, 2, 4 what registers allow.
+// Tiles of every height, as wide (1, 2 or 4 panels) as the registers allow.
 struct Tiles {
-    Tile narrow[6], wide[6], widest[3];  // 1, 2, 4 panels, by rows - 1; null where registers would not do
-    // The most panels at once that suit `rows` rows.
+    Tile narrow[6], wide[6], widest[3];  // 1, 2, 4 panels, by rows - 1; null if they need too many registers
+    // The widest tile for `rows` rows.
     int panels(int64_t rows) const {
         if (rows <= 3 && widest[rows - 1] != nullptr) return 4;
         return wide[rows - 1] != nullptr ? 2 : 1;
@@ -98,14 +98,14 @@ const Tiles& tiles_of(const PackedLinear& w) {
     }
 }
 
-// ---- finished sums to the output ----
+// ---- epilogue: from sums to the output ----
 
 f32x16 with_bias(const float* sums, const PackedLinear& w, int64_t column) {
     f32x16 v = load(sums);
     return w.bias == nullptr ? v : v + load(w.bias + column);
 }
 
-// A tile's sums [rows][sums_stride], whose first column is `column`, `columns` of them real.
+// A tile's sums [rows][sums_stride]. `column`: output column of the first one; `columns` of them exist.
 template <class Out>
 void finish(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
             int64_t columns) {
@@ -116,7 +116,7 @@ void finish(const LinearJob& job, const float* sums, int64_t sums_stride, int64_
         });
     }
 }
-// The same with the gate's sums in the first panel and those of up in the second.
+// The same, with the sums of gate in the first panel and those of up in the second.
 template <class T>
 void finish_gated(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows,
                   int64_t column) {
@@ -146,15 +146,15 @@ void finish_tile(const LinearJob& job, const float* sums, int64_t sums_stride, i
 
 // ---- a rectangle of the output ----
 
-// Rows [row, row_end) of panels [panel, panel_end); with a gate, of those and their partners. then: the panel that this
-// thread multiplies next, as far as can be told, or none: -1.
+// Rows [row, row_end) of panels [panel, panel_end), with a gate of their partners too. then: the panel that this thread
+// will probably multiply next, or -1.
 void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
               int64_t then) {
     const PackedLinear& w = *job.weight;
     const Tiles& tiles = tiles_of(w);
     const char* panels = static_cast<const char*>(w.panels);
     int64_t bytes = panel_bytes(w), partner = w.out_features / 2 / PANEL * bytes;
-    int64_t count = (row_end - row + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;  // tiles down the rows, nearly equal
+    int64_t count = (row_end - row + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;  // tiles along the rows, of nearly equal height
     int64_t most_rows = (row_end - row + count - 1) / count;
     int most = job.gate != GATE_NONE ? 1 : tiles.panels(most_rows);
     alignas(64) float sums[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
@@ -165,8 +165,8 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         int64_t columns = w.out_features - panel * PANEL;
         if (columns > width * PANEL) columns = width * PANEL;
         int64_t upcoming = panel + width < panel_end ? panel + width : then;
-        auto ask_ahead = [&](int64_t tile) -> Ahead {
-            // All tiles down the rows together ask once for all that the next ones read.
+        auto prefetch_for = [&](int64_t tile) -> Prefetch {
+            // Together, the tiles along the rows prefetch once everything that the next ones read.
             int64_t a_line_each = tile_steps(w) * 64, asked = tile * a_line_each;
             if (upcoming < 0) return {first, 0, 0};
             const char* next = panels + upcoming * bytes;
@@ -181,15 +181,15 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         };
         for (int64_t i = 0; i < count; i++) {
             int64_t begin = row + (row_end - row) * i / count, rows = row + (row_end - row) * (i + 1) / count - begin;
-            // A single tile reads the weights as they come, at the speed of memory: nothing to gain.
-            Ahead ahead = count > 1 ? ask_ahead(i) : Ahead{first, 0, 0};
+            // A single tile already reads the weights at the speed of memory: nothing to gain.
+            Prefetch prefetch = count > 1 ? prefetch_for(i) : Prefetch{first, 0, 0};
             if (job.gate == GATE_NONE) {
-                tiles.of(rows, width)(x, begin, w, first, bytes, sums, width * PANEL, ahead);
+                tiles.of(rows, width)(x, begin, w, first, bytes, sums, width * PANEL, prefetch);
             } else if (tiles.panels(rows) >= 2) {
-                tiles.of(rows, 2)(x, begin, w, first, partner, sums, 2 * PANEL, ahead);
+                tiles.of(rows, 2)(x, begin, w, first, partner, sums, 2 * PANEL, prefetch);
             } else {
-                tiles.of(rows, 1)(x, begin, w, first, 0, sums, 2 * PANEL, ahead);
-                tiles.of(rows, 1)(x, begin, w, first + partner, 0, sums + PANEL, 2 * PANEL, ahead);
+                tiles.of(rows, 1)(x, begin, w, first, 0, sums, 2 * PANEL, prefetch);
+                tiles.of(rows, 1)(x, begin, w, first + partner, 0, sums + PANEL, 2 * PANEL, prefetch);
             }
             finish_tile(job, sums, (job.gate == GATE_NONE ? width : 2) * PANEL, begin, rows, panel * PANEL, columns);
         }
@@ -197,13 +197,13 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
     }
 }
 
-// What threads claim: one of `blocks` of the rows, times `width` panels.
+// What a thread claims: one of `blocks` blocks of rows, times `width` panels.
 struct Cut {
     int64_t blocks, width;
 };
 
-// The cut that keeps `threads` equally fast threads busy to the end: the fewest rows x panels for the one with most claims.
-// Of cuts that are as good, within 2 %, the coarsest: it reads weights and rows least often.
+// The division that finishes first on `threads` equally fast threads: the busiest one has the fewest rows x panels.
+// Among divisions within 2 % of the best, the coarsest, which reads weights and rows least often.
 Cut cut(const LinearJob& job, int64_t panels, int threads) {
     int64_t least = (job.rows * row_bytes(*job.weight) + BLOCK_BYTES - 1) / BLOCK_BYTES, most = job.rows / CLAIM_ROWS;
     if (least > most) least = most;
@@ -278,7 +278,7 @@ void linear_multiply(const LinearJob& job, int thread, int num_threads, std::ato
         int64_t claim = claims.fetch_add(1, std::memory_order_relaxed);
         if (claim >= blocks * pieces) return;
         int64_t block = claim / pieces, panel = claim % pieces * width;
-        // While all threads are equally fast, each claims in turn.
+        // If all threads are equally fast, they claim in turn.
         int64_t guess = claim + num_threads, then = guess < blocks * pieces ? guess % pieces * width : -1;
         multiply(job, x, job.rows * block / blocks, job.rows * (block + 1) / blocks, panel,
                  panel + width < panels ? panel + width : panels, then);

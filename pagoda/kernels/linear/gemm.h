@@ -1,4 +1,4 @@
-// A linear layer as a job that any number of threads work on together.
+// A linear layer as a job for any number of threads.
 #pragma once
 
 #include <atomic>
@@ -22,17 +22,17 @@ struct LinearJob {
     void* scratch;  // linear_scratch_bytes(), or null when that is 0
 };
 
-// Some x must be converted before it is multiplied (quantised, widened, padded). How much room that takes.
+// Bytes needed to convert x before the multiplication (quantised, widened, padded); often 0.
 __attribute__((visibility("hidden"))) size_t linear_scratch_bytes(const LinearJob& job);
-// Converts rows [begin, end); all rows must be done before anybody multiplies.
+// Convert rows begin .. end - 1; all rows must be converted before any thread multiplies.
 __attribute__((visibility("hidden"))) void linear_convert(const LinearJob& job, int64_t begin, int64_t end);
-// This thread's share of the product. `claims` starts at 0 and is shared by the threads.
+// Compute this thread's share of the product. `claims` starts at 0 and is shared by the threads.
 __attribute__((visibility("hidden"))) void linear_multiply(const LinearJob& job, int thread, int num_threads,
                                                            std::atomic<int64_t>& claims);
-// What the output's columns are cut into: panels, or with a gate pairs of panels.
+// Number of units that the output's columns are divided into: panels, or pairs of panels with a gate.
 __attribute__((visibility("hidden"))) int64_t linear_panels(const LinearJob& job);
-// Rows [row, row_end) of panels [panel, panel_end), by the calling thread alone.
+// Compute rows [row, row_end) of panels [panel, panel_end) on the calling thread alone.
 __attribute__((visibility("hidden"))) void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end,
                                                                 int64_t panel, int64_t panel_end);
-// All of it, on `threads` threads.
+// Compute everything on `threads` threads.
 __attribute__((visibility("hidden"))) void linear_run(LinearJob job, int threads);

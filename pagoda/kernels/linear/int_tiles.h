@@ -1,6 +1,6 @@
 // Tiles of a product of quantised x and quantised weights: integers within a group, floats across groups.
 //
-// Sums within a group are exact; groups are added in one chain along K, whatever the tile.
+// Sums within a group are exact; groups are added in one chain along K, in every tile.
 #pragma once
 
 #include "packed.h"
@@ -35,7 +35,7 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 // (panel_stride bytes apart).
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
 inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
-                     int64_t out_stride, Ahead ahead) {
+                     int64_t out_stride, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
     constexpr int64_t HEADER = KIND == KIND_Q4_MIN ? 4 * PANEL : 2 * PANEL;
     constexpr int64_t RECORD = HEADER + (KIND == KIND_Q8 ? GROUP : GROUP / 2) * PANEL;
@@ -52,7 +52,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
         const int8_t* bytes = x.bytes + g * GROUP;
         if constexpr (KIND == KIND_Q8) {
             for (int quad = 0; quad < GROUP / 4; quad++) {
-                ahead.next();
+                prefetch.next();
                 u32x16 w[VECTORS];
 #pragma GCC unroll 8
                 for (int v = 0; v < VECTORS; v++)
@@ -70,7 +70,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
             for (int pair = 0; pair < GROUP / 8; pair++) {
 #pragma GCC unroll 2
                 for (int high = 0; high < 2; high++) {
-                    if (high == 0) ahead.next();
+                    if (high == 0) prefetch.next();
                     u32x16 w[VECTORS];
 #pragma GCC unroll 8
                     for (int v = 0; v < VECTORS; v++) {

@@ -1,11 +1,11 @@
-"""Linear layers through torch's own GEMM, with the weight packed once where oneDNN offers it."""
+"""Linear layers on torch's own GEMM, with the weight packed once if oneDNN supports it."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-_PACK_ROWS_HINT = 64  # rows oneDNN is told to expect; its packed layout serves every other number too
+_PACK_ROWS_HINT = 64  # a hint to oneDNN; the packed layout works for any number of rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +20,7 @@ class LibraryLinear:
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LibraryLinear:
-    """Pack a bfloat16 CPU weight for oneDNN where that is faster; keep every other weight as it is."""
+    """Pack a bfloat16 CPU weight for oneDNN if the CPU supports it; keep every other weight unchanged."""
     out_features, in_features = weight.shape
     packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     packed = packable and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -30,12 +30,12 @@ def prepare(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LibraryLi
 
 
 def linear(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
-    """[T, in] -> [T, out] = x @ weight.T + bias, in x's dtype. Its summation order is the library's own."""
+    """[T, in] -> [T, out] = x @ weight.T + bias, in x's dtype. The library chooses the order of summation."""
     if weight.packed:
         return torch.ops.mkldnn._linear_pointwise.default(x, weight.weight, weight.bias, "none", [], "")
     return F.linear(x, weight.weight, weight.bias)
 
 
 def logits(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
-    """[S, in] -> float32 [S, out]; the library rounds to x's dtype before they are widened."""
+    """[S, in] -> float32 [S, out]; the library rounds to x's dtype first."""
     return linear(x, weight).float()

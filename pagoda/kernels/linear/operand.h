@@ -1,4 +1,4 @@
-// x as the tiles want it: as it stands, widened, padded, or quantised by the groups of the weights.
+// x in the form that the tiles read: unchanged, widened, padded, or quantised by the groups of the weights.
 #pragma once
 
 #include "gemm.h"
@@ -13,9 +13,9 @@ struct Operand {
 
 inline int64_t groups_of(const PackedLinear& w) { return (w.in_features + w.group - 1) / w.group; }
 inline int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? (w.in_features + 1) / 2 : w.in_features; }
-// Of one row of x in the form the tiles take it.
+// Bytes of one row of x in the form that the tiles read.
 inline int64_t row_bytes(const PackedLinear& w) { return word_steps(w) * (is_quantized(w.kind) ? 1 : 4); }
-// How often a tile asks for a line of what comes next.
+// How many times a tile prefetches a line of the next panels.
 inline int64_t tile_steps(const PackedLinear& w) {
     return is_quantized(w.kind) ? w.in_features / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);
 }
@@ -41,7 +41,7 @@ inline Operand operand(const LinearJob& job) {
     return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
 }
 
-// One group, of which `count` elements are there and the rest is zero.
+// Quantise one group, of which `count` elements exist and the rest are zero.
 template <int GROUP, class T>
 void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int32_t* sum) {
     constexpr int PARTS = GROUP / 16;

@@ -1,9 +1,9 @@
-// How weights lie in memory for the linear kernels (PackedLinear, of abi.h).
+// The memory layout of weights for the linear kernels (PackedLinear, of abi.h).
 //
-// Output columns are cut into panels of 32, padded with zeros. Within a panel, K runs outermost, so that a multiplication
+// Output columns are divided into panels of 32, padded with zeros. Within a panel, K is outermost, so a multiplication
 // reads the panel as one stream:
 //
-//   F32, F16   [K][32]                          BF16      [K / 2][32][2], pairs of neighbours along K
+//   F32, F16   [K][32]                          BF16      [K / 2][32][2], pairs of adjacent elements along K
 //   Q8         [K / group] of {scale f16[32], [group / 4][32][4] unsigned bytes, the value plus 128}
 //   Q4         [K / 32] of {scale f16[32], [4][32][4] bytes}; a byte's low nibble is of quad 2i, the high of quad 2i + 1
 //   Q4_MIN     as Q4 with {scale f16[32], minimum f16[32], ...}
@@ -33,12 +33,12 @@ inline int64_t panel_bytes(const PackedLinear& w) {
     }
 }
 
-// What a tile asks of memory for later, one or two lines at each of its steps: the panels that come next. So they arrive
-// while this tile computes, instead of all at once before the next.
-struct Ahead {
+// The panels that a tile prefetches, one or two cache lines per step, so that they arrive while the tile computes
+// instead of all at once before the next tile.
+struct Prefetch {
     const char* at;
-    int64_t step;    // bytes to the next step's line, or 0 to ask for nothing new
-    int64_t second;  // bytes to a step's second line, or 0 for one line a step
+    int64_t step;    // bytes to the next step's line, or 0 to prefetch nothing new
+    int64_t second;  // bytes to a step's second line, or 0 for one line per step
     void next() {
         __builtin_prefetch(at, 0, 2);
         __builtin_prefetch(at + second, 0, 2);

@@ -1,4 +1,4 @@
-"""Linear layers on the native kernels: weights packed once into panels, then multiplied by `linear/gemm.cpp`."""
+"""Linear layers of the native kernels: weights are packed once into panels; `linear/gemm.cpp` multiplies them."""
 
 import ctypes
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch
 
 from pagoda.kernels.linear.arena import WeightArena
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.abi import PANEL, ExpertStack, Kind, PackedLinear, Shared
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native.library import NativeLibrary
@@ -19,7 +20,7 @@ from pagoda.ops.tensor import LinearWeight
 class PackedWeight:
     """A weight [out_features, in_features] in the kernels' layout.
 
-    dtype: what x must be; None for quantised weights, which take any.   address: of the record the kernels are given.
+    dtype: of x; None for quantised weights, which take any.   address: of the struct that the kernels receive.
     """
 
     out_features: int
@@ -47,27 +48,14 @@ class PackedTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedExperts:
+class PackedExperts(ExpertList[PackedWeight]):
     """Packed weights of one shape and kind, one per expert.
 
-    record: the struct the kernels are given.   pointers: what it points to.
+    record: the struct that the kernels receive.   pointers: what it points to.
     """
 
-    weights: tuple[PackedWeight, ...]
     record: Shared
     pointers: ctypes.Array[c_void_p]
-
-    @property
-    def num_experts(self) -> int:
-        return len(self.weights)
-
-    @property
-    def out_features(self) -> int:
-        return self.weights[0].out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.weights[0].in_features
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -79,14 +67,14 @@ class PackedExperts:
 
 
 class PackedLinears:
-    """Packs weights. Every output element is summed along `in_features` in one order, whatever the batch."""
+    """Packs weights. Every output element is summed along `in_features` in one order, independent of the batch."""
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self._library, self._threads = library, threads
         self._arena = WeightArena()
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
-        """A copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""
+        """Return a copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""
         out_features, in_features = weight.shape
         packed = self._empty(out_features, in_features, weight.dtype, Kind(DTYPE_CODES[weight.dtype]), 0, bias)
         if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
@@ -99,7 +87,7 @@ class PackedLinears:
         return packed
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> PackedWeight:
-        """The codes and scales in panels; inputs will be quantised by the same groups."""
+        """Return the codes and scales in panels; inputs are quantised in the same groups."""
         if weight.group not in ((32, 64) if weight.bits == 8 else (32,)):
             raise ValueError(
                 f"{weight.bits}-bit weights in groups of {weight.group} have no kernel; 8 bits have 32 or 64, 4 have 32"

@@ -6,7 +6,7 @@ from pagoda.kernels.native.abi import PANEL
 
 
 class Form(Enum):
-    """What a packed weight's elements are: floats of the compute dtype, or codes with scales per group."""
+    """The elements of a packed weight: floats of the compute dtype, or codes with scales per group."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -17,12 +17,12 @@ class Form(Enum):
 
 
 def packed_bytes(form: Form, out_features: int, in_features: int, group: int = 0) -> int:
-    """Bytes of a weight's panels.   group: of the quantised forms, elements that share a scale."""
+    """Return the bytes of a weight's panels.   group: elements that share a scale, for the quantised forms."""
     return -(-out_features // PANEL) * _panel_bytes(form, in_features, group)
 
 
 def packed_bias_bytes(out_features: int) -> int:
-    """Bytes of a bias: float32, padded to whole panels."""
+    """Return the bytes of a bias: float32, padded to whole panels."""
     return -(-out_features // PANEL) * PANEL * 4
 
 

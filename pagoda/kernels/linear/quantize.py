@@ -1,6 +1,6 @@
-"""Quantised weights before they are packed: codes and scales, from floats or from a GGUF's own blocks.
+"""Quantised weights before packing: codes and scales, made from floats or read from a GGUF's blocks.
 
-These functions are the definition of what the packed kinds hold; `dequantize` gives the values back.
+These functions define the values of the packed kinds; `dequantize` returns them.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class QuantizedWeight:
 
 
 def quantize(weight: torch.Tensor, group: int = 64) -> QuantizedWeight:
-    """Weight [out, in], any float dtype, to 8 bits: symmetric, one scale for `group` neighbours along `in`."""
+    """Quantise weight [out, in], any float dtype, to 8 bits: symmetric, one scale per `group` elements along `in`."""
     pieces = [_quantize(piece, group) for piece in weight.split(_PIECE_ROWS)]
     codes = torch.cat([codes for codes, _ in pieces])
     scales = torch.cat([scales for _, scales in pieces])
@@ -50,15 +50,15 @@ def _quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     groups = torch.nn.functional.pad(weight.float(), (0, padding)).unflatten(1, (-1, group))
     scales = (groups.abs().amax(-1) / 127).half()
     inverse = torch.where(scales > 0, 1 / scales.float(), 0)
-    # The scale is rounded first, so that codes make up for it as far as they can.
+    # Round the scale first, so that the codes compensate for its rounding.
     codes = (groups * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).add_(128)
     return codes.flatten(1).to(torch.uint8), scales
 
 
 def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels make of their input: int8 [T, in padded] and float32 scales [T, groups]."""
+    """Quantise the input as the kernels do: int8 [T, in padded] and float32 scales [T, groups]."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
     limit = groups.abs().amax(-1)
-    # A tensor above, as torch would divide a number by multiplying with the reciprocal, which rounds twice.
+    # Divide a tensor: for a Python number torch multiplies with the reciprocal, which rounds twice.
     inverse = torch.where(limit > 0, torch.tensor(127.0) / limit, 0)
     return (groups * inverse.unsqueeze(-1)).round_().flatten(1).to(torch.int8), limit / 127

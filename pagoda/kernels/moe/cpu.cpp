@@ -12,10 +12,10 @@
 
 namespace {
 
-constexpr int64_t MOST_PAIRS = 4096;  // at once: their results are kept in float until they are added
+constexpr int64_t MOST_PAIRS = 4096;  // per block of tokens: their results are held in float until they are added
 constexpr int64_t FEW_ROWS = 16;      // with fewer per expert, weights are read once: one long stream per thread
 
-// Parts of one allocation; each begins on a cache line.
+// Parts of one allocation; each starts on a cache line.
 struct Allocation {
     char* at;
     template <class T>
@@ -30,13 +30,13 @@ struct Allocation {
 struct Routing {
     float* weights;    // [tokens][top_k], by rank
     int32_t* experts;  // [tokens][top_k], by rank
-    int32_t* place;    // [tokens][top_k], of a pair among those sorted by expert
-    int32_t* token;    // [pairs], of a sorted pair
+    int32_t* place;    // [tokens][top_k], index of a pair in the order sorted by expert
+    int32_t* token;    // [pairs], token of a sorted pair
     int32_t* begin;    // [experts + 1], first sorted pair of an expert
 };
 
 // The top_k experts of one token, the largest logit first and the lower id among equals, with their softmax weights.
-// logits: [count], is changed.
+// logits: [count], overwritten.
 void route_token(float* logits, int64_t count, int64_t top_k, bool renormalize, float* weights, int32_t* experts) {
     f32x16 top = splat(-INFINITY), sums = {};
     for_lanes(count, [&](int64_t i, int n) {
@@ -92,7 +92,7 @@ void route(const MoeArgs& a, int64_t first, int64_t tokens, const Routing& to, i
     to.begin[0] = 0;
 }
 
-// The product of every expert with its pairs. job: of all pairs; its weight is any expert's.
+// Multiply each expert with its pairs. job: covers all pairs; its weight may be any expert's.
 void multiply_experts(LinearJob job, const ExpertStack& stack, const Routing& routing, int threads) {
     int32_t* active = static_cast<int32_t*>(thread_scratch(sizeof(int32_t) * stack.count, 1));
     int64_t count = 0;

@@ -1,4 +1,4 @@
-"""Mixture of experts in torch, an expert at a time with all of its tokens: fast where `linear` is a library's GEMM."""
+"""Mixture of experts in torch, one expert at a time with all of its tokens."""
 
 import torch
 
@@ -15,7 +15,7 @@ def moe(
     top_k: int,
     renormalize: bool,
 ) -> torch.Tensor:
-    """See reference.moe. An expert's output is rounded once more than there, by `linear`."""
+    """See reference.moe. `linear` rounds an expert's output once more than the definition."""
     experts, weights = route(router_logits, top_k, renormalize)
     parts = torch.empty(x.shape[0] * top_k, x.shape[1], dtype=torch.float32, device=x.device)
     pair_of = experts.flatten()

@@ -1,7 +1,7 @@
-"""What Python and the C++ kernels share: structs, constants and functions, each declared once, here or in the op table.
+"""The interface of Python and the C++ kernels: structs, constants and functions, each declared once, here or as an op.
 
-The header that the kernels include is generated from these declarations (`header.py`) when they are compiled, and
-ctypes reads and writes through the same ones; so the two sides cannot disagree.
+When the kernels are compiled, their header is generated from these declarations (`header.py`), and
+ctypes uses the same declarations, so the two sides cannot disagree.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from pagoda.ops.declare import Argument, Cache, Domain, DType, Experts, Group, O
 from pagoda.ops.forward import OP_TABLE
 
 PANEL = 32
-"""Output columns of a packed weight that lie together."""
+"""Output columns of a packed weight that are stored together."""
 
 
 class Kind(IntEnum):
-    """How a packed weight is stored: see linear/packed.h."""
+    """The format of a packed weight: see linear/packed.h."""
 
     F32 = 0
     BF16 = 1
@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
 
 class Bad(IntEnum):
-    """What a check found wrong: the return value of the functions that check."""
+    """The result of a check: the return value of the checking functions."""
 
     NOTHING = 0
     INDEX = 1
@@ -40,7 +40,7 @@ class Bad(IntEnum):
 
 
 class Layout(IntEnum):
-    """How the rows of a Tensor lie in memory."""
+    """The memory layout of a Tensor's rows."""
 
     ROWS = 0
     PANELS = 1  # as a packed weight of floats: see linear/packed.h
@@ -53,7 +53,7 @@ ENUMS: dict[str, type[IntEnum]] = {
     "BAD_": Bad,
     "LAYOUT_": Layout,
 }
-"""Enums of the header, by the prefix their names have there."""
+"""Enums of the header, by the prefix of their names there."""
 
 _SCALARS = {
     "void": None,
@@ -68,7 +68,7 @@ _SCALARS = {
 
 
 class Shared(Structure):
-    """A struct that both sides know. fields: name -> C type."""
+    """A struct shared with C++. fields: name -> C type."""
 
     fields: Mapping[str, str] = {}
 
@@ -217,7 +217,7 @@ def _function(returns: str, /, **parameters: str) -> Function:
 _LOGITS = {"logits": "const float*", "stride": "int64_t", "rows": "int64_t", "vocab": "int64_t"}
 
 FUNCTIONS: dict[str, Function] = {
-    # What the compiler made of this machine, and the thread pool.
+    # The build, and the thread pool.
     "pagoda_isa": _function("const char*"),
     "pagoda_shares_done": _function("uint64_t", threads="int32_t"),
     "pagoda_pin_thread": _function("bool", thread="int32_t", cpus="const int32_t*", count="int32_t"),
@@ -255,7 +255,7 @@ FUNCTIONS: dict[str, Function] = {
         "void", **_LOGITS, chosen="const int64_t*", k="int64_t", ids="int32_t*", logprobs="float*", ranks="int32_t*",
         threads="int32_t",
     ),
-    # Checks of what comes from outside, and recorded programs.
+    # Checks of indices and block tables, and recorded programs.
     "pagoda_check_indices": _function(
         "int32_t", indices="const void*", dtype="int32_t", count="int64_t", limit="int64_t", bad_at="int64_t*"
     ),

@@ -1,4 +1,4 @@
-"""From an op's Python arguments to the struct its kernel takes, checked against the op's declaration.
+"""Fill the struct that an op's kernel takes from its Python arguments, checked against the op's declaration.
 
 Running op by op and recording share this: they differ only in what a Rows argument is, a torch tensor or a stand-in.
 """
@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True, slots=True)
 class RowsFacts:
-    """What a Rows argument looks like. stride: elements from a row to the next.   dense: no gaps within a row."""
+    """Shape and layout of a Rows argument. stride: elements from a row to the next.   dense: no gaps within a row."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -32,7 +32,7 @@ class RowsFacts:
 
 @dataclass(slots=True)
 class Call:
-    """An op's arguments, ready but for the addresses of its rows.
+    """An op's arguments, complete except for the addresses of its rows.
 
     record: the argument struct.   shapes, dtypes: by argument; see declare.Shapes.   kept: what `record` points to.
     """
@@ -52,7 +52,7 @@ class Call:
 
 
 def check_page_shape(head_dim: int, block_size: int) -> None:
-    """Raises ConfigError for pages that the native kernels cannot read and write."""
+    """Raise ConfigError for pages that the native kernels cannot read and write."""
     if head_dim % 16 or head_dim > MAX_HEAD_DIM or block_size % 8:
         raise ConfigError(
             f"native attention takes head sizes that are multiples of 16 up to {MAX_HEAD_DIM} and block sizes that are "
@@ -100,7 +100,7 @@ def prepare_call(
 
 
 def set_tensor(record: Shared, row_shape: tuple[int, ...], dtype: DType, stride: int | None = None) -> None:
-    """Fill a Tensor struct but for `data` and `rows`.
+    """Fill a Tensor struct except for `data` and `rows`.
 
     row_shape: (), (dim,) or (heads, dim).   stride: None where rows follow each other without gaps.
     """
@@ -111,7 +111,7 @@ def set_tensor(record: Shared, row_shape: tuple[int, ...], dtype: DType, stride:
 
 
 def fill_group(record: Shared, metadata: AttentionMetadata) -> None:
-    """Fill a RowGroup struct. Raises ValueError where a tensor has another dtype or layout than the kernels read."""
+    """Fill a RowGroup struct. Raises ValueError for a tensor whose dtype or layout the kernels cannot read."""
     starts, lengths, table, slots = (
         metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.slot_mapping
     )  # fmt: skip

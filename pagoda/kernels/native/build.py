@@ -1,8 +1,8 @@
-"""Compiling the native kernels on first use, and finding them again.
+"""Compile the native kernels on first use, and cache them.
 
-Every `kernels/<op>/*.cpp` is compiled to an object of its own, all at once, and linked into one library that is kept in
-the user's cache. They include abi.h, which is generated from the op table. The library's name is a hash of everything
-that went in: sources, headers, compiler, flags and the CPU. So an edited source or a moved home folder never loads a
+Every `kernels/<op>/*.cpp` is compiled to its own object, in parallel, and linked into one library that is kept in
+the user's cache. The sources include abi.h, which is generated from the op table. The library's name is a hash of all
+inputs: sources, headers, compiler, flags and the CPU. So an edited source or a moved home folder never loads a
 stale or foreign library, and there is nothing to invalidate.
 """
 
@@ -27,8 +27,8 @@ logger = logging.getLogger("pagoda")
 KERNELS = Path(__file__).resolve().parent.parent
 COMPILERS = ("g++", "clang++", "c++")
 REMEDY = "install a C++ compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
-# No contraction: whether a * b + c is fused must not depend on how the compiler unrolled the loop around it, or rows
-# computed by different tiles would differ in their last bit. Kernels ask for fused multiply-adds by name.
+# No contraction: whether a * b + c is fused must not depend on how the compiler unrolls the loop around it, or rows
+# computed by different tiles would differ in their last bit. Fused multiply-adds are explicit in the kernels.
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
@@ -39,24 +39,24 @@ FLAGS = (
 
 
 class NativeUnavailable(Exception):
-    """The native kernels cannot be had on this machine; the message says why and what to do about it."""
+    """The native kernels are not available on this machine; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C++ compiler: its path, and the first line it prints about itself."""
+    """A C++ compiler: its path, and the first line of its --version."""
 
     path: str
     version: str
 
 
 def default_cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of compiled kernels."""
     return Path.home() / ".cache" / "pagoda" / "native"
 
 
 def find_compiler(search_path: str | None = None) -> Compiler:
-    """The first of COMPILERS on `search_path` (None: PATH) that answers. Raises NativeUnavailable when none does."""
+    """Return the first compiler of COMPILERS that works, on `search_path` (None: PATH). Raises NativeUnavailable."""
     for name in COMPILERS:
         path = shutil.which(name, path=search_path)
         if path is None:
@@ -68,16 +68,16 @@ def find_compiler(search_path: str | None = None) -> Compiler:
 
 
 def sources() -> list[Path]:
-    """Every source of the library, in a fixed order: the longest first, since they take longest to compile."""
+    """Return every source of the library in a fixed order: the longest first, because it takes longest to compile."""
     return sorted(KERNELS.glob("*/*.cpp"), key=lambda path: (-path.stat().st_size, path))
 
 
 def build(cache_dir: Path, compiler: Compiler, march: str = "native", extra_flags: Sequence[str] = ()) -> Path:
-    """The compiled library, from the cache or fresh.
+    """Return the compiled library, from the cache or newly compiled.
 
-    march: what to compile for; tests take lesser ones.   extra_flags: for compiling and linking (sanitizers).
-    Two processes may race: each compiles under a private name and renames, and the last one's equal bytes stay.
-    Raises NativeUnavailable with the compiler's own words if it fails.
+    march: the instruction set; tests use older ones.   extra_flags: for compiling and linking (sanitizers).
+    Two processes may race: each compiles under a private name and renames; both results are equal.
+    Raises NativeUnavailable with the compiler's output if it fails.
     """
     flags = [*FLAGS, f"-march={march}", *extra_flags, f"-I{KERNELS / 'native'}"]
     if platform.machine() in ("x86_64", "AMD64"):
@@ -129,7 +129,7 @@ def _fingerprint(compiler: Compiler, flags: list[str]) -> str:
 
 
 def cpu_features() -> str:
-    """What tells CPUs apart for `-march=native`: the first processor's model and feature flags."""
+    """Return what distinguishes CPUs for `-march=native`: the first processor's model and feature flags."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

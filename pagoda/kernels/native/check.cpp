@@ -1,4 +1,4 @@
-// Checks of what comes from outside Python's types: ids, positions, slots, block tables. A wrong one would read or write
+// Checks of values that types cannot guarantee: ids, positions, slots, block tables. A wrong one would read or write
 // other memory.
 #include <algorithm>
 
@@ -6,8 +6,8 @@
 
 namespace {
 
-// Where the first of `count` is outside [0, limit), or -1. Compared as unsigned, so a negative one is large. The largest
-// is found first, which the compiler does sixteen at a time.
+// Index of the first of `count` values outside [0, limit), or -1. Compared as unsigned, so negative values are large. The
+// maximum is computed first, because the compiler vectorises that.
 template <class Index, class Unsigned>
 int64_t first_outside(const void* indices, int64_t count, int64_t limit) {
     auto* at = static_cast<const Index*>(indices);
@@ -29,7 +29,7 @@ PAGODA_EXPORT int32_t pagoda_check_indices(const void* indices, int32_t dtype, i
     return *bad_at < 0 ? BAD_NOTHING : BAD_INDEX;
 }
 
-// num_queries: rows of the queries that the group describes, or -1 where only its slots are used. num_written: how many of its slots are looked at.
+// num_queries: rows of queries that the group describes, or -1 if only its slots are used. num_written: slots to check.
 // bad_at: the row, or the slot, that is wrong.
 PAGODA_EXPORT int32_t pagoda_check_group(const RowGroup* group, int64_t num_blocks, int64_t num_queries,
                                          int64_t num_written, int64_t* bad_at) {

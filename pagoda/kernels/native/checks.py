@@ -1,5 +1,6 @@
 """Errors for arguments that would lead a kernel out of its memory."""
 
+import numpy as np
 import torch
 
 from pagoda.base.errors import InvariantBroken
@@ -7,12 +8,19 @@ from pagoda.kernels.native.abi import Bad
 
 
 def bad_index(what: str, value: int, at: int, limit: int) -> InvariantBroken:
-    """An index that a kernel would have followed out of its table."""
+    """Return the error for an index outside its table."""
     return InvariantBroken(f"{what}: element {at} is {value}, allowed are 0 to {limit - 1}; the step was not run")
 
 
+def check_below(what: str, indices: np.ndarray, limit: int) -> None:
+    """Raise InvariantBroken if one of `indices` (integers, [n]) is not in 0 .. limit - 1."""
+    if indices.size and (indices.min() < 0 or indices.max() >= limit):
+        at = int(np.flatnonzero((indices < 0) | (indices >= limit))[0])
+        raise bad_index(what, int(indices[at]), at, limit)
+
+
 _GROUP_RULES = {
-    Bad.QUERY_START: "query_start must begin at 0, never fall, and end at the number of queries",
+    Bad.QUERY_START: "query_start must begin at 0, never decrease, and end at the number of queries",
     Bad.SEQ_LEN: "seq_lens must be at least the row's queries, and its blocks must fit in the block table",
     Bad.BLOCK_ID: "a block id in block_table is outside the cache",
     Bad.SLOT: "slot_mapping must have a slot within the cache for every token",
@@ -20,7 +28,7 @@ _GROUP_RULES = {
 
 
 def bad_group(bad: int, at: int, num_blocks: int) -> InvariantBroken:
-    """AttentionMetadata that would have led a kernel out of the cache. at: the row, or for a slot the token."""
+    """Return the error for AttentionMetadata that points outside the cache. at: the row, or for a slot the token."""
     which = "token" if bad == Bad.SLOT else "row"
     return InvariantBroken(
         f"attention metadata, {which} {at}: {_GROUP_RULES[Bad(bad)]} ({num_blocks} blocks); the step was not run"

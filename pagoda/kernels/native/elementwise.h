@@ -1,10 +1,10 @@
-// Ops that compute each element of their result from elements at the same place.
+// Ops that compute each element of the result from the elements at the same index.
 #pragma once
 
 #include "parallel.h"
 #include "simd.h"
 
-// out[i .. i + n) = body(i, n) for all of `elements`, shared among threads; n is 16 but for the end of a share.
+// out[i .. i + n) = body(i, n) for all of `elements`, divided among threads; n is 16 except at the end of a share.
 template <class T, class Body>
 void each_element(T* out, int64_t elements, int threads, Body&& body) {
     parallel(threads_for(elements, threads), [&](int thread, int num_threads) {
@@ -14,7 +14,7 @@ void each_element(T* out, int64_t elements, int threads, Body&& body) {
     });
 }
 
-// Where a Tensor's elements are, as T.
+// Pointer to a Tensor's elements.
 template <class T>
 T* elements_of(const Tensor& t) {
     return static_cast<T*>(t.data);

@@ -1,4 +1,4 @@
-"""Memory on huge pages, where the system has them: one entry of the CPU's page table covers 2 MiB instead of 4 KiB."""
+"""Memory on huge pages, if the system has them: one page-table entry covers 2 MiB instead of 4 KiB."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def huge_zeros(num_bytes: int) -> torch.Tensor:
-    """uint8 zeros [num_bytes], aligned to 2 MiB, whose pages come when they are first written.
+    """Return uint8 zeros [num_bytes], aligned to 2 MiB; pages are allocated when they are first written.
 
     The memory is the process' own: shared anonymous memory has no huge pages unless an administrator says so.
     """
@@ -18,7 +18,7 @@ def huge_zeros(num_bytes: int) -> torch.Tensor:
     mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # a Linux kernel built without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE, offset - offset % mmap.PAGESIZE, size - _HUGE_PAGE)
-    # The tensor keeps `mapping` alive, and the system takes it back when the last view of it is gone.
+    # The tensor keeps `mapping` alive; it is unmapped when its last view is gone.
     return torch.frombuffer(mapping, dtype=torch.uint8)[offset : offset + num_bytes]

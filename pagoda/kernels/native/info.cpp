@@ -1,4 +1,4 @@
-// What the compiler made of this machine, for `pagoda doctor` and the tests.
+// Facts about the build and the thread pool, for `pagoda doctor` and the tests.
 #include "parallel.h"
 
 // The widest instruction set the kernels were compiled for.
@@ -14,7 +14,7 @@ PAGODA_EXPORT const char* pagoda_isa() {
 #endif
 }
 
-// Runs a parallel region of `threads` shares; returns a bit for each share that was done exactly once.
+// Run a parallel region of `threads` shares; return a bit for each share that ran exactly once.
 PAGODA_EXPORT uint64_t pagoda_shares_done(int32_t threads) {
     std::atomic<uint64_t> once{0}, twice{0};
     parallel(threads, [&](int thread, int) {

@@ -1,4 +1,4 @@
-// Values to int8: symmetric, the largest magnitude of a group at 127.
+// Quantisation to int8: symmetric, the largest magnitude of a group becomes 127.
 #pragma once
 
 #include <cfloat>
@@ -6,8 +6,8 @@
 
 #include "simd.h"
 
-// scale: what codes are multiplied by to give values back. inverse: what values are multiplied by to give codes.
-// Where a value is not finite, `scale` is NaN, and so is every sum that the group enters; its codes are to be 0.
+// scale: from codes to values. inverse: from values to codes.
+// If a value is not finite, `scale` is NaN, and so is every sum that includes the group; its codes must be 0.
 struct Int8Scale {
     float scale, inverse;
     bool finite() const { return scale == scale; }

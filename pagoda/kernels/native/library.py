@@ -1,4 +1,4 @@
-"""Loading the compiled kernels, with every function bound as abi.py declares it."""
+"""Load the compiled kernels and bind every function as abi.py declares it."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -35,9 +35,9 @@ def load(
     march: str = "native",
     extra_flags: Sequence[str] = (),
 ) -> NativeLibrary:
-    """Compile if need be, and load. Raises build.NativeUnavailable where that cannot be.
+    """Compile if needed, and load. Raises build.NativeUnavailable if that fails.
 
-    Asserts that they bring no OpenMP runtime into the process.
+    Asserts that loading them adds no OpenMP runtime to the process.
     """
     compiler = compiler or build.find_compiler()
     path = build.build(cache_dir or build.default_cache_dir(), compiler, march, extra_flags)
@@ -46,8 +46,8 @@ def load(
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         raise build.NativeUnavailable(f"the compiled kernels do not load: {error}; delete {path}") from error
-    brought = set(openmp_runtimes()).difference(openmp)
-    assert not brought, f"the kernels have threads of their own, yet they brought {brought}"
+    added = set(openmp_runtimes()).difference(openmp)
+    assert not added, f"the kernels have their own threads, yet loading them added {added}"
     for name, declared in FUNCTIONS.items():
         function = getattr(functions, name)  # cached; functions[name] would be a new one each time
         function.argtypes = [ctype(c_type) for c_type in declared.parameters.values()]

@@ -1,13 +1,13 @@
 // Threads for the kernels.
 //
 // parallel(threads, body) calls body(thread, num_threads) once for every `thread` below num_threads <= threads, on as
-// many threads as the machine has free, and returns when all are done. One thread may come to do several shares, so a
-// body must not wait for another.
+// many threads as get a core, and returns when all calls are done. One thread may run several shares, so a
+// body must not wait for another one.
 //
-// The pool is our own (pool.cpp): between regions its threads wait awake for some tens of microseconds, which covers the
-// gap between one op and the next, and then sleep. torch's OpenMP threads wait awake for milliseconds: fine alone on a
-// machine, but beside a second busy process each region then takes a time slice of the system's scheduler, 28 ms where
-// this pool takes 2 microseconds (two threads on two cores, load 10).
+// The pool is our own (pool.cpp): between regions its threads spin for some tens of microseconds, which covers the
+// gap between one op and the next, and then sleep. torch's OpenMP threads spin for milliseconds: fine alone on a
+// machine, but next to a second busy process each region then takes a time slice of the system's scheduler, 28 ms instead
+// of the 2 microseconds of this pool (two threads on two cores, load 10).
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 
 #include "abi.h"
 
-// body(data, thread, num_threads) for the shares of `threads` >= 2 threads. Within a region: one share, by the caller.
+// Call body(data, thread, num_threads) for `threads` >= 2 shares. Within a region: one share, run by the caller.
 void run_on_pool(void (*body)(void*, int, int), void* data, int threads);
 
 template <class Body>
@@ -32,7 +32,7 @@ inline void parallel(int threads, Body&& body) {
                 const_cast<void*>(static_cast<const void*>(&body)), threads);
 }
 
-// Thread `thread` of `num_threads` gets [begin, end) of `count` items, cut at multiples of `grain`.
+// The range of `count` items for thread `thread` of `num_threads`, divided at multiples of `grain`.
 struct Range {
     int64_t begin, end;
 };
@@ -42,12 +42,12 @@ inline Range share_of(int64_t count, int thread, int num_threads, int64_t grain 
     return {begin < count ? begin : count, end < count ? end : count};
 }
 
-// Entering and leaving a parallel region costs a microsecond or two: below this many elements one thread is faster.
+// A parallel region costs a microsecond or two: below this many elements one thread is faster.
 constexpr int64_t PARALLEL_MIN_ELEMENTS = 16384;
 inline int threads_for(int64_t elements, int threads) { return elements < PARALLEL_MIN_ELEMENTS ? 1 : threads; }
 
 // A buffer of at least `bytes`, aligned to a cache line, kept by the calling thread between calls.
-// `slot` tells apart buffers that live at the same time.
+// `slot` distinguishes buffers that are used at the same time.
 inline void* thread_scratch(size_t bytes, int slot = 0) {
     static thread_local void* buffer[4] = {};
     static thread_local size_t capacity[4] = {};

@@ -1,7 +1,7 @@
-// The kernels' thread pool: grows to the largest number of threads asked for, and lives as long as the process.
+// The kernels' thread pool. It grows to the largest number of threads requested and exists until the process ends.
 //
-// A thread that the operating system has not given a core yet holds nobody up: when the caller has done its own share
-// it takes back the shares that nobody has begun. So a busy machine costs the threads it takes away, and no more.
+// A thread that is waiting for a core does not delay the region: once the caller has finished its own share,
+// it takes over the shares that have not started. A busy machine therefore costs the threads it takes away, and no more.
 #include <pthread.h>
 #include <time.h>
 
@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int MAX_WORKERS = 511;
-constexpr int64_t AWAKE_NS = 50000;  // how long a thread waits awake before it sleeps
+constexpr int64_t AWAKE_NS = 50000;  // how long a thread spins before it sleeps
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -30,7 +30,7 @@ int64_t now_ns() {
     return t.tv_sec * int64_t(1000000000) + t.tv_nsec;
 }
 
-// A value that one thread sets and another waits for.
+// A value that one thread sets and another one waits for.
 struct alignas(64) Signal {
     std::atomic<int> value{0};
     std::atomic<bool> asleep{false};
@@ -46,8 +46,8 @@ struct alignas(64) Signal {
             }
         } while (now_ns() < until);
         pthread_mutex_lock(&mutex);
-        // Announced before the value is read again, while set() writes it before it looks for a sleeper: one of the two
-        // sees the other.
+        // This thread announces that it sleeps before it reads the value again; set() writes the value before it checks for
+        // sleepers. So at least one of them sees the other.
         asleep.store(true);
         while (value.load() != wanted) pthread_cond_wait(&changed, &mutex);
         asleep.store(false);
@@ -71,12 +71,12 @@ struct Pool {
     pthread_t threads[MAX_WORKERS];
     Signal share[MAX_WORKERS];
     Signal state;
-    // The region being run.
+    // The current region.
     void (*body)(void*, int, int) = nullptr;
     void* data = nullptr;
     int num_threads = 0;
     std::atomic<int> unfinished{0};
-    std::atomic<int> test_delay{0};  // tests: pauses before the end of the last share is reported, as if the thread lost its core
+    std::atomic<int> test_delay{0};  // tests: pauses before the end of the last share is reported, as if its thread were descheduled
 };
 
 Pool* pool = nullptr;
@@ -105,7 +105,7 @@ void* work(void* argument) {
     return nullptr;
 }
 
-// As many workers as can be had; a process that may start no more threads computes with those it has.
+// Start as many workers as possible; if the process may not start more threads, it computes with the existing ones.
 int grow(Pool& p, int wanted) {
     while (p.num_workers < wanted && p.num_workers < MAX_WORKERS) {
         pthread_t& thread = p.threads[p.num_workers];
@@ -120,7 +120,7 @@ int grow(Pool& p, int wanted) {
     return p.num_workers < wanted ? p.num_workers : wanted;
 }
 
-// A forked child has none of the threads: it starts with a pool of its own.
+// A forked child has none of the threads, so it starts a new pool.
 void forget_pool() { pool = new Pool; }
 
 __attribute__((constructor)) void make_pool() {
@@ -153,15 +153,15 @@ void run_on_pool(void (*body)(void*, int, int), void* data, int threads) {
         body(data, i + 1, helpers + 1);
         taken_back++;
     }
-    // Whoever ends the last share says so, and that word is waited for even when the count is down already: else it could
-    // come in the middle of the next region, which would take it for its own and end before its shares do.
+    // The thread that ends the last share signals it, and the caller waits for that signal even if the count is already
+    // zero: a late signal must not end the next region before its shares are done.
     bool ended_here = helpers == 0 || (taken_back > 0 && p.unfinished.fetch_sub(taken_back) == taken_back);
     if (!ended_here) p.state.wait_for(FINISHED);
     inside_region = false;
     pthread_mutex_unlock(&p.one_region_at_a_time);
 }
 
-// The worker of share `thread` (not 0, which is whoever calls) runs on these CPUs only from now on; false where it cannot.
+// Pin the worker of share `thread` (not 0, which is the caller) to these CPUs; return false if that is not possible.
 PAGODA_EXPORT bool pagoda_pin_thread(int32_t thread, const int32_t* cpus, int32_t count) {
 #if defined(__linux__)
     cpu_set_t wanted;
@@ -180,7 +180,7 @@ PAGODA_EXPORT bool pagoda_pin_thread(int32_t thread, const int32_t* cpus, int32_
 #endif
 }
 
-// Nanoseconds that an empty region takes, entered `repeats` times in a row: what every op pays for its threads.
+// Mean nanoseconds of an empty region over `repeats` in a row: the cost of threads per op.
 PAGODA_EXPORT double pagoda_empty_region_ns(int32_t threads, int32_t repeats) {
     auto nothing = [](int, int) {};
     int64_t begin = now_ns();
@@ -188,8 +188,8 @@ PAGODA_EXPORT double pagoda_empty_region_ns(int32_t threads, int32_t repeats) {
     return double(now_ns() - begin) / repeats;
 }
 
-// How many of `repeats` regions came back before all of their shares were done: 0, or the pool is broken. Shares have
-// changing lengths, and threads hesitate now and then (`test_delay` pauses), so that they meet in every order.
+// How many of `repeats` regions returned before all of their shares were done; 0 unless the pool is broken. Shares have
+// varying lengths, and threads pause at random (`test_delay`), so that every order of events occurs.
 PAGODA_EXPORT int64_t pagoda_unfinished_regions(int32_t threads, int64_t repeats, int32_t test_delay) {
     int64_t broken = 0;
     for (int64_t i = 0; i < repeats; i++) {

@@ -1,7 +1,7 @@
 // Sixteen floats at a time, on any CPU, with the same order of operations everywhere.
 //
-// The vectors are the compiler's own (GCC and clang lower 64-byte vectors to whatever the CPU has); intrinsics stand
-// only where they are worth it. Fused multiply-adds are asked for by name: the build forbids contraction, so that two
+// The vectors are the compiler's own (GCC and clang lower 64-byte vectors to what the CPU has); intrinsics are used
+// only where they pay. Fused multiply-adds are explicit: the build forbids contraction, so that two
 // instances of one loop cannot round differently.
 #pragma once
 
@@ -109,7 +109,7 @@ inline i32x16 vmax(i32x16 a, i32x16 b) {
     return a > b ? a : b;
 #endif
 }
-// Magnitudes as integers are in the same order, and those of NaNs are above all others: no comparison loses one.
+// As integers, magnitudes keep their order and NaNs are above all others, so a maximum never loses a NaN.
 inline i32x16 magnitude_bits(f32x16 v) { return (i32x16)v & 0x7fffffff; }
 inline float largest_magnitude(i32x16 bits) {
 #if defined(PAGODA_AVX512)
@@ -128,7 +128,7 @@ inline i32x16 to_nearest(f32x16 v) {
 #if defined(PAGODA_AVX512)
     return (i32x16)_mm512_cvtps_epi32((__m512)v);
 #else
-    // Adding and taking away 1.5 * 2^23 leaves no room for a fraction.
+    // Adding and subtracting 1.5 * 2^23 rounds away the fraction.
     return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, i32x16);
 #endif
 }
@@ -170,7 +170,7 @@ inline f32x16 load(const f16* p) {
     return load(wide);
 #endif
 }
-// Sixteen words as they are, from any address.
+// 16 words without conversion, from any address.
 inline u32x16 load_words(const void* p) {
     u32x16 v;
     memcpy(&v, p, 64);
@@ -203,7 +203,7 @@ inline void store(f16* p, f32x16 v) {
 #endif
 }
 
-// v as it would come back from memory of type T.
+// v rounded to type T and back.
 template <class T>
 inline f32x16 rounded(f32x16 v) {
     if constexpr (sizeof(T) == 4) return v;
@@ -226,7 +226,7 @@ inline void store_first(T* p, f32x16 v, int n) {
     memcpy(static_cast<void*>(p), whole, sizeof(T) * n);
 }
 
-// Calls body(i, n) for i = 0, 16, ... with n lanes each; n < 16 only at the end of `count`.
+// Call body(i, n) for i = 0, 16, ... with n lanes each; n < 16 only at the end of `count`.
 template <class Body>
 inline void for_lanes(int64_t count, Body&& body) {
     int64_t i = 0;
@@ -245,7 +245,7 @@ inline void store_lanes(T* p, f32x16 v, int n) {
         store_first(p, v, n);
 }
 
-// ---- pairs of bf16: 32-bit lanes of two neighbours, the first in the low half ----
+// ---- pairs of bf16: a 32-bit lane holds two adjacent values, the first in the low half ----
 
 // acc + a.low * b.low + a.high * b.high.
 inline f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
@@ -280,7 +280,7 @@ inline f32x16 exp2(f32x16 x) {
 #if defined(PAGODA_AVX512)
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    // Two factors, each a normal float, reach down to 2^-150, which rounds to 0.
+    // The product of two normal floats reaches down to 2^-150, which rounds to 0.
     i32x16 whole = __builtin_convertvector(n, i32x16), half = whole >> 1;
     f32x16 first = (f32x16)((half + 127) << 23), second = (f32x16)((whole - half + 127) << 23);
     return p * first * second;
@@ -290,7 +290,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 inline f32x16 exp(f32x16 x) { return exp2(x * LOG2_E); }
 inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 inline f32x16 tanh(f32x16 x) {
-    // Near 0 the quotient cancels: there the odd series is the more exact.
+    // Near 0 the quotient cancels, and the odd series is more accurate.
     f32x16 e = exp(2.0f * (x > 0.0f ? -x : x));
     f32x16 far = (1.0f - e) / (1.0f + e);
     f32x16 s = x * x;

@@ -1,4 +1,4 @@
-"""How many threads this process may really use, and whose. Standard library only, so that every floor can ask."""
+"""The CPUs and threads that this process may use. Standard library only, so that every floor can import it."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """Physical cores this process may run on, no more than its cgroup's CPU quota allows; at least 1.
+    """Return the number of physical cores this process may run on, limited by its cgroup's CPU quota; at least 1.
 
     Hyper-threads of one core count once: two threads on one core share the vector units that the kernels fill.
     root: where /proc and /sys hang, for tests.
@@ -17,7 +17,7 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 
 def cores_to_pin(threads: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
-    """The CPUs of each of `threads` cores, or nothing where threads are better left to the system.
+    """Return the CPUs of each of `threads` cores, or nothing if the system should place the threads.
 
     Threads have places of their own only when they take every core there is. With cores to spare, or a quota of time on
     cores that others use too, the system finds free ones; two engines that chose for themselves would choose the same.
@@ -29,7 +29,7 @@ def cores_to_pin(threads: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
 
 
 def describe_cpus(root: Path = Path("/")) -> str:
-    """What `available_cpus` went by, for people."""
+    """Describe how `available_cpus` got its result."""
     cores = _allowed_cores(root)
     if not cores:
         return f"{os.cpu_count()} CPUs"
@@ -39,13 +39,13 @@ def describe_cpus(root: Path = Path("/")) -> str:
 
 
 def openmp_runtimes(root: Path = Path("/")) -> list[str]:
-    """The OpenMP runtimes mapped into this process, by path. More than one would fight for the cores."""
+    """Return the paths of the OpenMP runtimes in this process. Several would compete for the cores."""
     maps = _read(root / "proc/self/maps") or ""
     return sorted(set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)[-.\w]*", maps)))
 
 
 def _allowed_cores(root: Path) -> list[tuple[int, ...]]:
-    """The CPUs that affinity leaves us, by physical core; empty where the system does not say (not Linux)."""
+    """Return the CPUs that the affinity mask allows, by physical core; empty on systems other than Linux."""
     try:
         allowed = sorted(os.sched_getaffinity(0))
     except AttributeError:
@@ -58,7 +58,7 @@ def _allowed_cores(root: Path) -> list[tuple[int, ...]]:
 
 
 def _cgroup_cpus(root: Path) -> float | None:
-    """CPUs' worth of time the cgroup grants, the tightest of it and its parents; None without a limit."""
+    """Return the CPU quota of the cgroup in CPUs, the minimum over it and its parents; None without a limit."""
     limits: list[float] = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -5,7 +5,7 @@
 
 namespace {
 
-// One vector. `sum_out` null: nothing to add. The order of the sum of squares depends on `dim` alone.
+// Norm one vector. `sum_out` null: nothing to add. The order of the sum of squares depends on `dim` alone.
 template <class T>
 void norm_vector(const T* x, const T* residual, const T* weight, T* out, T* sum_out, int64_t dim, float eps,
                  float offset) {
@@ -31,8 +31,8 @@ void norm_vector(const T* x, const T* residual, const T* weight, T* out, T* sum_
     });
 }
 
-// Every vector of x as long as the weight: the heads of each row, or the row itself. residual, total: null for the plain
-// norm.
+// Norm every vector of x of the weight's length: the heads of each row, or the row itself. residual, total: null for the
+// plain norm.
 template <class T>
 void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, float eps, bool unit_offset, const Tensor& out,
           const Tensor* total, int threads) {
@@ -56,7 +56,7 @@ PAGODA_EXPORT void pagoda_rms_norm(const RmsNormArgs* a, int32_t threads) {
     });
 }
 
-// total = x + residual is what is normed.
+// total = x + residual is normed.
 PAGODA_EXPORT void pagoda_add_rms_norm(const AddRmsNormArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {
         norm<decltype(element)>(a->x, &a->residual, a->weight, a->eps, a->unit_offset, a->out, &a->total, threads);

@@ -1,8 +1,8 @@
-// A whole forward in one call: a recorded list of steps, walked.
+// A whole forward in one call: runs a recorded list of steps.
 //
-// Every step is the same function that op-by-op execution calls, so both give the same bits. What a replay saves is
-// Python between the ops, memory traffic, and waking threads: the pool's are still awake when the next step comes.
-// Nothing here knows an op: `run_op` is generated from the op table.
+// Every step is the function that op-by-op execution calls, so both give the same bits. A replay saves the
+// Python between ops, memory traffic, and waking threads: the pool's threads still spin when the next step starts.
+// No op is named here: `run_op` is generated from the op table.
 #include <chrono>
 
 #include "parallel.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t ALIGN = 64;
 
-// Bytes of a slot: whichever of the domains' values needs the most.
+// Bytes of a slot: the most that any domain needs.
 int64_t slot_bytes(const Program& program, int64_t slot, const int64_t* rows) {
     int64_t most = 0;
     for (int domain = 0; domain < NUM_DOMAINS; domain++) {
@@ -27,7 +27,7 @@ int32_t check(const Check& c, const Run& run, int64_t* bad_at) {
         int64_t limit = c.limit < 0 ? run.rows[-1 - c.limit] : c.limit;
         return pagoda_check_indices(run.places[c.place], c.dtype, rows, limit, bad_at);
     }
-    int64_t written = c.domain == DOMAIN_TOKENS ? rows : 0;  // the slots are the whole batch's, and checked with it
+    int64_t written = c.domain == DOMAIN_TOKENS ? rows : 0;  // slots belong to the whole batch and are checked with it
     return pagoda_check_group(c.group, c.limit, rows, written, bad_at);
 }
 
@@ -48,8 +48,8 @@ PAGODA_EXPORT int64_t pagoda_replay_scratch_bytes(const Program* program, const 
     return total;
 }
 
-// run.scratch: pagoda_replay_scratch_bytes(), aligned to 64. Returns what a check found wrong; nothing ran then.
-// nanoseconds: null, or [NUM_OPS], to which each op's time is added.
+// run.scratch: pagoda_replay_scratch_bytes(), aligned to 64. Returns the failed check (then nothing has run), or 0.
+// nanoseconds: null, or [NUM_OPS]; each op's time is added.
 PAGODA_EXPORT int32_t pagoda_replay(const Program* program, Run* run, int32_t threads, int64_t* nanoseconds) {
     for (int64_t i = 0; i < program->num_checks; i++) {
         int32_t bad = check(program->checks[i], *run, &run->bad_at);

@@ -1,4 +1,4 @@
-"""The recorded program: its steps as the kernels read them (replay/cpu.cpp), its memory, and the call that runs it."""
+"""A recorded program: its steps in the form that replay/cpu.cpp reads, its memory, and the call that runs it."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int64, c_void_p, sizeof
@@ -20,7 +20,7 @@ _CODES = {op.name: code for code, op in enumerate(KERNEL_OPS)}
 
 
 class Value:
-    """What one step computes, or an input: contiguous rows of one domain. Compared by identity.
+    """The result of a step, or an input: contiguous rows of one domain. Compared by identity.
 
     row_shape: (), (dim,) or (heads, dim).   name: of an input, else None.
     """
@@ -75,7 +75,7 @@ class GroupCheck:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """What a recorder wrote down.
+    """The steps, results, inputs and checks of a recorded forward.
 
     groups: structs that the steps point to, those of the batch and then those of its tail; filled in for every run.
     inputs: every named input, used or not.
@@ -114,7 +114,7 @@ class Program:
         self._run = Run(addressof(self._rows), addressof(self._places))
         self._program_ref, self._run_ref = byref(self._program), byref(self._run)
         self._groups = list(recording.groups)  # the same memory
-        # As plain as can be, for they are gone through in every step.
+        # Plain tuples, because every step loops over them.
         self._inputs = [
             (name, int(value.domain), TORCH_DTYPES[value.dtype], value.row_shape)
             for name, value in recording.inputs.items()
@@ -129,19 +129,19 @@ class Program:
         return len(self._steps)
 
     def measure(self) -> None:
-        """From now on keep how long each kind of op takes; costs a tenth of a microsecond per op."""
+        """From now on, record how long each kind of op takes; costs 0.1 microseconds per op."""
         self._times = (c_int64 * len(KERNEL_OPS))()
 
     def seconds(self) -> dict[str, float]:
-        """Time spent in each kind of op since `measure`, by name."""
+        """Return the time spent in each kind of op since `measure`, by name."""
         return {} if self._times is None else {name: self._times[code] * 1e-9 for name, code in _CODES.items()}
 
     def region_seconds(self) -> float:
-        """What entering and leaving a parallel region takes, without work in it."""
+        """Return the time that an empty parallel region takes."""
         return self._library["empty_region_ns"](self._threads, 2000) * 1e-9
 
     def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
-        """The recorded forward on `batch`: its results.
+        """Run the recorded forward on `batch`; return its results.
 
         Raises ValueError for inputs of another dtype or shape than were recorded, and InvariantBroken for a token id,
         position, slot or block id outside its table; nothing is computed then.
@@ -223,7 +223,7 @@ def _unlike(name: str, dtype: torch.dtype, row_shape: tuple[int, ...], tensor: t
 
 
 def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
-    """Everything of a batch that a forward may read row by row, by name."""
+    """Return the inputs of a batch that a forward may read row by row, by name."""
     return {
         "token_ids": batch.token_ids,
         "positions": batch.positions,
@@ -233,7 +233,7 @@ def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
 
 
 def assign_slots(steps: Sequence[Step], results: Sequence[Value]) -> tuple[dict[Value, int], list[dict[Domain, int]]]:
-    """Which slot of scratch memory each value takes, and each slot's bytes per row of a domain.
+    """Return the slot of scratch memory of each value, and each slot's bytes per row of a domain.
 
     A slot is taken again once its value was read for the last time, so a forward works on little memory that stays in
     the cache. A step's outputs never share a slot with its inputs. Results and inputs take none.
@@ -261,7 +261,7 @@ def assign_slots(steps: Sequence[Step], results: Sequence[Value]) -> tuple[dict[
 
 
 def _best_slot(value: Value, free: Sequence[int], sizes: Sequence[Mapping[Domain, int]]) -> int | None:
-    """The smallest free slot that holds `value`, else the largest; None when none is free."""
+    """Return the smallest free slot that can hold `value`, otherwise the largest; None if none is free."""
     if not free:
         return None
 
@@ -273,5 +273,5 @@ def _best_slot(value: Value, free: Sequence[int], sizes: Sequence[Mapping[Domain
 
 
 def metadata_of(batch: ForwardBatch) -> tuple[AttentionMetadata, ...]:
-    """The groups of the batch, then those of its tail."""
+    """Return the groups of the batch, then those of its tail."""
     return batch.metadata + batch.tail.metadata

@@ -1,6 +1,6 @@
-"""Recording a forward: the model runs once on stand-ins, and every op it calls becomes a step of a program.
+"""Record a forward: the model runs once on stand-ins, and every op that it calls becomes a step of a program.
 
-Nothing here knows an op: what a step needs, what it makes and what must be checked follows from the op table.
+No op is named here: a step's inputs, outputs and checks follow from the op table.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,16 +30,16 @@ from pagoda.ops.declare import Domain, Group, Op, Rows, Slots
 from pagoda.ops.forward import FORWARD_OPS, FUSIONS, OP_TABLE, ForwardOps
 from pagoda.ops.tensor import Tensor
 
-_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.LOGITS: 1, Domain.ENCODER: 5}  # any: a program holds for all
+_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.LOGITS: 1, Domain.ENCODER: 5}  # arbitrary numbers
 
 
 class NotRecordable(Exception):
-    """The forward does something that a program cannot hold; the message says what. It still runs op by op."""
+    """The forward does something that cannot be recorded, named in the message. It still runs op by op."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A stand-in for a tensor: elements from `offset` on in each row of a value. Only ops can use it."""
+    """A stand-in for a tensor: elements of each row of a value, starting at `offset`. Only ops can use it."""
 
     value: Value
     row_shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class View:
 
 
 class RecordingOps:
-    """`ForwardOps` that compute nothing and write down what they are asked for.
+    """`ForwardOps` that record their calls and compute nothing.
 
     It accepts the inputs and metadata (one object per KV group) of its own stand-in batch, `batch`, and no others.
     """
@@ -73,7 +73,7 @@ class RecordingOps:
         self._steps: list[Step] = []
         self._checks: dict[IndexCheck | GroupCheck, None] = {}
         self._inputs: dict[str, Value] = {}
-        # Groups may share one metadata object; copies can be told apart by identity.
+        # Groups may share one metadata object; copy it so that identity distinguishes them.
         metadata, tail = (tuple(map(replace, groups)) for groups in (like.metadata, like.tail.metadata))
         inputs = {name: self._input(name, given.tensor, given.domain) for name, given in like.inputs.items()}
         self.batch = ForwardBatch(
@@ -93,7 +93,7 @@ class RecordingOps:
         raise NotRecordable(f"{name!r} within a forward")
 
     def program(self, results: Tensor | Sequence[Tensor], threads: int) -> Program:
-        """What was recorded; running it gives `results`."""
+        """Return the recorded program, which computes `results`."""
         values: list[Value] = []
         for result in results if isinstance(results, (tuple, list)) else (results,):
             view = _as_view(result)
@@ -120,7 +120,7 @@ class RecordingOps:
         return views[0] if views else None
 
     def _step(self, op: Op, arguments: dict[str, object], outputs: Sequence[Value] = ()) -> Step:
-        """outputs: values to compute, where they exist already."""
+        """outputs: the values to compute, if they exist already."""
         call = prepare_call(op, arguments, _facts, self._group_address)
         inputs: dict[str, tuple[Value, int]] = {}
         for name, declared in op.arguments.items():
@@ -137,7 +137,7 @@ class RecordingOps:
         return Step(op.name, call.record, inputs, dict(zip(op.outputs, outputs, strict=True)), arguments, call.kept)
 
     def _check_rows(self, op: Op, arguments: dict[str, object], values: dict[str, Value]) -> None:
-        """All rows must be of one domain; note what is to be checked before a run."""
+        """Require that all rows are of one domain; add the checks to run before the program."""
         domains = {
             values[name].domain
             for name, declared in op.arguments.items()
@@ -178,7 +178,7 @@ class RecordingOps:
         return addressof(self._groups) + self._group_index(metadata) * sizeof(RowGroup)
 
     def _fused(self, results: Sequence[Value]) -> list[Step]:
-        """The steps, with those that FUSIONS names made one where nothing else reads the value between them."""
+        """Return the steps, with pairs named in FUSIONS fused if no other step reads the value between them."""
         uses: dict[Value, int] = {}
         for step in self._steps:
             for value, _ in step.inputs.values():
@@ -205,7 +205,7 @@ def record_forward(
     batch: ForwardBatch,
     kv: Sequence[KVLayer],
 ) -> Program:
-    """The program of a forward, for batches of the variant and the named inputs of `batch`, on the cache `kv`.
+    """Return the program of a forward, for batches with the variant and named inputs of `batch`, on the cache `kv`.
 
     Raises NotRecordable where it computes something outside of its ops.
     """
@@ -225,6 +225,6 @@ def _facts(name: str, value: object) -> RowsFacts:
 
 
 def _gates_whole_panels(linear: Step) -> bool:
-    """Whether gate and up of a linear layer are whole panels each, as the fused kernels need them."""
+    """Return whether gate and up of a linear layer are whole panels each, as the fused kernels require."""
     weight = linear.arguments["weight"]
     return isinstance(weight, PackedWeight) and weight.out_features // 2 % PANEL == 0

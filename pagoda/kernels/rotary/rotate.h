@@ -14,7 +14,7 @@ inline void rotate_vector(const T* x, const float* cos, const float* sin, Out* o
     });
 }
 
-// Every head of x at the positions of its rows -> out. cos, sin: [max_position, dim / 2].
+// Rotate every head of x by the position of its row into out. cos, sin: [max_position, dim / 2].
 inline void rotate_rows(const Tensor& x, const Tensor& positions, const Tensor& cos, const Tensor& sin, const Tensor& out,
                         int threads) {
     int64_t half = x.dim / 2;

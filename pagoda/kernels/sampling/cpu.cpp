@@ -1,9 +1,9 @@
 // Sampling; its definition is sampling/reference.py. One row is one thread's work, and its sums run in an order fixed by
 // the vocabulary, so a row's token does not depend on its neighbours.
 //
-// top_k and top_p never sort the vocabulary. The k-th largest of the maxima of blocks of 64 logits bounds the k-th
-// largest logit from below; what reaches that bound is a few hundred candidates, and only they are ranked. A nucleus
-// that is wider than that is found by buckets of a sixteenth of a nat: only the bucket where it ends is ranked.
+// top_k and top_p never sort the vocabulary. The k-th largest of the maxima of blocks of 64 logits is a lower bound of the
+// k-th largest logit; only the few hundred candidates that reach it are ranked. A nucleus
+// with more tokens is found by buckets of a sixteenth of a nat: only the bucket in which it ends is ranked.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -17,7 +17,7 @@ namespace {
 constexpr int BLOCK = 64;         // logits of which the maximum is kept
 constexpr int SUM_CHUNK = 512;    // weights summed at a time when looking for the token that u points at
 constexpr int FIRST_RANKS = 64;   // ranks tried first for top_p alone
-constexpr int BUCKETS = 1024;     // of weights, by their logarithm; the last one takes what is left
+constexpr int BUCKETS = 1024;     // of weights, by their logarithm; the last one holds all smaller ones
 
 typedef double f64x8 __attribute__((vector_size(64)));
 typedef int64_t i64x8 __attribute__((vector_size(64)));
@@ -88,7 +88,7 @@ struct Row {
 
     double weight(float logit) const { return std::exp((static_cast<double>(logit) - largest) * inverse_temperature); }
 
-    // Up to 8 logits, then -inf.
+    // Up to 8 logits, padded with -inf.
     f64x8 wide(int64_t at, int64_t count) const {
 #if defined(PAGODA_AVX512)
         __mmask8 there = static_cast<__mmask8>(count >= 8 ? 0xff : (1 << count) - 1);
@@ -152,7 +152,7 @@ struct Row {
         double goal = target(reached[chunks - 1]);
         int64_t chunk = std::upper_bound(reached, reached + chunks, goal) - reached;
         double running = chunk > 0 ? reached[chunk - 1] : 0.0;
-        // Summed one by one, the chunk may end a hair under its share: then its last entry with weight is meant.
+        // Summed one by one, the chunk may end slightly below its share: then take its last token with weight.
         int64_t last = chunk * SUM_CHUNK, end = std::min(vocab, last + SUM_CHUNK);
         for (int64_t i = last; i < end; i += 8) {
             f64x8 w = weights(i, end - i);
@@ -169,7 +169,7 @@ struct Row {
         return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
     }
 
-    // The best `ranks` (at most vocab) or some more, in rank order; returns how many.
+    // The best `ranks` tokens (at most vocab) or a few more, in rank order; returns how many.
     int64_t rank(int64_t ranks, float* maxima, Candidate* candidates) const {
         int64_t blocks = (vocab + BLOCK - 1) / BLOCK, count = 0;
         float bound = -std::numeric_limits<float>::infinity();
@@ -221,7 +221,7 @@ struct Row {
         return count;
     }
 
-    // Which sixteenth of a nat below the largest logit each logit is in; the last bucket takes what is left.
+    // The bucket of each logit: sixteenths of a nat below the largest one; the last bucket holds the rest.
     void find_buckets(uint16_t* buckets) const {
         for (int64_t i = 0; i < vocab; i += 8) {
             f64x8 depth = (largest - wide(i, vocab - i)) * inverse_temperature * 16.0;
@@ -249,7 +249,7 @@ struct Row {
     int64_t wide_nucleus(double top_p, double total, const double* weights, uint16_t* buckets, Candidate* kept,
                          Candidate* scratch) const {
         find_buckets(buckets);
-        double sums[2][BUCKETS] = {};  // two, since adding to one number again has to wait for the last addition
+        double sums[2][BUCKETS] = {};  // two, because consecutive additions to one element would wait for each other
         for (int64_t i = 0; i < vocab; i++) sums[i % 2][buckets[i]] += weights[i];
         double running = 0.0;
         int last = 0;
@@ -281,7 +281,7 @@ struct Row {
             running += weight_of(i);
             if (running > goal) return kept[i].id;
         }
-        return kept[count - 1].id;  // not reached: the running sum ends at the total, which the goal is below
+        return kept[count - 1].id;  // unreachable: the running sum ends at the total, which is above the goal
     }
 
     // From ranked candidates.
@@ -294,7 +294,7 @@ struct Row {
             running += kept_weight(kept[i]);
             if (running > goal) return kept[i].id;
         }
-        return kept[count - 1].id;  // not reached: the running sum ends at the total, which the goal is below
+        return kept[count - 1].id;  // unreachable: the running sum ends at the total, which is above the goal
     }
     double kept_weight(const Candidate& c) const {
         double w = weight(c.logit);
@@ -325,7 +325,7 @@ struct Row {
     }
 };
 
-// Largest logit of a row; NaN if there is one among them.
+// Largest logit of a row; NaN if any of them is NaN.
 float largest_of(const Row& row) {
     f32x16 top = splat(-std::numeric_limits<float>::infinity());
     i32x16 no_number = {};
@@ -341,7 +341,7 @@ float largest_of(const Row& row) {
 
 }  // namespace
 
-// Largest logit of each row and its lowest id; NaN, with id 0, for a row that has one. logits [rows, vocab].
+// Largest logit of each row and the lowest id that has it; NaN and id 0 for a row with a NaN. logits [rows, vocab].
 PAGODA_EXPORT void pagoda_best_tokens(const float* logits, int64_t stride, int64_t rows, int64_t vocab, float* values,
                                       int64_t* ids, int threads) {
     std::atomic<int64_t> next{0};
@@ -380,7 +380,7 @@ PAGODA_EXPORT void pagoda_mask_logits(float* logits, int64_t stride, int64_t row
     (void)rows;
 }
 
-// One token a row, as reference.sample; best_values and best_ids from pagoda_best_tokens. Arrays are [rows].
+// One token per row, as reference.sample; best_values and best_ids from pagoda_best_tokens. Arrays are [rows].
 PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                  const float* best_values, const int64_t* best_ids, const float* temperature,
                                  const int32_t* top_k, const float* top_p, const float* min_p, const double* uniform,
@@ -405,7 +405,7 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
 }
 
 // Log-softmax of the chosen token (column 0) and of the k best, lower id first among equals; the chosen one's rank.
-// chosen [rows]; ids, logprobs [rows, 1 + k]; ranks [rows]. k <= vocab. A row with a NaN has nothing but NaN.
+// chosen [rows]; ids, logprobs [rows, 1 + k]; ranks [rows]. k <= vocab. For a row with a NaN all of them are NaN.
 PAGODA_EXPORT void pagoda_top_logprobs(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                        const int64_t* chosen, int64_t k, int32_t* ids, float* logprobs, int32_t* ranks,
                                        int threads) {

@@ -31,7 +31,7 @@ def sample(
     uniform: np.ndarray,
     best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See reference.sample. best: (values, ids) of `logits.max(-1)` where the caller has them already."""
+    """See reference.sample. best: (values, ids) of `logits.max(-1)`, if the caller has them already."""
     largest, tokens = logits.max(-1) if best is None else best
     random = temperature > 0
     if not random.any():
@@ -93,21 +93,21 @@ def _pick(weights: torch.Tensor, uniform: np.ndarray) -> torch.Tensor:
     chunks, reached = _chunk_sums(weights)
     total = reached[:, -1:]
     target = torch.minimum(_column(uniform, weights) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # The same total may be met in several chunks of weight zero behind the last: the first that exceeds is the one.
+    # Chunks of weight zero at the end repeat the total; the first chunk that exceeds the target is the right one.
     chunk = torch.searchsorted(reached, target, right=True)
     before = torch.where(chunk > 0, reached.gather(1, (chunk - 1).clamp(min=0)), 0.0)
     inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, 1, _CHUNK)).squeeze(1)
     running = inside.cumsum(1) + before
     offset = torch.searchsorted(running, target, right=True)
-    # Rounding may leave the chunk's own running sum a hair under its share: then the last entry with weight is meant.
+    # Rounding may leave the chunk's own running sum slightly below its share: then take its last entry with weight.
     last = _CHUNK - 1 - (inside.flip(1) > 0).to(torch.uint8).argmax(1, keepdim=True)
     return (chunk * _CHUNK + torch.minimum(offset, last)).squeeze(1)
 
 
 def _ranked(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `width` of the row in rank order (larger first, lower id among equals): values and ids [S, width].
+    """Return the best `width` of each row in rank order (larger first, lower id among equals): values, ids [S, width].
 
-    Among those equal to the last value, which ids are there is not defined unless the whole row is.
+    Which of the ids that equal the last value are included is only defined for the whole row.
     """
     if width >= logits.shape[1]:
         return logits.sort(dim=1, descending=True, stable=True)
@@ -127,7 +127,7 @@ def _sample_filtered(
     uniform: np.ndarray,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of rows with top_k or top_p from their `width` best, and which of them are settled (bool [S]).
+    """Sample rows with top_k or top_p from their `width` best; return the tokens and which are settled (bool [S]).
 
     A row is not settled when its kept set reaches the end of the candidates, or an equal of their last value.
     """

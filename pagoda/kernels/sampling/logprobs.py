@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones, in torch: the definition, quick enough on a GPU."""
+"""Log-probabilities of sampled tokens and of the most likely ones, in torch: the definition, and used on a GPU."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from pagoda.core.scheduler_output import LogprobColumns
 def top_logprobs(logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
     """Log-softmax of the chosen token and of the k best (k may be 0), with the chosen one's rank.
 
-    logits: float32 [n, V].   chosen: int [n].   Which ids stand for equals of the k-th best is not defined.
+    logits: float32 [n, V].   chosen: int [n].   Which ids are reported among equals of the k-th best is not defined.
     """
     ids = torch.from_numpy(chosen.astype(np.int64)).to(logits.device).unsqueeze(1)
     normaliser = logits.logsumexp(-1, keepdim=True)

@@ -16,7 +16,7 @@ class NativeSampling:
         self._library, self._threads = library, threads
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(largest logit float32 [S], its lowest id int64 [S]) of float32 [S, V]; NaN where a row has one."""
+        """Return (largest logit float32 [S], its lowest id int64 [S]) of float32 [S, V]; NaN for a row with a NaN."""
         check_logits(logits)
         rows, vocab = logits.shape
         values, ids = logits.new_empty(rows), torch.empty(rows, dtype=torch.int64)
@@ -35,7 +35,7 @@ class NativeSampling:
         uniform: np.ndarray,
         best: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See reference.sample. best: (values, ids) of `best_tokens` where the caller has them already."""
+        """See reference.sample. best: (values, ids) of `best_tokens`, if the caller has them already."""
         check_logits(logits)
         values, ids = self.best_tokens(logits) if best is None else best
         rows, vocab = logits.shape
@@ -71,7 +71,7 @@ class NativeSampling:
         )  # fmt: skip
 
     def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
-        """See logprobs.top_logprobs; among equals the lower id stands first."""
+        """See logprobs.top_logprobs; among equals the lower id comes first."""
         check_logits(logits)
         rows, vocab = logits.shape
         k = min(k, vocab)

@@ -1,15 +1,15 @@
-"""Sampling, one row after the other: slow, and the definition of what every faster version must give.
+"""Sampling, one row after the other: slow, and the definition of the result of every faster version.
 
 A row of logits gives one token:
 
 - temperature 0: the largest logit, the lowest id among equals.
-- else each token has the weight exp((logit - largest) / temperature), in float64, and tokens stand in *rank order*:
-  larger logit first, lower id first among equals. Then, each on what the one before it left: top_k keeps the first k;
-  top_p keeps the shortest run of ranks whose weights reach top_p of the total (at least one token); min_p drops
-  tokens whose weight is under min_p times the largest. One uniform number u in [0, 1) picks: the first token, in
-  order of id, at which the running sum of kept weights exceeds u times their total.
+- otherwise each token has the weight exp((logit - largest) / temperature), in float64, and tokens are in *rank order*:
+  larger logit first, lower id first among equals. The filters apply in turn: top_k keeps the first k; top_p keeps the
+  shortest prefix whose weights reach top_p of the total (at least one token); min_p drops tokens whose weight is below
+  min_p times the largest. One uniform number u in [0, 1) picks the first token, in order of id, at which the running
+  sum of kept weights exceeds u times their total.
 
-u belongs to (seed, position of the token in its sequence) and to nothing else, so neither the batch, nor a
+u depends only on (seed, position of the token in its sequence), so neither the batch, nor a
 preemption, nor a draft that was verified at this position can change the token.
 """
 
@@ -22,7 +22,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: a bijection of uint64 in which every input bit reaches every output bit."""
+    """The finaliser of splitmix64: a bijection of uint64 in which every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
@@ -32,9 +32,9 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Counter-based random numbers: float64 [n] in [0, 1) with 53 bits, a pure function of (seed, position).
 
     seeds: uint64 [n].   positions: int [n], index of the sampled token in its sequence (prompt + output).
-    The seed is mixed before the position enters, so that seeds next to each other give unrelated streams.
+    The seed is mixed before the position is added, so that consecutive seeds give unrelated streams.
     """
-    with np.errstate(over="ignore"):  # wrap-around is the arithmetic meant here
+    with np.errstate(over="ignore"):  # uint64 arithmetic wraps around on purpose
         stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
         bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -59,9 +59,9 @@ def sample(
     min_p: np.ndarray,
     uniform: np.ndarray,
 ) -> torch.Tensor:
-    """One token a row, int64 [S] on the device of `logits`.
+    """Return one token per row, int64 [S] on the device of `logits`.
 
-    logits: float32 [S, V], finite or -inf (a token that must not appear), at least one finite a row; not changed.
+    logits: float32 [S, V], finite or -inf (a forbidden token), at least one finite per row; not modified.
     temperature: float32 [S], 0 is greedy.   top_k: int32 [S], 0 is off.   top_p: float32 [S] in (0, 1], 1 is off.
     min_p: float32 [S] in [0, 1], 0 is off.   uniform: float64 [S] in [0, 1), unused by greedy rows.
     """

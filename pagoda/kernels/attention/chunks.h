@@ -1,4 +1,4 @@
-// Bringing a chunk of a row's context, and its queries, into the form the tiles multiply.
+// Loads a chunk of a row's context, and its queries, in the form that the tiles multiply.
 #pragma once
 
 #include <type_traits>
@@ -55,10 +55,10 @@ struct Forms {
     }
 };
 
-// What one thread works in. Sizes in floats or lanes; all are 32 bit.
+// A thread's scratch memory. Sizes in floats or lanes, of 32 bits each.
 template <class Lane>
 struct Workspace {
-    Lane *queries, *weights, *keys, *values;  // queries: a tile's for each head
+    Lane *queries, *weights, *keys, *values;  // queries: those of a tile, per head
     float *scores, *keep, *new_top, *sums, *key_scale, *value_scale, *partials;
     int rows, head_dim, heads;
 
@@ -78,14 +78,14 @@ struct Workspace {
     }
     Lane* queries_of(int head) const { return queries + size_t(head) * rows * head_dim; }
     float* sums_of(int head) const { return sums + size_t(head) * rows * 16; }
-    Partial folded(int head) const { return partial(head); }
+    Partial combined(int head) const { return partial(head); }
     Partial next(int head) const { return partial(heads + head); }
 
   private:
     Partial partial(int index) const { return Partial::at(partials + Partial::floats(rows, head_dim) * index, rows); }
 };
 
-// The pages of rows, a chunk at a time.
+// The pages of rows, loaded one chunk at a time.
 template <class Stored>
 struct Context {
     using F = Forms<Stored>;
@@ -94,26 +94,26 @@ struct Context {
     static constexpr int WIDTH = F::WIDTH;
     const Problem& p;
 
-    // Positions chunk_at .. chunk_at + 63 of the row, of which [visible, end) will be looked at by some query.
-    // Blocks outside that range are not touched: their table entries may be stale.
-    void bring(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Lane>& w,
+    // Load positions chunk_at .. chunk_at + 63 of the row, of which some query sees [visible, end).
+    // Blocks outside that range are not read: their table entries may be stale.
+    void load_chunk(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Lane>& w,
                KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
         int bs = p.block_size, low = std::max(chunk_at, visible), high = std::min(chunk_at + CHUNK, end);
         values.begin = (low - chunk_at) / WIDTH;
         values.end = (high - chunk_at + WIDTH - 1) / WIDTH;
         values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;
         if constexpr (F::SCALED) {
-            bring_scales(table, kv_head, chunk_at, low, high, w);
-            if (bs % 16 == 0 && CHUNK % bs == 0) return bring_whole(table, kv_head, chunk_at, low, high, w, keys, values);
+            load_scales(table, kv_head, chunk_at, low, high, w);
+            if (bs % 16 == 0 && CHUNK % bs == 0) return load_whole_blocks(table, kv_head, chunk_at, low, high, w, keys, values);
         }
         if (bs % 16 == 0)
-            bring_keys<16>(table, kv_head, chunk_at, low, high, w, keys);
+            load_keys<16>(table, kv_head, chunk_at, low, high, w, keys);
         else
-            bring_keys<8>(table, kv_head, chunk_at, low, high, w, keys);
-        bring_values(table, kv_head, chunk_at, w, values);
+            load_keys<8>(table, kv_head, chunk_at, low, high, w, keys);
+        load_values(table, kv_head, chunk_at, w, values);
     }
 
-    void bring_scales(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high,
+    void load_scales(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high,
                       const Workspace<Lane>& w) const {
         memset(w.key_scale, 0, sizeof(float) * CHUNK);
         memset(w.value_scale, 0, sizeof(float) * CHUNK);
@@ -126,8 +126,8 @@ struct Context {
         }
     }
 
-    // int8 blocks of 16, 32 or 64 slots: all of a block is widened in one run, and lies then as it does in its page.
-    void bring_whole(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+    // int8 blocks of 16, 32 or 64 slots: a whole block is widened at once and keeps its page's layout.
+    void load_whole_blocks(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
                      KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
         int bs = p.block_size, hd = p.head_dim;
         for (int i = 0; i < CHUNK; i += bs) {
@@ -146,13 +146,13 @@ struct Context {
         keys.stride = bs;
     }
 
-    // STEP slots side by side lie in one block.
+    // STEP adjacent slots are in one block.
     template <int STEP>
-    void bring_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+    void load_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
                     KeyChunk<Kind>& keys) const {
         constexpr bool DIRECT = F::IN_PLACE && STEP == 16;
         int bs = p.block_size, index = chunk_at / bs, slot = chunk_at % bs;
-        int64_t seen_block = table[low / bs];  // stands in for blocks that nobody sees
+        int64_t seen_block = table[low / bs];  // used in place of blocks that no query sees
         keys.stride = DIRECT ? bs : CHUNK;
         for (int i = 0; i < CHUNK; i += STEP) {
             int at = chunk_at + i;
@@ -170,7 +170,7 @@ struct Context {
         }
     }
 
-    void bring_values(const int32_t* table, int64_t kv_head, int chunk_at, const Workspace<Lane>& w,
+    void load_values(const int32_t* table, int64_t kv_head, int chunk_at, const Workspace<Lane>& w,
                       ValueChunk<Kind>& values) const {
         int bs = p.block_size, hd = p.head_dim;
         int first = chunk_at + values.begin * WIDTH, index = first / bs, slot = first % bs;
@@ -188,8 +188,8 @@ struct Context {
         }
     }
 
-    // The blocks of one chunk; of a block that holds several chunks, all with the first one that is met.
-    void look_ahead(const Unit& unit, int chunk_at, bool first_met, PagesAhead& ahead) const {
+    // Prefetch the blocks of one chunk. A block of several chunks is prefetched whole, with its first chunk.
+    void prefetch_chunk(const Unit& unit, int chunk_at, bool first_met, PagePrefetcher& ahead) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
         const int32_t* table = p.block_table + t.row * p.table_stride;
