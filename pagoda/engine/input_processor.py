@@ -16,6 +16,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
 from pagoda.core.request import Request
 from pagoda.engine.chat_values import Message
+from pagoda.engine.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.load_tokenizer import load_tokenizer
 from pagoda.engine.template_job import InProcessRenderer, Renderer, TemplateJob, TemplateSource
@@ -237,6 +238,9 @@ class InputProcessor:
             raise RequestError(
                 "this model has no chat template: pass one (chat_template), or use plain prompts", "messages"
             )
+        text = source.texts.get("default") or next(iter(source.texts.values()), "")
+        if "tool_use" not in source.texts and lacks_tools(text):
+            messages, tools = with_generic_tools(messages, tools, text), None
         return TemplateJob(
             source,
             is_own=chat_template is None,

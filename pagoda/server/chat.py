@@ -16,10 +16,11 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.logprobs import chat_logprobs, prompt_logprobs_in_slices
-from pagoda.server.protocol import ChatCompletionRequest, NamedTool
+from pagoda.server.protocol import ChatCompletionRequest
 from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning, template_reasons
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.streams import EventStream, cancel_on_disconnect, event
+from pagoda.server.tool_choice import ToolUse
 from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser
 from pagoda.server.usage import usage_of
 
@@ -38,18 +39,15 @@ async def create_chat_completion(http: Request) -> Response:
     body = await read_body(http, ChatCompletionRequest, state.request_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        raise ApiError(
-            501, "tool_choice: forcing a tool needs structured output, which is not available yet", "tool_choice"
-        )
-    tools = [tool.as_dict() for tool in body.tools or []] if body.tool_choice != "none" else []
-    template = body.chat_template or (state.tool_template if tools else state.chat_template)
+    has_tools = bool(body.tools) and body.tool_choice != "none"
+    template = body.chat_template or (state.tool_template if has_tools else state.chat_template)
+    use = ToolUse.of(body, state, template)
     if body.documents and "documents" not in (template or ""):
         raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
     rendering = state.generator.llm.render_chat(
         body.rendered_messages(),
         chat_template=body.chat_template,
-        tools=tools or None,
+        tools=use.tools or None,
         add_generation_prompt=body.opens_answer,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.template_kwargs,
@@ -60,17 +58,16 @@ async def create_chat_completion(http: Request) -> Response:
     )
     prompt = await cancel_on_disconnect(http, rendering)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
+    params = use.constrain(body, body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs))
     # Chosen only now: while the messages were rendered, another request may have taken the same header's id.
     request_id = state.request_id(http, body.request_id, "chatcmpl")
     generation = await state.generator.begin(http, body, [prompt.token_ids], params, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
-        parser = state.tool_parser_for(template) if tools else None
         reasons = template_reasons(template)
         readers = [
             _Reader(
-                TOOL_PARSERS[parser]() if parser else None,
+                TOOL_PARSERS[use.parser]() if use.parser else None,
                 ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
             )
             for _ in range(body.n or 1)

@@ -199,13 +199,14 @@ def test_calls_and_results_reach_templates_that_know_them(fake_server: LiveServe
     assert "tool\nrain" in text
 
 
+def test_calls_and_tools_are_text_where_the_template_has_no_place_for_them(fake_server: LiveServer) -> None:
+    text = rendered(fake_server, {"messages": CALLED, "tools": TOOLS})
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>' in text
+    assert "<tool_response>\nrain\n</tool_response>" in text
+    assert "You may call these functions" in text
+
+
 def test_calls_are_refused_where_the_template_drops_them(fake_server: LiveServer) -> None:
-    for path in ("/v1/chat/completions", "/tokenize"):
-        status, answer = fake_server.post(path, {"messages": CALLED})
-        assert (status, answer["error"]["param"]) == (400, "messages[1].tool_calls")
-        assert "does not support tool calls" in answer["error"]["message"]
-        status, answer = fake_server.post(path, {"messages": CALLED[:1], "tools": TOOLS})
-        assert (status, answer["error"]["param"]) == (400, "tools")
     deaf = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
     status, answer = fake_server.post("/tokenize", {"messages": CALLED, "chat_template": deaf})
     assert (status, answer["error"]["param"]) == (400, "messages[2].role")

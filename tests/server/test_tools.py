@@ -144,14 +144,9 @@ def test_calls_go_back_into_the_template(scripted: LiveServer) -> None:
     assert "rain" in text
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_forced_tool_is_refused_in_words(scripted: LiveServer, choice: Any) -> None:
-    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
-    status, answer = scripted.post("/v1/chat/completions", body)
-    assert (status, answer["error"]["param"]) == (501, "tool_choice")
-
-
-def test_tools_that_the_template_cannot_show_are_refused(scripted: LiveServer) -> None:
-    body = {"messages": MESSAGES, "tools": TOOLS, "chat_template": "{{ messages[0].content }}"}
-    status, answer = scripted.post("/v1/chat/completions", body)
-    assert (status, answer["error"]["param"]) == (400, "tools")
+def test_tools_that_the_template_cannot_show_are_described_in_a_message(scripted: LiveServer) -> None:
+    """And the calls that come back are read as Hermes writes them."""
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    body = {"messages": MESSAGES, "tools": TOOLS, "chat_template": plain, "seed": 0, "n": 1}
+    answer = scripted.post("/v1/chat/completions", body)[1]
+    assert [one["function"]["name"] for one in answer["choices"][0]["message"]["tool_calls"]] == ["weather"] * 2

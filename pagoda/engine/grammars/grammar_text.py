@@ -104,9 +104,12 @@ def _of_regex(params: StructuredOutputsParams, field_name: str) -> GrammarText:
 def _of_grammar(params: StructuredOutputsParams, field_name: str) -> GrammarText:
     assert params.grammar is not None
     text = params.grammar
-    if "::=" in text:
+    if _GBNF_RULE.search(text):
         text = _gbnf_to_lark(text, field_name)
     return GrammarText(_with_json_rewritten(text, field_name, JsonStyle.of(params)))
+
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def _gbnf_to_lark(text: str, field_name: str) -> str:

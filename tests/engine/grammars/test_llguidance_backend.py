@@ -10,13 +10,14 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
+from pagoda.core.grammar import MaskWork, num_mask_words
 from pagoda.engine.byte_tokenizer import EOS, ByteTokenizer
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import MAX_GRAMMARS, LlguidanceBackend
 from pagoda.engine.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizer import Tokenizer
 from tests.cached_models import cached_model
+from tests.engine.grammars.matching import accepts, allowed, ready
 
 VOCAB = 258
 SCHEMA = {
@@ -34,29 +35,6 @@ def backend() -> LlguidanceBackend:
 
 def text_of(**given: Any) -> str:
     return grammar_text(StructuredOutputsParams(**given)).text
-
-
-def ready(backend: LlguidanceBackend, text: str) -> GrammarMatcher:
-    while not backend.is_ready(text):
-        backend.wait(1.0)
-    return backend.matcher(text)
-
-
-def allowed(backend: LlguidanceBackend, matcher: GrammarMatcher, vocab: int = VOCAB) -> set[int]:
-    mask = np.zeros((1, num_mask_words(vocab)), np.int32)
-    backend.fill([MaskWork(matcher, 0)], mask)
-    return set(np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[:vocab]).tolist())
-
-
-def accepts(backend: LlguidanceBackend, tokenizer: Tokenizer, grammar: str, text: str, vocab: int = VOCAB) -> bool:
-    """Feed the text token by token, checking each against the mask; then an end token must be allowed."""
-    matcher = ready(backend, grammar)
-    assert matcher.error == ""
-    for token in tokenizer.encode(text, False):
-        if token not in allowed(backend, matcher, vocab):
-            return False
-        matcher.advance([token])
-    return tokenizer.facts.eos_token_ids[0] in allowed(backend, matcher, vocab)
 
 
 GOOD_AND_BAD: list[tuple[dict[str, Any], list[str], list[str]]] = [

@@ -1,0 +1,72 @@
+"""Which tools an answer may or must call, and the grammar that sees to it."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.generic_tools import lacks_tools
+from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, MAX_CALLS, Tool
+from pagoda.server.errors import ApiError
+from pagoda.server.protocol import ChatCompletionRequest, NamedTool
+from pagoda.server.state import ServerState
+
+_GENERIC = "hermes"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """tools: for the chat template.   parser: a name in TOOL_PARSERS, None for plain text.
+
+    is_generic: the template has no place for tools; they are described in a message.
+    """
+
+    tools: list[dict[str, Any]]
+    parser: str | None
+    is_generic: bool
+    is_forced: bool
+
+    @classmethod
+    def of(cls, body: ChatCompletionRequest, state: ServerState, template: str | None) -> "ToolUse":
+        """Raises ApiError (400) for a choice that cannot be: of an unknown tool, or where no calls are parsed."""
+        tools = [tool.as_dict() for tool in body.tools or []] if body.tool_choice != "none" else []
+        is_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+        is_generic = bool(tools) and template is not None and lacks_tools(template)
+        parser = state.tool_parser_for(template) if tools else None
+        if tools and state.tool_parser == "auto" and (is_generic or (is_forced and parser is None)):
+            parser = _GENERIC
+        if isinstance(body.tool_choice, NamedTool):
+            name = body.tool_choice.function.get("name")
+            if name not in [tool["function"]["name"] for tool in tools]:
+                raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}", "tool_choice")
+        if is_forced and parser is None:
+            raise ApiError(400, "tool_choice: this server reads no tool calls (--tool-call-parser)", "tool_choice")
+        return cls(tools, parser, is_generic, is_forced)
+
+    def constrain(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
+        """Return params with the grammar of the calls, where there is one.
+
+        It is there if a call is forced, if a tool is `strict`, and for the generic format. Raises RequestError for a
+        tool's schema that is not supported.
+        """
+        given = body.tools or []
+        strict = [tool.function.name for tool in given if tool.function.strict]
+        has_grammar = self.is_forced or ((strict or self.is_generic) and params.structured_outputs is None)
+        if not self.tools or self.parser is None or self.parser not in CALL_FORMATS or not has_grammar:
+            return params
+        tools = [
+            Tool(tool.function.name, tool.function.parameters, f"tools[{i}].function.parameters")
+            for i, tool in enumerate(given)
+        ]
+        most = 1 if body.parallel_tool_calls is False else MAX_CALLS
+        if isinstance(body.tool_choice, NamedTool):
+            name, most = body.tool_choice.function["name"], 1
+            tools = [tool for tool in tools if tool.name == name]
+        form = CALL_FORMATS[self.parser]
+        if self.is_forced:
+            text = form.forced(tools, most)
+        else:
+            loose = [] if self.is_generic else [tool.name for tool in tools if tool.name not in strict]
+            text = form.free(tools, loose, most)
+        return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=text, source="tools"))

@@ -1,0 +1,143 @@
+"""Forced and strict tool calls: valid by construction, from an engine whose tokens are random otherwise."""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.server.live import LiveServer
+from tests.server.test_tools import HERMES, LLAMA
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Zürich", "Bern"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+SUM = {
+    "$defs": {"number": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {"a": {"$ref": "#/$defs/number"}, "b": {"$ref": "#/$defs/number"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {"weather": CITY, "add-up": SUM, "now": {"type": "object", "maxProperties": 0}}
+
+
+def tools_of(*names: str, strict: bool | None = None) -> list[Any]:
+    functions = [{"name": name, "description": f"of {name}", "parameters": SCHEMAS[name]} for name in names]
+    functions = [{**one, "strict": strict} if strict is not None else one for one in functions]
+    return [{"type": "function", "function": one} for one in functions]
+
+
+TEMPLATES = {"generic": {}, "hermes": {"chat_template": HERMES}, "llama_json": {"chat_template": LLAMA}}
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Zürich?"}], "max_tokens": 900, "temperature": 0.7}
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message.get("tool_calls") or []
+    ]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_required_calls_keep_to_their_schemas(fake_server: LiveServer, template: str) -> None:
+    names: set[str] = set()
+    for seed in range(6):
+        body = {**ASK, **TEMPLATES[template], "seed": seed, "tools": tools_of(*SCHEMAS), "tool_choice": "required"}
+        status, answer = fake_server.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        calls = calls_of(choice["message"])
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        assert 1 <= len(calls) <= 16
+        for name, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[name])
+            names.add(name)
+    assert len(names) > 1
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_named_tool_is_called_once(fake_server: LiveServer, template: str) -> None:
+    choice = {"type": "function", "function": {"name": "add-up"}}
+    body = {**ASK, **TEMPLATES[template], "tools": tools_of(*SCHEMAS), "tool_choice": choice, "n": 3, "seed": 1}
+    answer = fake_server.post("/v1/chat/completions", body)[1]
+    for one in answer["choices"]:
+        ((name, arguments),) = calls_of(one["message"])
+        assert name == "add-up"
+        jsonschema.validate(arguments, SUM)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_one_call_where_parallel_calls_are_off(fake_server: LiveServer, template: str) -> None:
+    for seed in range(4):
+        body = {**ASK, **TEMPLATES[template], "seed": seed, "tools": tools_of(*SCHEMAS), "tool_choice": "required"}
+        answer = fake_server.post("/v1/chat/completions", {**body, "parallel_tool_calls": False})[1]
+        assert len(calls_of(answer["choices"][0]["message"])) == 1
+
+
+def test_a_streamed_call_is_the_whole_one(fake_server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "smollm2-135m", "seed": 2, **ASK, "tools": tools_of("weather", "add-up")}
+    asked["tool_choice"] = "required"
+    whole = client.chat.completions.create(**asked).choices[0].message.tool_calls or []
+    parts: dict[int, list[str]] = {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            assert call.function is not None
+            part = parts.setdefault(call.index, ["", ""])
+            part[0] += call.function.name or ""
+            part[1] += call.function.arguments or ""
+    assert [part for _, part in sorted(parts.items())] == [[one.function.name, one.function.arguments] for one in whole]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_optional_strict_calls_keep_to_their_schemas(fake_server: LiveServer, template: str) -> None:
+    """Random text hardly ever begins a call, but the grammar is there, and text comes through."""
+    tools = tools_of("weather", strict=True) + tools_of("now", strict=False)
+    body = {**ASK, **TEMPLATES[template], "tools": tools, "max_tokens": 40, "seed": 3}
+    status, answer = fake_server.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "said"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice", "no tool 'no'"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "no tool None"),
+    ],
+)
+def test_choices_that_cannot_be(fake_server: LiveServer, more: dict[str, Any], param: str, said: str) -> None:
+    status, answer = fake_server.post("/v1/chat/completions", {**ASK, "tools": tools_of("now"), **more})
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert said in answer["error"]["message"]
+
+
+def test_a_schema_that_cannot_be_kept_to_is_refused_with_its_place(fake_server: LiveServer) -> None:
+    parameters = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    status, answer = fake_server.post("/v1/chat/completions", {**ASK, "tools": tools, "tool_choice": "required"})
+    assert status == 400
+    assert answer["error"]["message"].startswith("tools[0].function.parameters: at /properties/a/uniqueItems:")
+
+
+def test_a_conversation_with_calls_goes_back_to_a_model_without_tools(fake_server: LiveServer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    turns = [
+        {"role": "system", "content": "Be short."},
+        *ASK["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "snow"}]},
+    ]
+    asked = {"messages": turns, "tools": tools_of("weather"), "return_token_strs": True}
+    text = "".join(fake_server.post("/tokenize", asked)[1]["token_strs"])
+    assert text.count('<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>') == 2
+    assert "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsnow\n</tool_response>" in text
+    assert text.index("Be short.") < text.index('"description": "of weather"') < text.index("Zürich?")
+    assert text.count("<|im_start|>user") == 2
+    status, answer = fake_server.post("/v1/chat/completions", {**ASK, "messages": turns, "max_tokens": 5})
+    assert status == 200, answer
