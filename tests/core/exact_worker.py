@@ -25,7 +25,7 @@ class WrongMemory(AssertionError):
 
 
 def next_token(seed: int, tokens: list[int], vocab: int) -> int:
-    """What the model says after `tokens`."""
+    """The token that the model samples after `tokens`."""
     return zlib.crc32(np.asarray([seed, *tokens], np.int64).tobytes()) % vocab
 
 

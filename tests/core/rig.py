@@ -19,8 +19,8 @@ FILL = 7
 
 
 @dataclass
-class StepTold:
-    """One planned step. Branches are named "id", or "id/number" where a request has several."""
+class PlannedStep:
+    """One planned step. Sequences are named "id", or "id/number" where a request has several."""
 
     output: SchedulerOutput
     owners: dict[int, str]
@@ -83,7 +83,7 @@ class Rig:
     def abort(self, *ids: str) -> None:
         self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 
-    def plan(self) -> StepTold:
+    def plan(self) -> PlannedStep:
         """schedule(), read the way a worker reads it."""
         output = self.scheduler.schedule()
         self.scheduler.check()
@@ -94,7 +94,7 @@ class Rig:
         for fork in output.forks:
             self.owners[fork.dst] = self._name(self.owners[fork.src].split("/")[0], fork.sequence)
         rows = zip(output.rows.tolist(), output.num_new.tolist(), strict=True)
-        return StepTold(
+        return PlannedStep(
             output,
             dict(self.owners),
             {self.owners[row]: new for row, new in rows},
@@ -102,36 +102,38 @@ class Rig:
             {self.owners[init.row]: init.kind for init in output.admitted},
         )
 
-    def _name(self, request_id: str, branch: int) -> str:
+    def _name(self, request_id: str, sequence: int) -> str:
         request = next(request for request in reversed(self.requests) if request.request_id == request_id)
-        return f"{request_id}/{branch}" if request.num_seqs > 1 else request_id
+        return f"{request_id}/{sequence}" if request.num_seqs > 1 else request_id
 
-    def home(self, told: StepTold, said: dict[str, list[int]] | None = None, duration_s: float = 0.0) -> StepTold:
-        """update_from_output(): everybody who samples says `said`, or FILL."""
-        answers = [(said or {}).get(name, [FILL]) for name in told.samples]
+    def deliver(
+        self, step: PlannedStep, sampled: dict[str, list[int]] | None = None, duration_s: float = 0.0
+    ) -> PlannedStep:
+        """update_from_output(): every row that samples gets its tokens in `sampled`, or FILL."""
+        answers = [(sampled or {}).get(name, [FILL]) for name in step.samples]
         tokens = np.full((len(answers), max(map(len, answers), default=1)), -1, np.int32)
         for place, answer in enumerate(answers):
             tokens[place, : len(answer)] = answer
         counts = np.array([len(answer) for answer in answers], np.int32)
-        result = ModelRunnerOutput(told.output.step, tokens, counts, duration_s=duration_s)
-        for heard in self.scheduler.update_from_output(told.output, result).values():
-            flat = heard.token_ids.tolist()
-            for handle, branch, count in zip(
-                heard.handles.tolist(), heard.sequences.tolist(), heard.counts.tolist(), strict=True
+        result = ModelRunnerOutput(step.output.step, tokens, counts, duration_s=duration_s)
+        for outputs in self.scheduler.update_from_output(step.output, result).values():
+            flat = outputs.token_ids.tolist()
+            for handle, sequence, count in zip(
+                outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
             ):
-                name = self._name(self.requests[handle - 1].request_id, branch)
-                told.emitted[name], flat = flat[:count], flat[count:]
-            for finish in heard.finishes:
-                told.finished[self._name(finish.request_id, finish.sequence)] = finish.status.finish_reason
-                told.finishes.append(finish)
+                name = self._name(self.requests[handle - 1].request_id, sequence)
+                step.emitted[name], flat = flat[:count], flat[count:]
+            for finish in outputs.finishes:
+                step.finished[self._name(finish.request_id, finish.sequence)] = finish.status.finish_reason
+                step.finishes.append(finish)
         self.scheduler.check()
-        return told
+        return step
 
-    def step(self, said: dict[str, list[int]] | None = None, duration_s: float = 0.0) -> StepTold:
-        return self.home(self.plan(), said, duration_s)
+    def step(self, sampled: dict[str, list[int]] | None = None, duration_s: float = 0.0) -> PlannedStep:
+        return self.deliver(self.plan(), sampled, duration_s)
 
     def run(self, limit: int = 200) -> dict[str, list[int]]:
-        """Until nothing is left: what each branch said."""
+        """Until nothing is left: the tokens of each sequence."""
         texts: dict[str, list[int]] = {}
         for _ in range(limit):
             if not self.scheduler.has_unfinished_requests():

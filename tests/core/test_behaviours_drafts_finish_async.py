@@ -6,7 +6,7 @@ import pytest
 from pagoda.base.config import PreemptionMode
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput
-from tests.core.rig import Rig, StepTold
+from tests.core.rig import PlannedStep, Rig
 
 
 def drafting(prompt: int = 6, max_tokens: int = 30, **config: object) -> Rig:
@@ -17,7 +17,7 @@ def drafting(prompt: int = 6, max_tokens: int = 30, **config: object) -> Rig:
     return rig
 
 
-def verify(rig: Rig, drafts: list[int], said: list[int]) -> StepTold:
+def verify(rig: Rig, drafts: list[int], said: list[int]) -> PlannedStep:
     rig.scheduler.update_draft_token_ids({"a": drafts})
     return rig.step({"a": said})
 
@@ -25,9 +25,9 @@ def verify(rig: Rig, drafts: list[int], said: list[int]) -> StepTold:
 @pytest.mark.parametrize(("said", "computed"), [([51, 52, 53, 54], 10), ([51, 99], 8), ([99], 7)])
 def test_rule_116_rejected_drafts_lower_the_computed_count(said: list[int], computed: int) -> None:
     rig = drafting()
-    told = verify(rig, [51, 52, 53], said)
-    assert told.scheduled == {"a": 4}
-    assert told.emitted == {"a": said}
+    step = verify(rig, [51, 52, 53], said)
+    assert step.scheduled == {"a": 4}
+    assert step.emitted == {"a": said}
     assert rig.computed("a") == computed
 
 
@@ -46,9 +46,9 @@ def test_rule_117_drafts_are_cut_by_the_budget() -> None:
 
 def test_rule_117_drafts_stay_within_the_model() -> None:
     rig = drafting(max_model_len=9)
-    told = verify(rig, [51, 52, 53], [51, 52])
-    assert told.scheduled == {"a": 2}
-    assert told.finished == {"a": "length"}
+    step = verify(rig, [51, 52, 53], [51, 52])
+    assert step.scheduled == {"a": 2}
+    assert step.finished == {"a": "length"}
 
 
 def test_rule_118_drafts_during_a_prefill_are_dropped() -> None:
@@ -63,18 +63,18 @@ def test_rule_119_a_stop_inside_accepted_tokens_trims_the_rest() -> None:
     rig = Rig(num_speculative_tokens=3)
     rig.add("a", 6, max_tokens=30, stop_token_ids=(52,))
     rig.step({"a": [50]})
-    told = verify(rig, [51, 52, 53], [51, 52, 53, 54])
-    assert told.emitted == {"a": [51, 52]}
-    assert told.finished == {"a": "stop"}
-    assert told.finishes[0].stop_reason == 52
+    step = verify(rig, [51, 52, 53], [51, 52, 53, 54])
+    assert step.emitted == {"a": [51, 52]}
+    assert step.finished == {"a": "stop"}
+    assert step.finishes[0].stop_reason == 52
     assert rig.free == 16
 
 
 def test_rule_119_a_length_inside_accepted_tokens_trims_the_rest() -> None:
     rig = drafting(max_tokens=3)
-    told = verify(rig, [51, 52, 53], [51, 52, 53, 54])
-    assert told.emitted == {"a": [51, 52]}
-    assert told.finished == {"a": "length"}
+    step = verify(rig, [51, 52, 53], [51, 52, 53, 54])
+    assert step.emitted == {"a": [51, 52]}
+    assert step.finished == {"a": "length"}
 
 
 def test_rule_120_slots_of_rejected_drafts_are_used_again() -> None:
@@ -105,9 +105,9 @@ def test_rule_121_draft_stats() -> None:
 def test_rule_122_newcomers_are_not_padded_with_drafts() -> None:
     rig = drafting()
     rig.add("b", 1)
-    told = rig.step()
-    assert told.scheduled == {"a": 1, "b": 1}
-    assert told.output.drafts == {}
+    step = rig.step()
+    assert step.scheduled == {"a": 1, "b": 1}
+    assert step.output.drafts == {}
 
 
 # Adapters
@@ -148,10 +148,10 @@ def test_rule_124_an_adapter_leaves_with_its_last_user() -> None:
 def test_rule_125_order_of_the_tests(facts: dict[str, object], said: int, reason: str, stop: int | None) -> None:
     rig = Rig()
     rig.add("a", 4, **facts)
-    told = rig.step({"a": [said]})
-    assert told.finished == {"a": reason}
-    assert told.finishes[0].stop_reason == stop
-    assert told.emitted == {"a": [said]}
+    step = rig.step({"a": [said]})
+    assert step.finished == {"a": reason}
+    assert step.finishes[0].stop_reason == stop
+    assert step.emitted == {"a": [said]}
 
 
 def test_rule_125_ignore_eos() -> None:
@@ -189,10 +189,10 @@ def test_rule_128_finished_ids_are_told_once() -> None:
     rig.step()
     assert rig.step().output.finished_ids == ("a",)
     rig.abort("b")
-    told = rig.plan()
-    assert told.output.is_empty
-    assert told.output.finished_ids == ("b",)
-    assert len(told.output.released) == 1
+    step = rig.plan()
+    assert step.output.is_empty
+    assert step.output.finished_ids == ("b",)
+    assert len(step.output.released) == 1
     assert rig.plan().output.finished_ids == ()
 
 
@@ -207,18 +207,18 @@ def test_rule_130_no_step_past_the_last_token() -> None:
         in_flight.append(rig.plan())
         planned.append(in_flight[-1].output.total_num_scheduled_tokens)
         if len(in_flight) == 2:
-            rig.home(in_flight.pop(0))
+            rig.deliver(in_flight.pop(0))
     assert [count for count in planned if count] == [6, 1, 1, 1]
 
 
-def test_rule_131_the_step_past_an_early_eos_is_thrown_away() -> None:
+def test_rule_131_the_step_past_an_early_eos_is_dropped() -> None:
     rig = Rig(pipeline_depth=2, async_scheduling=True)
     rig.add("a", 6, max_tokens=9, eos_token_ids=(2,))
     first, second = rig.plan(), rig.plan()
-    assert rig.home(first, {"a": [2]}).finished == {"a": "stop"}
+    assert rig.deliver(first, {"a": [2]}).finished == {"a": "stop"}
     assert rig.free == 16
-    told = rig.home(second)
-    assert (told.emitted, told.finished) == ({}, {})
+    step = rig.deliver(second)
+    assert (step.emitted, step.finished) == ({}, {})
 
 
 def test_rule_132_abort_in_flight() -> None:
@@ -229,8 +229,8 @@ def test_rule_132_abort_in_flight() -> None:
     assert rig.free == 16
     rig.add("b", 12)
     second = rig.plan()
-    assert rig.home(first).emitted == {}
-    assert rig.home(second).emitted == {"b": [7]}
+    assert rig.deliver(first).emitted == {}
+    assert rig.deliver(second).emitted == {"b": [7]}
 
 
 def test_rule_133_preempted_in_flight_the_token_counts() -> None:
@@ -238,16 +238,16 @@ def test_rule_133_preempted_in_flight_the_token_counts() -> None:
     rig.add("a", 8)
     rig.add("b", 7)
     in_flight = [rig.plan(), rig.plan()]
-    rig.home(in_flight.pop(0))
+    rig.deliver(in_flight.pop(0))
     in_flight.append(rig.plan())
     assert in_flight[-1].output.preempted_ids == ("b",)
     assert rig.computed("b") == 0
-    assert rig.home(in_flight.pop(0)).emitted["b"] == [7]
+    assert rig.deliver(in_flight.pop(0)).emitted["b"] == [7]
     assert rig.computed("b") == 0
     rig.abort("a")
-    told = rig.plan()
-    assert told.scheduled == {"b": 9}
-    assert told.kinds == {"b": AdmitKind.RESUMED}
+    step = rig.plan()
+    assert step.scheduled == {"b": 9}
+    assert step.kinds == {"b": AdmitKind.RESUMED}
 
 
 def test_rule_133_a_forced_reset_drops_it() -> None:
@@ -257,8 +257,8 @@ def test_rule_133_a_forced_reset_drops_it() -> None:
     rig.scheduler.reset_prefix_cache(preempt_running=True)
     second = rig.plan()
     assert second.scheduled == {"a": 8}
-    assert rig.home(first, {"a": [50]}).emitted == {}
-    assert rig.home(second, {"a": [51]}).emitted == {"a": [51]}
+    assert rig.deliver(first, {"a": [50]}).emitted == {}
+    assert rig.deliver(second, {"a": [51]}).emitted == {"a": [51]}
 
 
 def test_rule_134_two_in_flight_without_async() -> None:
@@ -268,19 +268,19 @@ def test_rule_134_two_in_flight_without_async() -> None:
     rig.add("b", 6, max_tokens=3)
     second = rig.plan()
     assert second.scheduled == {"b": 6}
-    said = [rig.home(first).emitted]
+    said = [rig.deliver(first).emitted]
     third = rig.plan()
     assert third.scheduled == {"a": 1}
-    said += [rig.home(second).emitted, rig.home(third).emitted]
+    said += [rig.deliver(second).emitted, rig.deliver(third).emitted]
     assert said == [{"a": [7]}, {"b": [7]}, {"a": [7]}]
 
 
 def test_rule_135_computed_rises_when_planned() -> None:
     rig = Rig()
     rig.add("a", 6)
-    told = rig.plan()
+    step = rig.plan()
     assert rig.computed("a") == 6
-    rig.home(told)
+    rig.deliver(step)
     assert rig.computed("a") == 6
 
 
@@ -317,12 +317,12 @@ def test_rule_138_clients_hear_their_own() -> None:
     plan = rig.plan()
     count = len(plan.output.sample_rows)
     result = ModelRunnerOutput(plan.output.step, np.full((count, 1), 7, np.int32), np.ones(count, np.int32))
-    heard = rig.scheduler.update_from_output(plan.output, result)
-    assert set(heard) == {0, 3}
-    assert heard[0].handles.tolist() == [1]
-    assert heard[0].finishes[0].status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert heard[3].handles.tolist() == [2]
-    assert heard[3].finishes == ()
+    outputs = rig.scheduler.update_from_output(plan.output, result)
+    assert set(outputs) == {0, 3}
+    assert outputs[0].handles.tolist() == [1]
+    assert outputs[0].finishes[0].status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert outputs[3].handles.tolist() == [2]
+    assert outputs[3].finishes == ()
 
 
 def test_rule_139_every_call_of_schedule_is_a_step() -> None:
@@ -337,11 +337,11 @@ def test_a_first_token_that_is_not_finite_ends_its_request_alone() -> None:
     """Nothing of the step is left to emit for the client: the end is still reported, and the engine goes on."""
     rig = Rig()
     rig.add("a", 6)
-    told = rig.plan()
+    step = rig.plan()
     tokens = np.full((1, 1), -1, np.int32)
-    failed = {int(told.output.sample_rows[0]): "logits are not finite"}
-    result = ModelRunnerOutput(told.output.step, tokens, np.ones(1, np.int32), failed=failed)
-    outputs = rig.scheduler.update_from_output(told.output, result)[0]
+    failed = {int(step.output.sample_rows[0]): "logits are not finite"}
+    result = ModelRunnerOutput(step.output.step, tokens, np.ones(1, np.int32), failed=failed)
+    outputs = rig.scheduler.update_from_output(step.output, result)[0]
     assert [(finish.status, finish.message) for finish in outputs.finishes] == [
         (RequestStatus.FINISHED_ERROR, "logits are not finite")
     ]

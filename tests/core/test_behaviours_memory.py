@@ -1,4 +1,4 @@
-"""Rules 66 to 115: branches, prefix caching, windows, cross-attention, images; each test is named by its rule."""
+"""Rules 66 to 115: sequences, prefix caching, windows, cross-attention, images; each test is named by its rule."""
 
 import pytest
 
@@ -19,16 +19,16 @@ def tokens(start: int, count: int) -> list[int]:
     return list(range(start, start + count))
 
 
-# Branches
+# Sequences
 
 
 def test_rule_066_one_prefill_then_a_fork_that_takes_no_block() -> None:
     rig = Rig()
     rig.add("a", 7, n=4)
-    told = rig.step()
-    assert told.scheduled == {"a/0": 7}
-    assert [fork.sequence for fork in told.output.forks] == [1, 2, 3]
-    assert told.emitted == {f"a/{branch}": [7] for branch in range(4)}
+    step = rig.step()
+    assert step.scheduled == {"a/0": 7}
+    assert [fork.sequence for fork in step.output.forks] == [1, 2, 3]
+    assert step.emitted == {f"a/{sequence}": [7] for sequence in range(4)}
     assert rig.free == 14
 
 
@@ -36,8 +36,8 @@ def test_rule_067_the_first_writer_copies_the_last_writes_in_place() -> None:
     rig = Rig()
     rig.add("a", 3, n=2)
     rig.step()
-    told = rig.step()
-    [(source, target)] = told.output.copies.tolist()
+    step = rig.step()
+    [(source, target)] = step.output.copies.tolist()
     assert source != target
     assert rig.free == 14
     assert len(rig.step().output.copies) == 0
@@ -47,34 +47,34 @@ def test_rule_068_whole_blocks_need_no_copy() -> None:
     rig = Rig()
     rig.add("a", 8, n=2)
     rig.step()
-    told = rig.step()
-    assert len(told.output.copies) == 0
+    step = rig.step()
+    assert len(step.output.copies) == 0
     assert rig.free == 12
 
 
 def test_rule_069_a_return_from_the_host_may_copy_too() -> None:
-    """Parked right after the fork, both branches come back on one partly filled block: one of them copies it."""
+    """Parked right after the fork, both sequences come back on one partly filled block: one of them copies it."""
     rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
     rig.add("a", 16, max_tokens=3)
     rig.add("b", 3, n=2, max_tokens=3)
     rig.step()
-    told = rig.step()
-    assert told.output.preempted_ids == ("b",)
-    assert len(told.output.swap_out) == 1
-    while not (told := rig.step()).kinds:
+    step = rig.step()
+    assert step.output.preempted_ids == ("b",)
+    assert len(step.output.swap_out) == 1
+    while not (step := rig.step()).kinds:
         pass
-    assert len(told.output.swap_in) == len(told.output.copies) == 1
-    assert told.output.swap_in[0, 1] == told.output.copies[0, 0]
+    assert len(step.output.swap_in) == len(step.output.copies) == 1
+    assert step.output.swap_in[0, 1] == step.output.copies[0, 0]
 
 
 def test_rule_070_blocks_really_touched_are_counted() -> None:
-    """Two free blocks serve three branches on one shared tail: the last writes in place."""
+    """Two free blocks serve three sequences on one shared tail: the last writes in place."""
     rig = Rig(num_blocks=3)
     rig.add("a", 3, n=3, max_tokens=2)
     rig.step()
-    told = rig.step()
-    assert len(told.output.copies) == 2
-    assert told.output.preempted_ids == ()
+    step = rig.step()
+    assert len(step.output.copies) == 2
+    assert step.output.preempted_ids == ()
 
 
 def test_rule_071_a_finished_sibling_frees_only_what_is_its_own() -> None:
@@ -95,7 +95,7 @@ def test_rule_074_n_outputs_are_one_prefill_and_the_same_text() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", 13, n=3, max_tokens=4)
     assert rig.step().output.total_num_scheduled_tokens == 13
-    assert rig.run() == {f"a/{branch}": [7] * 3 for branch in range(3)}
+    assert rig.run() == {f"a/{sequence}": [7] * 3 for sequence in range(3)}
 
 
 def test_rule_075_unknown_branches_and_requests_are_nothing() -> None:
@@ -141,9 +141,9 @@ def test_rule_080_two_equal_prompts_in_one_step() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", tokens(0, 10))
     rig.add("b", tokens(0, 10))
-    told = rig.step()
-    assert told.scheduled == {"a": 10, "b": 2}
-    assert told.cached == {"a": 0, "b": 8}
+    step = rig.step()
+    assert step.scheduled == {"a": 10, "b": 2}
+    assert step.cached == {"a": 0, "b": 8}
 
 
 def test_rule_081_finished_chunks_can_be_hit() -> None:
@@ -167,7 +167,7 @@ def test_rule_083_drafts_are_never_cached() -> None:
     rig.scheduler.update_draft_token_ids({"a": [50, 51, 52]})
     plan = rig.plan()
     assert plan.scheduled == {"a": 4}
-    rig.home(plan, {"a": [8]})
+    rig.deliver(plan, {"a": [8]})
     rig.add("b", [*tokens(0, 6), 7, 50, 51, 52, 9, 9])
     assert rig.step().cached["b"] == 4
     assert rig.computed("a") == 8
@@ -293,8 +293,8 @@ def test_rule_096_reset() -> None:
     assert not rig.scheduler.reset_prefix_cache()
     assert rig.scheduler.reset_prefix_cache(preempt_running=True)
     assert rig.waiting == ["a", "b"]
-    told = rig.step()
-    assert told.cached == {"a": 0, "b": 0}
+    step = rig.step()
+    assert step.cached == {"a": 0, "b": 0}
     rig.run()
     assert rig.scheduler.reset_prefix_cache()
     rig.add("c", tokens(0, 8))
@@ -332,7 +332,7 @@ def test_rule_100_freed_on_what_is_processed() -> None:
     first = rig.plan()
     rig.plan()
     assert rig.blocks("a") == [4]
-    rig.home(first)
+    rig.deliver(first)
     rig.plan()
     assert rig.blocks("a") == [6]  # 8 tokens are processed: none of them is behind the window of 8
 
@@ -407,10 +407,10 @@ def test_rule_110_swap_moves_the_cross_table_too() -> None:
     for name in "ab":
         rig.add(name, 4, max_tokens=9, encoder_len=8, media=(MediaItem(name, 0, 8),))
     rig.step()
-    told = rig.step()
+    step = rig.step()
     while not rig.swapped:
-        told = rig.step()
-    assert len(told.output.swap_out) == 4
+        step = rig.step()
+    assert len(step.output.swap_out) == 4
     assert len(rig.run()["b"]) + 5 == 9
 
 
@@ -436,8 +436,8 @@ def test_rule_112_a_hit_that_reaches_into_an_image_waits_for_it() -> None:
     rig.run()
     rig.add("b", tokens(100, 20), max_tokens=1, media=(MediaItem("g", 0, 8),))
     rig.add("c", [*tokens(0, 11), *tokens(500, 9)], media=(MediaItem("h", 6, 8),))
-    told = rig.step()
-    assert list(told.scheduled) == ["b"]
+    step = rig.step()
+    assert list(step.scheduled) == ["b"]
     assert rig.step().cached == {"c": 8}
 
 
@@ -446,9 +446,9 @@ def test_rule_113_outputs_stay_until_room_is_needed_oldest_first() -> None:
     ran, evicted = [], []
     for number, item in enumerate(("x", "y", "x", "z", "x", "y")):
         rig.add(f"r{number}", 10, max_tokens=1, media=(MediaItem(item, 2, 4),))
-        told = rig.step()
-        ran.append([run.content_hash for run in told.output.encoder_runs])
-        evicted += told.output.encoder_freed
+        step = rig.step()
+        ran.append([run.content_hash for run in step.output.encoder_runs])
+        evicted += step.output.encoder_freed
     assert ran == [["x"], ["y"], [], ["z"], [], ["y"]]
     assert evicted == ["y", "z"]
 

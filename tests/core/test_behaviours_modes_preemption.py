@@ -30,7 +30,7 @@ def test_rule_027_new_prompts_win() -> None:
     assert rig.step().scheduled == {"b": 30}
 
 
-def test_rule_028_running_ones_count_against_the_seats() -> None:
+def test_rule_028_running_sequences_count_against_max_num_seqs() -> None:
     rig = Rig(scheduling_mode=PHASED, max_num_seqs=2)
     rig.add("a", 4)
     rig.step()
@@ -70,12 +70,12 @@ def test_rule_031_nobody_returns_in_the_step_that_swaps_out(mode: SchedulingMode
     rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=SWAP, scheduling_mode=mode)
     rig.add("a", 8)
     rig.add("b", 7)
-    told = rig.step()
+    step = rig.step()
     while not rig.swapped:
-        told = rig.step()
-    assert len(told.output.swap_out) == 2
-    assert len(told.output.swap_in) == 0
-    assert told.kinds == {}
+        step = rig.step()
+    assert len(step.output.swap_out) == 2
+    assert len(step.output.swap_in) == 0
+    assert step.kinds == {}
 
 
 def test_rule_032_a_decode_step_counts_live_sequences() -> None:
@@ -120,10 +120,10 @@ def test_rule_035_running_list_is_in_admission_order() -> None:
     rig = Rig()
     rig.add("a", 9)
     rig.add("b", 4)
-    told = rig.step()
+    step = rig.step()
     rig.add("c", 4)
-    told = rig.step()
-    assert list(told.scheduled) == ["a", "b", "c"] == rig.running
+    step = rig.step()
+    assert list(step.scheduled) == ["a", "b", "c"] == rig.running
 
 
 def test_rule_036_running_then_swapped_then_new() -> None:
@@ -145,7 +145,7 @@ def test_rule_037_two_prompts_of_sixty() -> None:
     assert rig.step().scheduled == {"a": 1, "b": 56, "c": 7}
 
 
-def test_rule_038_seats_before_budget() -> None:
+def test_rule_038_max_num_seqs_before_budget() -> None:
     rig = Rig(num_blocks=100, max_num_seqs=2)
     for name in "abcde":
         rig.add(name, 65)
@@ -175,16 +175,16 @@ def test_rule_041_victims_from_the_tail_until_it_fits() -> None:
     rig.step()
     rig.add("b", 1)
     rig.add("c", 1)
-    told = rig.step()
-    assert told.scheduled["a"] == 7
+    step = rig.step()
+    assert step.scheduled["a"] == 7
     assert rig.running == ["a"]
 
 
 def test_rule_042_two_victims_in_one_step_keep_their_order() -> None:
     rig = two_small_behind_a_chunk()
-    told = rig.step()
-    assert told.scheduled == {"a": 8}
-    assert told.output.preempted_ids == ("c", "b")
+    step = rig.step()
+    assert step.scheduled == {"a": 8}
+    assert step.output.preempted_ids == ("c", "b")
     assert rig.waiting == ["b", "c"]
 
 
@@ -203,9 +203,9 @@ def test_rule_043_its_own_victim_leaves_the_others_their_step() -> None:
     rig.add("a", 9)
     rig.add("b", 8)
     rig.step()
-    told = rig.step()
-    assert told.scheduled == {"a": 1}
-    assert told.output.preempted_ids == ("b",)
+    step = rig.step()
+    assert step.scheduled == {"a": 1}
+    assert step.output.preempted_ids == ("b",)
 
 
 def test_rule_044_what_becomes_of_a_victim() -> None:
@@ -221,8 +221,8 @@ def test_rule_044_what_becomes_of_a_victim() -> None:
     assert rig.scheduler.make_stats().preemptions == 1
     assert rig.blocks("a") == [3]
     assert rig.free == 2
-    told = rig.run()
-    assert told["b"] == [7] * 7  # the first was told before
+    step = rig.run()
+    assert step["b"] == [7] * 7  # the first was told before
 
 
 def test_rule_045_resume_computes_prompt_and_output_alike() -> None:
@@ -233,12 +233,12 @@ def test_rule_045_resume_computes_prompt_and_output_alike() -> None:
     rig.step()
     rig.step()
     assert rig.waiting == ["b"]
-    while "b" not in (told := rig.step()).scheduled:
+    while "b" not in (step := rig.step()).scheduled:
         pass
-    assert told.scheduled["b"] == 9
-    assert told.kinds["b"] is AdmitKind.RESUMED
-    assert told.emitted["b"] == [7]
-    assert told.finished["b"] == "length"
+    assert step.scheduled["b"] == 9
+    assert step.kinds["b"] is AdmitKind.RESUMED
+    assert step.emitted["b"] == [7]
+    assert step.finished["b"] == "length"
 
 
 def test_rule_046_half_a_prefill_is_lost() -> None:
@@ -252,7 +252,7 @@ def test_rule_046_half_a_prefill_is_lost() -> None:
     assert rig.computed("b") == 0
 
 
-def test_rule_047_thrown_out_again_and_again_it_still_says_the_same() -> None:
+def test_rule_047_preempted_again_and_again_it_still_emits_the_same() -> None:
     rig = Rig(num_blocks=7)
     for name in "abc":
         rig.add(name, 6, max_tokens=14)
@@ -267,10 +267,10 @@ def test_rule_048_it_finds_its_own_blocks_again() -> None:
     for _ in range(3):
         rig.step()
     assert rig.waiting == ["b"]
-    while "b" not in (told := rig.step()).kinds:
+    while "b" not in (step := rig.step()).kinds:
         pass
-    assert told.cached["b"] == 8
-    assert told.scheduled["b"] == 1
+    assert step.cached["b"] == 8
+    assert step.scheduled["b"] == 1
 
 
 def test_rule_049_cross_blocks_go_with_the_victim() -> None:
@@ -282,12 +282,12 @@ def test_rule_049_cross_blocks_go_with_the_victim() -> None:
     rig.step()
     assert (rig.blocks("a"), rig.blocks("b")) == ([2, 3], [2, 3])
     for _ in range(4):
-        told = rig.step()
-    assert told.output.preempted_ids == ("b",)
+        step = rig.step()
+    assert step.output.preempted_ids == ("b",)
     assert rig.blocks("b") == [0, 0]
-    while "b" not in (told := rig.step()).kinds:
+    while "b" not in (step := rig.step()).kinds:
         pass
-    assert [run.content_hash for run in told.output.encoder_runs] == ["b"]
+    assert [run.content_hash for run in step.output.encoder_runs] == ["b"]
 
 
 def test_rule_050_outgrown_the_pool_alone_it_ends_with_a_capacity_reason() -> None:
@@ -295,12 +295,12 @@ def test_rule_050_outgrown_the_pool_alone_it_ends_with_a_capacity_reason() -> No
     rig.add("a", 24, max_tokens=30)
     rig.add("b", 4, max_tokens=1)
     rig.step()
-    told = rig.step()
-    assert told.finished["a"] == "length"
-    [finish] = [finish for finish in told.finishes if finish.request_id == "a"]
+    step = rig.step()
+    assert step.finished["a"] == "length"
+    [finish] = [finish for finish in step.finishes if finish.request_id == "a"]
     assert finish.message is not None
     assert "6 blocks" in finish.message
-    assert told.emitted == {"b": [7]}  # the blocks serve the next in the same step
+    assert step.emitted == {"b": [7]}  # the blocks serve the next in the same step
     assert rig.free == 6
 
 
@@ -323,8 +323,8 @@ def test_rule_051_one_branch_left_recomputes() -> None:
     rig.add("a", 8)
     rig.add("b", 7, n=3)
     rig.step()
-    for branch in (0, 2):
-        rig.scheduler.finish_sequence("b", branch, RequestStatus.FINISHED_STOPPED)
+    for sequence in (0, 2):
+        rig.scheduler.finish_sequence("b", sequence, RequestStatus.FINISHED_STOPPED)
     while not rig.waiting and not rig.swapped:
         rig.step()
     assert rig.waiting == ["b"]
@@ -338,10 +338,10 @@ def test_rule_052_swap_moves_each_block_once_in_table_order() -> None:
     rig.step()
     assert rig.free == 0
     assert rig.blocks("b") == [4]
-    told = rig.step()
+    step = rig.step()
     while not rig.swapped:
-        told = rig.step()
-    pairs = told.output.swap_out.tolist()
+        step = rig.step()
+    pairs = step.output.swap_out.tolist()
     assert len(pairs) == len({source for source, _ in pairs}) == 4
     assert [target for _, target in pairs] == sorted(target for _, target in pairs)
     assert rig.scheduler.num_free_host_blocks == 4
@@ -362,11 +362,11 @@ def test_rule_053_no_room_on_the_host_falls_back_to_recompute() -> None:
 
 def test_rule_056_return_and_append_in_the_same_step() -> None:
     rig = swapped_out()
-    while "b" not in (told := rig.step()).kinds:
+    while "b" not in (step := rig.step()).kinds:
         pass
-    assert told.kinds["b"] is AdmitKind.SWAPPED_IN
-    assert told.scheduled["b"] == 1
-    assert len(told.output.swap_in) == 2
+    assert step.kinds["b"] is AdmitKind.SWAPPED_IN
+    assert step.scheduled["b"] == 1
+    assert len(step.output.swap_in) == 2
     assert rig.blocks("b") == [3]
 
 
@@ -387,9 +387,9 @@ def test_rule_057_the_adapter_limit_holds_on_return() -> None:
         rig.step()
     rig.add("c", 1, max_tokens=20, lora=LoraRef("y"))
     while rig.swapped:
-        told = rig.step()
+        step = rig.step()
         loras = {"b": "x", "c": "y"}
-        assert len({loras[name] for name in told.scheduled if name in loras}) <= 1
+        assert len({loras[name] for name in step.scheduled if name in loras}) <= 1
 
 
 def test_rule_058_abort_while_swapped_frees_the_host() -> None:
@@ -424,9 +424,9 @@ def test_rule_061_062_the_worst_goes_and_gives_back_what_it_had() -> None:
     rig.add("top", 8, max_tokens=4, priority=1)
     rig.add("mid", 16, max_tokens=4, priority=5)
     assert rig.step().scheduled == {"low": 1, "top": 8, "mid": 4}
-    told = rig.step()
-    assert told.scheduled == {"top": 1, "mid": 12}
-    assert told.output.preempted_ids == ("low",)
+    step = rig.step()
+    assert step.scheduled == {"top": 1, "mid": 12}
+    assert step.output.preempted_ids == ("low",)
 
 
 def test_rule_063_its_own_victim_does_not_cost_a_more_urgent_one_its_step() -> None:
@@ -434,9 +434,9 @@ def test_rule_063_its_own_victim_does_not_cost_a_more_urgent_one_its_step() -> N
     rig.add("worst", 8, priority=9)
     rig.add("best", 7, priority=1)
     rig.step()
-    told = rig.step()
-    assert told.output.preempted_ids == ("worst",)
-    assert told.scheduled == {"best": 1}
+    step = rig.step()
+    assert step.output.preempted_ids == ("worst",)
+    assert step.scheduled == {"best": 1}
 
 
 def test_rule_064_urgent_newcomers_throw_nobody_out_unless_asked_to() -> None:

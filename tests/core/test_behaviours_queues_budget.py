@@ -69,19 +69,19 @@ def test_rule_006_a_phased_engine_ignores_what_can_never_run_whole() -> None:
     rig = Rig(scheduling_mode=SchedulingMode.PHASED, max_num_batched_tokens=32)
     rig.add("a", 48)
     rig.add("b", 4)
-    told = rig.step()
-    assert told.scheduled == {"b": 4}
-    assert [finish.request_id for finish in told.output.ignored] == ["a"]
-    assert told.finished["a"] == "length"
+    step = rig.step()
+    assert step.scheduled == {"b": 4}
+    assert [finish.request_id for finish in step.output.ignored] == ["a"]
+    assert step.finished["a"] == "length"
 
 
 def test_rule_007_never_fits_is_ignored_with_a_message_and_blocks_nobody() -> None:
     rig = Rig(num_blocks=5)
     rig.add("a", 24)
     rig.add("b", 4)
-    told = rig.step()
-    assert told.scheduled == {"b": 4}
-    [finish] = [finish for finish in told.finishes if finish.request_id == "a"]
+    step = rig.step()
+    assert step.scheduled == {"b": 4}
+    [finish] = [finish for finish in step.finishes if finish.request_id == "a"]
     assert finish.message is not None
     assert "6 KV blocks" in finish.message
     assert rig.waiting == []
@@ -134,7 +134,7 @@ def test_rule_011_it_is_a_check_not_a_hold() -> None:
     assert rig.free == 6
 
 
-def test_rule_012_seats_count_branches_from_the_prefill_on() -> None:
+def test_rule_012_sequences_count_from_the_prefill_on() -> None:
     rig = Rig(max_num_seqs=5)
     rig.add("a", 4, n=4)
     rig.add("b", 4, n=2)
@@ -161,9 +161,9 @@ def test_rule_014_a_step_that_preempts_admits_nobody() -> None:
     rig.step()
     rig.step()
     rig.add("c", 1)
-    told = rig.step()
-    assert told.output.preempted_ids == ("b",)
-    assert list(told.scheduled) == ["a"]
+    step = rig.step()
+    assert step.output.preempted_ids == ("b",)
+    assert list(step.scheduled) == ["a"]
     assert rig.free == 2
     assert rig.waiting == ["b", "c"]
 
@@ -175,7 +175,7 @@ def test_rule_015_an_empty_decision_is_legal() -> None:
     second = rig.plan()
     assert second.output.is_empty
     assert rig.scheduler.has_unfinished_requests()
-    rig.home(first)
+    rig.deliver(first)
     assert rig.plan().scheduled == {"a": 1}
 
 
@@ -192,9 +192,9 @@ def test_rule_019_cached_tokens_cost_nothing() -> None:
     rig.add("a", list(range(17)), max_tokens=1)
     rig.run()
     rig.add("b", [*range(16), 99, 98])
-    told = rig.step()
-    assert told.cached == {"b": 16}
-    assert told.output.total_num_scheduled_tokens == 2
+    step = rig.step()
+    assert step.cached == {"b": 16}
+    assert step.output.total_num_scheduled_tokens == 2
 
 
 def test_rule_020_one_with_nothing_to_do_is_passed_over() -> None:
@@ -204,7 +204,7 @@ def test_rule_020_one_with_nothing_to_do_is_passed_over() -> None:
     rig.add("b", 4)
     second = rig.plan()
     assert second.scheduled == {"b": 4}
-    rig.home(first)
+    rig.deliver(first)
     assert rig.plan().scheduled == {"a": 1}
 
 

@@ -19,8 +19,8 @@ def test_a_small_share_for_prompts_leaves_drafts_whole(in_row_order: bool) -> No
     if in_row_order:
         rig.add("m", 12, media=(MediaItem("image", 8, 4),))
     rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
-    told = rig.step({"a": [1, 2, 3, 7]})
-    assert told.scheduled["a"] == 4
+    step = rig.step({"a": [1, 2, 3, 7]})
+    assert step.scheduled["a"] == 4
     rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
     assert rig.step({"a": [1, 2, 3, 7]}).scheduled["a"] == 4
 

@@ -45,8 +45,8 @@ def test_it_is_what_the_tables_of_a_worker_say(seed: int) -> None:
     for number in range(40):
         if number % 8 == 0 or (number < 30 and rng.random() < 0.2):
             rig.add(f"r{number}", [5] * int(rng.integers(1, 15)), max_tokens=int(rng.integers(1, 9)), n=2)
-        told = rig.plan()
-        output = told.output
+        step = rig.plan()
+        output = step.output
         worker.run(output)
         computed.update({init.row: init.num_computed for init in output.admitted})
         computed.update(zip(output.rows.tolist(), (output.start + output.num_new).tolist(), strict=True))
@@ -63,5 +63,5 @@ def test_it_is_what_the_tables_of_a_worker_say(seed: int) -> None:
             expected.append(count)
         assert output.num_common_prefix_blocks == tuple(expected), f"step {output.step}"
         seen.add(tuple(expected))
-        rig.home(told)
+        rig.deliver(step)
     assert len(seen) > 1

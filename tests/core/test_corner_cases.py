@@ -11,19 +11,19 @@ from pagoda.core.queues import QueueScan, RequestQueue
 from pagoda.core.request import Request, RequestState, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput
 from pagoda.core.step_plan import StepPlan
-from tests.core.rig import FILL, Rig, StepTold
+from tests.core.rig import FILL, PlannedStep, Rig
 
 
-def result_of(told: StepTold, failed: dict[int, str] | None = None) -> ModelRunnerOutput:
-    count = len(told.output.sample_rows)
+def result_of(step: PlannedStep, failed: dict[int, str] | None = None) -> ModelRunnerOutput:
+    count = len(step.output.sample_rows)
     return ModelRunnerOutput(
-        told.output.step, np.full((count, 1), FILL, np.int32), np.ones(count, np.int32), failed=failed or {}
+        step.output.step, np.full((count, 1), FILL, np.int32), np.ones(count, np.int32), failed=failed or {}
     )
 
 
-def home(rig: Rig, told: StepTold, failed: dict[int, str] | None = None) -> EngineCoreOutputs | None:
+def deliver(rig: Rig, step: PlannedStep, failed: dict[int, str] | None = None) -> EngineCoreOutputs | None:
     """Apply the result of the step. Return what client 0 gets."""
-    outputs = rig.scheduler.update_from_output(told.output, result_of(told, failed)).get(0)
+    outputs = rig.scheduler.update_from_output(step.output, result_of(step, failed)).get(0)
     rig.scheduler.check()
     return outputs
 
@@ -50,8 +50,8 @@ def test_a_sibling_that_ends_while_the_resumed_leader_is_mid_prefill() -> None:
 def test_a_leader_that_fails_mid_prefill_leaves_its_sibling_running() -> None:
     rig = Rig(max_num_batched_tokens=8)
     rig.add("a", 12, n=2)
-    told = rig.plan()
-    home(rig, told, {int(told.output.rows[0]): "not finite"})
+    step = rig.plan()
+    deliver(rig, step, {int(step.output.rows[0]): "not finite"})
     assert list(rig.run()) == ["a/1"]
     assert rig.free == 16
 
@@ -64,22 +64,22 @@ def test_more_sequences_than_the_batch_takes_end_as_ignored_and_hold_nobody_up()
             rig.step()
         rig.add("wide", 4, n=3)
         rig.add("after", 4)
-        told = rig.step()
-        assert [(finish.request_id, finish.status) for finish in told.finishes] == [
+        step = rig.step()
+        assert [(finish.request_id, finish.status) for finish in step.finishes] == [
             ("wide", RequestStatus.FINISHED_IGNORED)
         ] * 3
-        assert told.finishes[0].message is not None
-        assert "max_num_seqs is 2" in told.finishes[0].message
-        assert told.scheduled["after"] == 4
+        assert step.finishes[0].message is not None
+        assert "max_num_seqs is 2" in step.finishes[0].message
+        assert step.scheduled["after"] == 4
 
 
 def test_a_row_that_fails_after_it_was_preempted_leaves_nothing_in_the_prefix_cache() -> None:
     rig = Rig(enable_prefix_caching=True, async_scheduling=True, pipeline_depth=2)
     prompt = list(range(100, 112))
     rig.add("a", prompt)
-    told = rig.plan()
+    step = rig.plan()
     preempt(rig, "a")
-    outputs = home(rig, told, {int(told.output.sample_rows[0]): "not finite"})
+    outputs = deliver(rig, step, {int(step.output.sample_rows[0]): "not finite"})
     assert outputs is not None
     assert outputs.finishes[0].status is RequestStatus.FINISHED_ERROR
     rig.add("b", [*prompt, 5])
@@ -94,20 +94,20 @@ def test_first_output_is_reported_of_a_request_that_was_parked_before_it(late: b
         max_num_batched_tokens=8,
     )  # fmt: skip
     rig.add("a", 8 if late else 12)
-    told = rig.plan()
+    step = rig.plan()
     if not late:
-        home(rig, told)
+        deliver(rig, step)
     preempt(rig, "a")
     assert rig.swapped == ["a"]
     if not late:
-        told = rig.plan()
-        assert told.samples == ["a"]
-    outputs = home(rig, told)
+        step = rig.plan()
+        assert step.samples == ["a"]
+    outputs = deliver(rig, step)
     assert outputs is not None
     assert outputs.token_ids.tolist() == [FILL]
     assert list(outputs.num_cached_tokens) == list(outputs.queue_s) == [1]
     assert rig.scheduler._counters.prompt_tokens == (8 if late else 12)
-    again = home(rig, rig.plan())
+    again = deliver(rig, rig.plan())
     assert again is not None
     assert not again.num_cached_tokens
     assert rig.scheduler._counters.prompt_tokens == (8 if late else 12)
@@ -133,10 +133,10 @@ def test_skipped_requests_leave_no_trace_in_the_queue() -> None:
 def test_a_step_that_computes_something_needs_its_result() -> None:
     rig = Rig()
     rig.add("a", 4)
-    told = rig.plan()
+    step = rig.plan()
     with pytest.raises(ValueError, match="step 1 computes 4 tokens"):
-        rig.scheduler.update_from_output(told.output, None)
-    assert rig.home(told).emitted == {"a": [FILL]}
+        rig.scheduler.update_from_output(step.output, None)
+    assert rig.deliver(step).emitted == {"a": [FILL]}
 
 
 def test_hashes_of_a_replayed_request_go_with_its_end() -> None:
@@ -151,10 +151,10 @@ def test_prompt_logprobs_of_an_aborted_request_are_dropped() -> None:
     """Its handle may be in use again."""
     rig = Rig()
     rig.add("a", 4, prompt_logprobs=0)
-    told = rig.plan()
+    step = rig.plan()
     rig.abort("a")
     columns = LogprobColumns(np.zeros((3, 1), np.int32), np.zeros((3, 1), np.float32), np.ones(3, np.int32))
-    result = replace(result_of(told), prompt_logprobs={int(told.output.rows[0]): columns})
+    result = replace(result_of(step), prompt_logprobs={int(step.output.rows[0]): columns})
     assert not any(
-        outputs.prompt_logprobs for outputs in rig.scheduler.update_from_output(told.output, result).values()
+        outputs.prompt_logprobs for outputs in rig.scheduler.update_from_output(step.output, result).values()
     )

@@ -39,9 +39,9 @@ def scheduler(seed: int) -> Scheduler:
 
 
 def drive(one: Scheduler, seed: int) -> list[object]:
-    """Random arrivals and drafts; everything that was decided and told, in plain values."""
+    """Random arrivals and drafts; everything that was decided and sent, in plain values."""
     rng = random.Random(seed)
-    heard: list[object] = []
+    record: list[object] = []
     in_flight: list[SchedulerOutput] = []
     for number in range(60):
         if rng.random() < 0.3 and number < 40:
@@ -53,28 +53,31 @@ def drive(one: Scheduler, seed: int) -> list[object]:
         output = one.schedule()
         one.check()
         arrays = (output.rows, output.start, output.num_new, output.sample_rows, output.copies, output.released)
-        heard.append([array.tolist() for array in arrays])
-        heard.append(
+        record.append([array.tolist() for array in arrays])
+        record.append(
             [(init.row, init.num_computed, [ids.tolist() for ids in init.block_ids]) for init in output.admitted]
         )
-        heard.append((output.preempted_ids, one.num_free_blocks))
+        record.append((output.preempted_ids, one.num_free_blocks))
         if not output.is_empty:
             in_flight.append(output)
         if in_flight and (output.is_empty or len(in_flight) == one.config.pipeline_depth):
-            home = in_flight.pop(0)
-            count, width = len(home.sample_rows), 1 + max((len(drafts) for drafts in home.drafts.values()), default=0)
+            oldest = in_flight.pop(0)
+            count, width = (
+                len(oldest.sample_rows),
+                1 + max((len(drafts) for drafts in oldest.drafts.values()), default=0),
+            )
             sampled, num_sampled = np.full((count, width), -1, np.int32), np.ones(count, np.int32)
-            for i, row in enumerate(home.sample_rows.tolist()):
-                num_sampled[i] += rng.randint(0, len(home.drafts.get(row, ())))
+            for i, row in enumerate(oldest.sample_rows.tolist()):
+                num_sampled[i] += rng.randint(0, len(oldest.drafts.get(row, ())))
                 sampled[i, : num_sampled[i]] = rng.choice([5, 6])
-            told = one.update_from_output(home, ModelRunnerOutput(home.step, sampled, num_sampled))
+            by_client = one.update_from_output(oldest, ModelRunnerOutput(oldest.step, sampled, num_sampled))
             one.check()
-            for client, outputs in sorted(told.items()):
+            for client, outputs in sorted(by_client.items()):
                 columns = (outputs.handles, outputs.sequences, outputs.counts, outputs.token_ids)
-                heard.append((client, [column.tolist() for column in columns], outputs.finishes))
+                record.append((client, [column.tolist() for column in columns], outputs.finishes))
             if rng.random() < 0.4:
                 one.update_draft_token_ids({name: [5] * rng.randint(1, 3) for name in one.running_ids()})
-    return heard
+    return record
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -86,11 +89,11 @@ def test_batches_equal_rows_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatc
     assert decisions(drive(scheduler(seed), seed)) == decisions(fast)
 
 
-def decisions(heard: list[object]) -> list[object]:
+def decisions(record: list[object]) -> list[object]:
     """Which block ids are taken is not promised: batches take them group by group, single rows row by row."""
     return [
         [entry[:2] for entry in item] if isinstance(item, list) and item and isinstance(item[0], tuple) else item
-        for item in (without_copies(item) for item in heard)
+        for item in (without_copies(item) for item in record)
     ]
 
 

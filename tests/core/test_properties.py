@@ -1,4 +1,4 @@
-"""Random traffic over random settings: SPEC section 10 holds after every call, and every client hears the same text.
+"""Random traffic over random settings: SPEC section 10 holds after every call, and every client receives the same text.
 
 `tests.core.traffic` does the checking. The default profile is small; `-m slow` runs long ones.
 """
@@ -41,10 +41,12 @@ GROUPS = st.sampled_from(
 
 @st.composite
 def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
-    seats = draw(st.integers(1, 5))
+    num_seqs = draw(st.integers(1, 5))
     max_model_len = draw(st.sampled_from([24, 40]))
     phased = mode is SchedulingMode.PHASED
-    budget = draw(st.sampled_from([24, 40] if phased else [seats, 8, 12, 24]).filter(lambda tokens: tokens >= seats))
+    budget = draw(
+        st.sampled_from([24, 40] if phased else [num_seqs, 8, 12, 24]).filter(lambda tokens: tokens >= num_seqs)
+    )
     cuts_prompts = phased or draw(st.integers(0, 7)) > 0
     budget = budget if cuts_prompts else max_model_len
     groups = draw(GROUPS)
@@ -53,7 +55,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
     encoder_decoder = not media and draw(st.integers(0, 7)) == 0
     no_partial_media = draw(st.booleans())
     scheduler = SchedulerOptions(
-        max_num_seqs=seats,
+        max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
         scheduling_mode=mode,
         scheduling_policy=draw(st.sampled_from(SchedulingPolicy)),
@@ -92,7 +94,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts, drafts, resets, and steps that come home late."""
+    """Arrivals, aborts, drafts, resets, and steps that come back late."""
 
     mode = SchedulingMode.MIXED
 
@@ -174,7 +176,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         numbers = data.draw(st.lists(st.integers(1, self.count + 1), min_size=1, max_size=2))
-        ended = {key[0] for key, told in self.traffic.told.items() if told.finish and told.finish.request_done}
+        ended = {
+            key[0]
+            for key, received in self.traffic.received.items()
+            if received.finish and received.finish.request_done
+        }
         ids = [f"r{number}" for number in numbers]
         self.traffic.abort([request_id for request_id in ids if request_id not in ended])
 
@@ -195,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 4), right=st.integers(0, 3))
     def step(self, times: int, right: int) -> None:
-        """The ordinary loop: plan, take home, offer drafts of which the first `right` are right."""
+        """The ordinary loop: plan, apply the result, offer drafts of which the first `right` are right."""
         for _ in range(times):
             if len(self.traffic.in_flight) >= self.traffic.depth:
                 self.traffic.deliver()
@@ -205,9 +211,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _offer_drafts(self, right: int) -> None:
         if not self.traffic.setting.scheduler.num_speculative_tokens or self.traffic.setting.scheduler.async_scheduling:
             return
-        for (request_id, branch), told in self.traffic.told.items():
-            if branch == 0 and told.finish is None and self.traffic.requests[request_id].num_seqs == 1:
-                ahead = told.truth[len(told.tokens) :][1:4]
+        for (request_id, sequence), received in self.traffic.received.items():
+            if sequence == 0 and received.finish is None and self.traffic.requests[request_id].num_seqs == 1:
+                ahead = received.truth[len(received.tokens) :][1:4]
                 guess = ahead[:right] + [(token + 1) % VOCABULARY for token in ahead[right:]]
                 if guess:
                     self.traffic.draft(request_id, guess)

@@ -55,7 +55,7 @@ def test_the_scheduler_forgets_stop_ids_however_a_request_ends() -> None:
     rig.add("never ran", 4, stop_token_ids=(35,))
     rig.abort("never ran")
     assert looked_up(stops) == [2, 31, 32, 33, 34]
-    rig.home(rig.plan(), {"stopped": [31]})
+    rig.deliver(rig.plan(), {"stopped": [31]})
     assert looked_up(stops) == [2, 33, 34]
     rig.scheduler.finish_sequence("two", 0)
     assert looked_up(stops) == [2, 33, 34]

@@ -1,4 +1,4 @@
-"""Traffic: a scheduler, a worker that knows what every KV slot holds, and a client that knows what it must hear."""
+"""Traffic: a scheduler, a worker that knows what every KV slot holds, and a client that knows what it must receive."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -41,23 +41,23 @@ class Setting:
 
 
 @dataclass
-class Told:
-    """What the client has heard of one branch."""
+class Received:
+    """What the client has received of one sequence."""
 
     truth: list[int]
     tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
 
 
-def truth_of(request: Request, branch: int, max_model_len: int) -> list[int]:
-    """The output of one branch, as if it were alone in the world."""
+def truth_of(request: Request, sequence: int, max_model_len: int) -> list[int]:
+    """The output of one sequence, as if it were alone in the world."""
     sampling = request.sampling
     assert sampling is not None
     tokens = [int(token) for token in request.prompt_token_ids]
     output: list[int] = []
     limit = min(sampling.max_tokens or max_model_len, max_model_len - len(tokens))
     while len(output) < limit:
-        output.append(next_token(request.seed + branch, tokens + output, VOCABULARY))
+        output.append(next_token(request.seed + sequence, tokens + output, VOCABULARY))
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
         if output[-1] in ends and len(output) >= sampling.min_tokens:
             break
@@ -84,13 +84,13 @@ class Traffic:
             setting.groups, setting.cache.block_size, setting.num_blocks, setting.num_host_blocks, VOCABULARY
         )
         self.twin = self._make_twin() if setting.has_twin else None
-        self.plans: deque[Record] = deque()  # the twin's, not home yet
+        self.plans: deque[Record] = deque()  # the twin's, not back yet
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.requests: dict[str, Request] = {}
         self.id_of: dict[int, str] = {}
-        self.told: dict[tuple[str, int], Told] = {}
+        self.received: dict[tuple[str, int], Received] = {}
         self.aborted: set[str] = set()
-        self.reset_ids: set[str] = set()  # thrown out by a reset since the last step was planned
+        self.reset_ids: set[str] = set()  # preempted by a reset since the last step was planned
         self.finished_ids: Counter[str] = Counter()
         self.outputs: list[SchedulerOutput] = []
 
@@ -116,8 +116,10 @@ class Traffic:
             self.twin.add(request)
         self.requests[request.request_id] = request
         self.id_of[request.handle] = request.request_id
-        for branch in range(request.num_seqs):
-            self.told[request.request_id, branch] = Told(truth_of(request, branch, self.setting.max_model_len))
+        for sequence in range(request.num_seqs):
+            self.received[request.request_id, sequence] = Received(
+                truth_of(request, sequence, self.setting.max_model_len)
+            )
         self.check()
 
     def abort(self, ids: list[str]) -> None:
@@ -147,16 +149,16 @@ class Traffic:
         return self.setting.scheduler.pipeline_depth
 
     def plan(self) -> SchedulerOutput:
-        """Plan one step and execute it; its result is not home yet."""
+        """Plan one step and execute it; its result is not back yet."""
         assert len(self.in_flight) < self.depth
-        line = list(self.scheduler.waiting_ids())
+        queue = list(self.scheduler.waiting_ids())
         output = self.scheduler.schedule()
         result = self.worker.run(output)
         self.clock.advance(result.duration_s)
         self.outputs.append(output)
         self.in_flight.append((output, result))
         self.finished_ids.update(output.finished_ids)
-        self._check_step(output, line)
+        self._check_step(output, queue)
         if self.twin is not None:
             self._plan_twin(output)
         self.check()
@@ -191,15 +193,15 @@ class Traffic:
     def _name(self, row: int) -> str:
         known = self.worker.rows[row]
         request = self.requests[known.request_id]
-        branch = known.seed - request.seed
-        return f"{known.request_id}/{branch}" if request.num_seqs > 1 else known.request_id
+        sequence = known.seed - request.seed
+        return f"{known.request_id}/{sequence}" if request.num_seqs > 1 else known.request_id
 
     def deliver(self) -> dict[int, EngineCoreOutputs]:
-        """The oldest result comes home."""
+        """The oldest result comes back."""
         output, result = self.in_flight.popleft()
-        heard = self.scheduler.update_from_output(output, result)
-        for outputs in heard.values():
-            self._hear(outputs)
+        by_client = self.scheduler.update_from_output(output, result)
+        for outputs in by_client.values():
+            self._receive(outputs)
         if self.twin is not None:
             plan = self.plans.popleft()
             sampled = {
@@ -210,10 +212,10 @@ class Traffic:
             }
             self.twin.update(plan["handle"], sampled, result.duration_s)
         self.check()
-        return heard
+        return by_client
 
     def step(self) -> SchedulerOutput:
-        """Plan one more step; take the oldest result home if as many are in flight as may be."""
+        """Plan one more step; apply the oldest result if no further step may be in flight."""
         output = self.plan()
         if len(self.in_flight) >= self.depth or output.is_empty:
             self.deliver()
@@ -234,49 +236,49 @@ class Traffic:
             )
         while self.in_flight:
             self.deliver()
-        self.plan()  # the last ends are told to the worker
+        self.plan()  # the worker is notified of the last ends
         self.deliver()
         assert self.scheduler.num_free_blocks == self.setting.num_blocks
         assert self.scheduler.num_free_host_blocks == self.setting.num_host_blocks
         assert not self.worker.rows
         assert self.scheduler.get_request_counts() == (0, 0)
-        assert self.finished_ids == Counter(self.requests.keys()), "every request's end is told to the worker once"
-        for (request_id, branch), told in self.told.items():
+        assert self.finished_ids == Counter(self.requests.keys()), "the worker is notified of every request's end once"
+        for (request_id, sequence), received in self.received.items():
             if request_id not in self.aborted:
-                assert told.finish is not None, f"{request_id}/{branch} was never ended"
+                assert received.finish is not None, f"{request_id}/{sequence} was never ended"
 
     # What must hold -------------------------------------------------------------------------------------------
 
-    def _hear(self, outputs: EngineCoreOutputs) -> None:
+    def _receive(self, outputs: EngineCoreOutputs) -> None:
         tokens = outputs.token_ids.tolist()
         ends = {(self.id_of[finish.handle], finish.sequence): finish for finish in outputs.finishes}
-        for handle, branch, count in zip(
+        for handle, sequence, count in zip(
             outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
-            key = (self.id_of[handle], branch)
-            told = self.told[key]
-            assert count > 0 or key in ends, "only what has new tokens or an end is told"
-            assert told.finish is None, f"{key} speaks after its end"
-            assert key[0] not in self.aborted, f"{key} speaks after its abort"
-            told.tokens += tokens[:count]
+            key = (self.id_of[handle], sequence)
+            received = self.received[key]
+            assert count > 0 or key in ends, "only what has new tokens or an end is sent"
+            assert received.finish is None, f"{key} emits tokens after its end"
+            assert key[0] not in self.aborted, f"{key} emits tokens after its abort"
+            received.tokens += tokens[:count]
             del tokens[:count]
-            assert told.tokens == told.truth[: len(told.tokens)], f"{key} says something else in this schedule"
+            assert received.tokens == received.truth[: len(received.tokens)], f"{key} has other tokens in this schedule"
         assert not tokens
         for key, finish in ends.items():
-            told = self.told[key]
-            assert told.finish is None, f"{key} ended twice"
-            told.finish = finish
+            received = self.received[key]
+            assert received.finish is None, f"{key} ended twice"
+            received.finish = finish
             if finish.message is None:
-                assert told.tokens == told.truth, f"{key} ended early: {finish}"
+                assert received.tokens == received.truth, f"{key} ended early: {finish}"
         for key in ends:
             self._check_request_done(key[0])
 
     def _check_request_done(self, request_id: str) -> None:
-        branches = [told for (owner, _), told in self.told.items() if owner == request_id]
-        ended = [told.finish for told in branches if told.finish is not None]
-        assert sum(finish.request_done for finish in ended) == (len(ended) == len(branches))
+        sequences = [received for (owner, _), received in self.received.items() if owner == request_id]
+        ended = [received.finish for received in sequences if received.finish is not None]
+        assert sum(finish.request_done for finish in ended) == (len(ended) == len(sequences))
 
-    def _check_step(self, output: SchedulerOutput, line: list[str]) -> None:
+    def _check_step(self, output: SchedulerOutput, queue: list[str]) -> None:
         config = self.setting.scheduler
         assert output.total_num_scheduled_tokens == int(output.num_new.sum()) <= config.max_num_batched_tokens
         assert len(set(output.rows.tolist())) == len(output.rows)
@@ -285,14 +287,14 @@ class Traffic:
         assert not config.max_loras or len(loras) <= config.max_loras
         fresh = [init.request_id for init in output.admitted if init.sequence == 0]
         if not config.evict_for_priority and set(output.preempted_ids) - self.reset_ids:
-            assert not fresh, "a step that preempts admits nobody"
+            assert not fresh, "a step that preempts admits nothing"
         self.reset_ids = set()
         fcfs = config.scheduling_policy is SchedulingPolicy.FCFS
         if fcfs and not config.max_loras and config.pipeline_depth == 1:
-            entered = {init.request_id for init in output.admitted if init.request_id in line}
-            stayed = [request_id for request_id in line if request_id in self.scheduler.waiting_ids()]
-            assert not stayed or not entered or max(map(line.index, entered)) < line.index(stayed[0]), (
-                "somebody overtook"
+            entered = {init.request_id for init in output.admitted if init.request_id in queue}
+            stayed = [request_id for request_id in queue if request_id in self.scheduler.waiting_ids()]
+            assert not stayed or not entered or max(map(queue.index, entered)) < queue.index(stayed[0]), (
+                "a request was overtaken"
             )
         self._check_blocks()
 
@@ -328,8 +330,12 @@ class Traffic:
             assert (running, waiting, swapped) == (twin["running"], twin["waiting"], twin["swapped"])
             assert (self.scheduler.num_free_blocks, "free") == (twin["free_blocks"], "free")
             assert self.scheduler.num_free_host_blocks == twin["free_host_blocks"]
-        assert len(set(everywhere)) == len(everywhere), "a request stands in one queue"
-        ended = {key[0] for key, told in self.told.items() if told.finish is not None and told.finish.request_done}
+        assert len(set(everywhere)) == len(everywhere), "a request is in one queue"
+        ended = {
+            key[0]
+            for key, received in self.received.items()
+            if received.finish is not None and received.finish.request_done
+        }
         assert not set(everywhere) & (self.aborted | ended)
         assert 0 <= self.scheduler.num_free_blocks <= self.setting.num_blocks
 

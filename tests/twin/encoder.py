@@ -1,6 +1,6 @@
 """Encoder outputs by content hash: who holds them, which go first when room is short, what a chunk needs."""
 
-from tests.twin.state import Live
+from tests.twin.state import TwinRequest
 
 
 class EncoderCache:
@@ -8,7 +8,7 @@ class EncoderCache:
         self.capacity = capacity
         self.size: dict[str, int] = {}  # hash -> tokens, everything cached
         self.holders: dict[str, set[str]] = {}  # hash -> request ids
-        self.unheld: list[str] = []  # hashes nobody holds, oldest first
+        self.unheld: list[str] = []  # hashes without holders, oldest first
 
     @property
     def room(self) -> int:
@@ -19,7 +19,7 @@ class EncoderCache:
         return self.room + sum(self.size[item] for item in self.unheld)
 
     def make_room(self, tokens: int) -> bool:
-        """Throw out the oldest that nobody holds until `tokens` fit. False, and nothing done, if that cannot be."""
+        """Evict the oldest outputs without holders until `tokens` fit. Return False, and do nothing, if they cannot."""
         if tokens > self.reclaimable:
             return False
         while tokens > self.room:
@@ -50,7 +50,7 @@ class EncoderCache:
             self.unheld.append(item)
 
 
-class EncoderDesk:
+class EncoderInputs:
     """What each step may encode."""
 
     def __init__(self, budget: int, capacity: int, whole_only: bool, encoder_decoder: bool) -> None:
@@ -64,18 +64,18 @@ class EncoderDesk:
         self.budget = self.budget_per_step
         self.encoded: dict[str, list[int]] = {}  # request id -> places of the items encoded in this step
 
-    def share(self, live: Live, computed: int, want: int) -> tuple[int, list[int], list[int]]:
+    def share(self, state: TwinRequest, computed: int, want: int) -> tuple[int, list[int], list[int]]:
         """How far the chunk may go, the items to encode for it, and places that repeat one of those."""
         items: list[int] = []
         repeats: list[int] = []
         budget = self.budget
-        media = live.request.media
+        media = state.request.media
         for place, item in enumerate(media):
             if want <= 0:
                 break
             if self.encoder_decoder:
-                if any(branch.computed for branch in live.branches):
-                    break  # the request's first branch to compute anything filled the cross-attention table
+                if any(sequence.computed for sequence in state.sequences):
+                    break  # the request's first sequence to compute anything filled the cross-attention table
             elif item.offset + item.length <= computed or item.offset >= computed + want:
                 continue
             if self.whole_only and not self.encoder_decoder and computed + want < item.offset + item.length:
@@ -84,8 +84,8 @@ class EncoderDesk:
                 if any(media[other].content_hash == item.content_hash for other in items):
                     repeats.append(place)
                     continue
-                if self.cache.hold(item.content_hash, live.id):
-                    live.encoder_items.add(place)
+                if self.cache.hold(item.content_hash, state.id):
+                    state.encoder_items.add(place)
                     continue
             pending = sum(media[other].length for other in items)
             if item.length > budget or not self.cache.make_room(item.length + pending):
@@ -94,29 +94,29 @@ class EncoderDesk:
             budget -= item.length
         return want, items, repeats
 
-    def encode(self, live: Live, items: list[int], repeats: list[int]) -> None:
+    def encode(self, state: TwinRequest, items: list[int], repeats: list[int]) -> None:
         for place in items:
-            item = live.request.media[place]
+            item = state.request.media[place]
             self.budget -= item.length
             if not self.encoder_decoder:
-                self.cache.put(item.content_hash, item.length, live.id)
-                live.encoder_items.add(place)
-        live.encoder_items.update(repeats)
+                self.cache.put(item.content_hash, item.length, state.id)
+                state.encoder_items.add(place)
+        state.encoder_items.update(repeats)
         if items:
-            self.encoded[live.id] = items
+            self.encoded[state.id] = items
 
-    def take_back(self, live: Live) -> None:
+    def take_back(self, state: TwinRequest) -> None:
         """The request does not run in this step after all."""
-        for place in self.encoded.pop(live.id, []):
-            self.budget += live.request.media[place].length
+        for place in self.encoded.pop(state.id, []):
+            self.budget += state.request.media[place].length
 
-    def release(self, live: Live, passed: int | None = None) -> None:
-        """Let go of items the decoder has passed (all, when `passed` is None); a repeated one with its last place."""
-        media = live.request.media
-        for place in sorted(live.encoder_items):
+    def release(self, state: TwinRequest, passed: int | None = None) -> None:
+        """Release items that the decoder has passed (None: all); a repeated one with its last place."""
+        media = state.request.media
+        for place in sorted(state.encoder_items):
             if passed is not None and media[place].offset + media[place].length > passed:
                 continue
-            live.encoder_items.discard(place)
-            held = {media[other].content_hash for other in live.encoder_items}
+            state.encoder_items.discard(place)
+            held = {media[other].content_hash for other in state.encoder_items}
             if media[place].content_hash not in held:
-                self.cache.release(media[place].content_hash, live.id)
+                self.cache.release(media[place].content_hash, state.id)

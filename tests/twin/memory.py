@@ -1,11 +1,11 @@
-"""Which blocks a branch needs, which it may give back, and what of its prompt is in the cache already."""
+"""Which blocks a sequence needs, which it may give back, and what of its prompt is in the cache already."""
 
 from collections.abc import Hashable
 
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Request
 from tests.twin.pool import NULL, Pool
-from tests.twin.state import Branch, Live
+from tests.twin.state import TwinRequest, TwinSequence
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -31,7 +31,7 @@ class Memory:
         self.open_step()
 
     def open_step(self) -> None:
-        self.copies: list[tuple[Branch, int, int]] = []  # for whom, from, to
+        self.copies: list[tuple[TwinSequence, int, int]] = []  # sequence, source, target
         self.swapped_out = 0
 
     @property
@@ -46,7 +46,7 @@ class Memory:
         return (group, tuple(tokens[:end]), request.lora, request.cache_salt, media)
 
     def hit(self, request: Request, tokens: list[int]) -> tuple[int, list[list[int]]]:
-        """Tokens found, and the blocks that hold them per group. The last token is always left to compute."""
+        """Tokens found, and the blocks that hold them per group. The last token is always computed."""
         nothing: tuple[int, list[list[int]]] = (0, [[] for _ in self.groups])
         if not self.caching or request.skip_prefix_read or _wants_prompt_logprobs(request):
             return nothing
@@ -74,20 +74,20 @@ class Memory:
         behind = self.behind_window(group, length * self.block_size)
         return [NULL] * behind + table[behind:]
 
-    def record(self, request: Request, branch: Branch, confirmed: int) -> None:
+    def record(self, request: Request, sequence: TwinSequence, confirmed: int) -> None:
         """Full blocks up to `confirmed` tokens can be found from now on."""
         if not self.caching:
             return
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 continue
-            table = branch.tables[group]
-            for index in range(branch.hashed[group], min(confirmed // self.block_size, len(table))):
+            table = sequence.tables[group]
+            for index in range(sequence.hashed[group], min(confirmed // self.block_size, len(table))):
                 if table[index] != NULL:
                     self.pool.record(
-                        table[index], self.content(group, request, branch.tokens, (index + 1) * self.block_size)
+                        table[index], self.content(group, request, sequence.tokens, (index + 1) * self.block_size)
                     )
-                branch.hashed[group] = index + 1
+                sequence.hashed[group] = index + 1
 
     # Room -----------------------------------------------------------------------------------------------------
 
@@ -98,11 +98,11 @@ class Memory:
             return 0
         return max(0, processed - spec.window + 1) // self.block_size
 
-    def release_behind_windows(self, branch: Branch) -> None:
+    def release_behind_windows(self, sequence: TwinSequence) -> None:
         for group in range(len(self.groups)):
-            table = branch.tables[group]
-            last = min(self.behind_window(group, branch.computed - branch.in_flight), len(table))
-            self.pool.give_back(table[index] for index in range(last - 1, -1, -1))
+            table = sequence.tables[group]
+            last = min(self.behind_window(group, sequence.computed - sequence.in_flight), len(table))
+            self.pool.free_blocks(table[index] for index in range(last - 1, -1, -1))
             for index in range(last):
                 table[index] = NULL
 
@@ -124,60 +124,60 @@ class Memory:
             need += len({block for block in hits[group] if block != NULL and self.pool.is_free(block)})
         return need
 
-    def growth_need(self, branch: Branch, upto: int) -> int:
-        """New blocks so that the branch has slots for `upto` tokens, a copy of a shared block it writes to included."""
+    def growth_need(self, sequence: TwinSequence, upto: int) -> int:
+        """New blocks so that the sequence has slots for `upto` tokens, with a copy of a shared block it writes to."""
         need = 0
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 continue
-            need += max(blocks_for(upto, self.block_size) - len(branch.tables[group]), 0)
-            if self._shared_write(branch, group) is not None:
+            need += max(blocks_for(upto, self.block_size) - len(sequence.tables[group]), 0)
+            if self._shared_write(sequence, group) is not None:
                 need += 1
         return need
 
-    def _shared_write(self, branch: Branch, group: int) -> int | None:
+    def _shared_write(self, sequence: TwinSequence, group: int) -> int | None:
         """The place of the shared block that the next token would be written into, if there is one."""
-        index = branch.computed // self.block_size
-        table = branch.tables[group]
+        index = sequence.computed // self.block_size
+        table = sequence.tables[group]
         if index < len(table) and table[index] != NULL and self.pool.blocks[table[index]].references > 1:
             return index
         return None
 
-    def adopt(self, request: Request, branch: Branch, hits: list[list[int]]) -> None:
+    def adopt(self, request: Request, sequence: TwinSequence, hits: list[list[int]]) -> None:
         for group in range(len(self.groups)):
             self.pool.share(hits[group])
-            branch.tables[group] = list(hits[group])
-            branch.hashed[group] = len(hits[group])
+            sequence.tables[group] = list(hits[group])
+            sequence.hashed[group] = len(hits[group])
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
-                branch.tables[group] = self.pool.take(blocks_for(request.encoder_len, self.block_size))
+                sequence.tables[group] = self.pool.take(blocks_for(request.encoder_len, self.block_size))
 
-    def grow(self, branch: Branch, upto: int) -> None:
+    def grow(self, sequence: TwinSequence, upto: int) -> None:
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 continue
-            table = branch.tables[group]
-            index = self._shared_write(branch, group)
+            table = sequence.tables[group]
+            index = self._shared_write(sequence, group)
             if index is not None:
                 [fresh] = self.pool.take(1)
-                self.copies.append((branch, table[index], fresh))
-                self.pool.give_back([table[index]])
+                self.copies.append((sequence, table[index], fresh))
+                self.pool.free_blocks([table[index]])
                 table[index] = fresh
             missing = blocks_for(upto, self.block_size) - len(table)
             if missing > 0:
                 table.extend(self.pool.take(missing))
 
-    def call_off_copies(self, branches: list[Branch]) -> None:
+    def call_off_copies(self, sequences: list[TwinSequence]) -> None:
         """They do not run in this step: nothing is copied for them."""
-        self.copies = [copy for copy in self.copies if copy[0] not in branches]
+        self.copies = [copy for copy in self.copies if copy[0] not in sequences]
 
-    def fork(self, source: Branch, child: Branch) -> None:
-        """`child` shares every block of `source`, and stands where it stands."""
+    def fork(self, source: TwinSequence, child: TwinSequence) -> None:
+        """`child` shares every block of `source`, and is as far as it is."""
         child.computed = source.computed  # what is in flight is the source's alone
         child.placeholders = source.placeholders
         self.share_prefix(source, child, source.computed)
 
-    def share_prefix(self, source: Branch, child: Branch, tokens: int) -> None:
+    def share_prefix(self, source: TwinSequence, child: TwinSequence, tokens: int) -> None:
         """`child`, which has nothing, shares the blocks of the first `tokens` tokens, and the cross-attention ones."""
         count = blocks_for(tokens, self.block_size)
         for group, spec in enumerate(self.groups):
@@ -186,29 +186,33 @@ class Memory:
             self.pool.share(child.tables[group])
             child.hashed[group] = min(source.hashed[group], tokens // self.block_size)
 
-    def sibling_need(self, live: Live) -> int:
-        """Blocks of the branches beside the first, behind the full prompt blocks that all share."""
-        shared = live.request.num_prompt_tokens // self.block_size
+    def sibling_need(self, state: TwinRequest) -> int:
+        """Blocks of the sequences beside the first, behind the full prompt blocks that all share."""
+        shared = state.request.num_prompt_tokens // self.block_size
         growing = sum(spec.kind is not KVGroupKind.CROSS for spec in self.groups)
-        return sum((blocks_for(len(branch.tokens), self.block_size) - shared) * growing for branch in live.alive[1:])
+        return sum(
+            (blocks_for(len(sequence.tokens), self.block_size) - shared) * growing for sequence in state.alive[1:]
+        )
 
     # Host memory ----------------------------------------------------------------------------------------------
 
-    def _parked(self, branch: Branch) -> list[list[int]]:
+    def _parked(self, sequence: TwinSequence) -> list[list[int]]:
         """Per group, the table entries that hold KV."""
         return [
-            list(table) if spec.kind is KVGroupKind.CROSS else table[: blocks_for(branch.computed, self.block_size)]
-            for spec, table in zip(self.groups, branch.tables, strict=True)
+            list(table) if spec.kind is KVGroupKind.CROSS else table[: blocks_for(sequence.computed, self.block_size)]
+            for spec, table in zip(self.groups, sequence.tables, strict=True)
         ]
 
-    def host_need(self, branches: list[Branch]) -> int:
-        return len({block for branch in branches for table in self._parked(branch) for block in table if block != NULL})
+    def host_need(self, sequences: list[TwinSequence]) -> int:
+        return len(
+            {block for sequence in sequences for table in self._parked(sequence) for block in table if block != NULL}
+        )
 
-    def swap_out(self, branches: list[Branch], host: Pool) -> None:
+    def swap_out(self, sequences: list[TwinSequence], host: Pool) -> None:
         moved: dict[int, int] = {}
-        for branch in branches:
-            branch.on_host = []
-            for table in self._parked(branch):
+        for sequence in sequences:
+            sequence.on_host = []
+            for table in self._parked(sequence):
                 there: list[int] = []
                 for block in table:
                     if block == NULL:
@@ -219,31 +223,31 @@ class Memory:
                     else:
                         [moved[block]] = host.take(1)
                         there.append(moved[block])
-                branch.on_host.append(there)
-            self.free(branch)
+                sequence.on_host.append(there)
+            self.free(sequence)
         self.swapped_out += len(moved)
 
-    def return_need(self, branches: list[Branch], uptos: list[int], host: Pool) -> int:
-        """Device blocks that bring the branches back, with slots for `uptos` tokens and copies of shared tails."""
+    def return_need(self, sequences: list[TwinSequence], uptos: list[int], host: Pool) -> int:
+        """Device blocks that bring the sequences back, with slots for `uptos` tokens and copies of shared tails."""
         distinct: set[int] = set()
         need = 0
-        for branch, upto in zip(branches, uptos, strict=True):
-            assert branch.on_host is not None
-            for spec, table in zip(self.groups, branch.on_host, strict=True):
+        for sequence, upto in zip(sequences, uptos, strict=True):
+            assert sequence.on_host is not None
+            for spec, table in zip(self.groups, sequence.on_host, strict=True):
                 distinct.update(block for block in table if block != NULL)
                 if spec.kind is KVGroupKind.CROSS:
                     continue
                 need += max(blocks_for(upto, self.block_size) - len(table), 0)
-                partly = branch.computed % self.block_size
+                partly = sequence.computed % self.block_size
                 if partly and table[-1] != NULL and host.blocks[table[-1]].references > 1:
                     need += 1
         return need + len(distinct)
 
-    def swap_in(self, branches: list[Branch], host: Pool) -> None:
+    def swap_in(self, sequences: list[TwinSequence], host: Pool) -> None:
         moved: dict[int, int] = {}
-        for branch in branches:
-            assert branch.on_host is not None
-            for group, there in enumerate(branch.on_host):
+        for sequence in sequences:
+            assert sequence.on_host is not None
+            for group, there in enumerate(sequence.on_host):
                 table: list[int] = []
                 for block in there:
                     if block == NULL:
@@ -254,20 +258,20 @@ class Memory:
                     else:
                         [moved[block]] = self.pool.take(1)
                         table.append(moved[block])
-                branch.tables[group] = table
-                branch.hashed[group] = 0
-            self.drop_host(branch, host)
+                sequence.tables[group] = table
+                sequence.hashed[group] = 0
+            self.drop_host(sequence, host)
 
-    def drop_host(self, branch: Branch, host: Pool) -> None:
-        for there in branch.on_host or ():
-            host.give_back(there)
-        branch.on_host = None
+    def drop_host(self, sequence: TwinSequence, host: Pool) -> None:
+        for there in sequence.on_host or ():
+            host.free_blocks(there)
+        sequence.on_host = None
 
-    def free(self, branch: Branch) -> None:
+    def free(self, sequence: TwinSequence) -> None:
         for group in range(len(self.groups)):
-            self.pool.give_back(reversed(branch.tables[group]))
-            branch.tables[group] = []
-            branch.hashed[group] = 0
+            self.pool.free_blocks(reversed(sequence.tables[group]))
+            sequence.tables[group] = []
+            sequence.hashed[group] = 0
 
 
 def _wants_prompt_logprobs(request: Request) -> bool:

@@ -43,8 +43,8 @@ class Pool:
                 self.free.remove(block)
             block.references += 1
 
-    def give_back(self, numbers: Iterable[int]) -> None:
-        """Drop one reference each. Of those nobody holds now, the first of `numbers` is reused first."""
+    def free_blocks(self, numbers: Iterable[int]) -> None:
+        """Drop one reference each. Of those that have none left, the first of `numbers` is reused first."""
         plain: list[Block] = []
         findable: list[Block] = []
         for number in numbers:

@@ -9,16 +9,16 @@ from pagoda.base.errors import RequestError
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import LoraRef, Request
 from pagoda.core.scheduler_options import SchedulerOptions
-from tests.twin.encoder import EncoderDesk
+from tests.twin.encoder import EncoderInputs
 from tests.twin.memory import Memory
 from tests.twin.pool import NULL, Pool
-from tests.twin.state import Branch, Live, Planned, Step
+from tests.twin.state import Planned, Step, TwinRequest, TwinSequence
 
 Record = dict[str, Any]
 
 
 class TwinScheduler:
-    """Speaks plain records: see `tests.conformance.replay` for their keys. Branches are named "id" or "id/number"."""
+    """Takes and returns plain records (keys: `tests.conformance.replay`). Sequences are named "id" or "id/number"."""
 
     def __init__(
         self,
@@ -46,22 +46,22 @@ class TwinScheduler:
             in_flight,
         )
         self.watermark = int(cache.watermark * (num_blocks + 1))  # the null block counts as one of the pool
-        self.desk = EncoderDesk(
+        self.encoder = EncoderInputs(
             config.encoder_budget, config.encoder_cache_tokens, config.no_partial_media, encoder_decoder
         )
         self.encoder_decoder = encoder_decoder
-        self.waiting: list[Live] = []
-        self.swapped: list[Live] = []
-        self.running: list[Live] = []
-        self.requests: dict[str, Live] = {}
+        self.waiting: list[TwinRequest] = []
+        self.swapped: list[TwinRequest] = []
+        self.running: list[TwinRequest] = []
+        self.requests: dict[str, TwinRequest] = {}
         self.in_flight: list[Step] = []
         self.arrivals = 0
         self.returns = 0
         self.step_number = 0
         self.last_prompt_step_s = 0.0
-        self.thrown_out: list[str] = []  # since the last step was planned
+        self.preempted: list[str] = []  # since the last step was planned
         self.ignored: list[str] = []
-        self.untold: dict[str, str] = {}  # ended while planning: branch name -> reason
+        self.deferred: dict[str, str] = {}  # ended while planning: sequence name -> reason
 
     # Requests come and go -------------------------------------------------------------------------------------
 
@@ -70,16 +70,16 @@ class TwinScheduler:
             raise RequestError(f"request id {request.request_id!r} is in use")
         tokens = [int(token) for token in request.prompt_token_ids]
         groups = len(self.memory.groups)
-        branches = [
-            Branch(number, list(tokens), len(tokens), [[] for _ in range(groups)], hashed=[0] * groups)
+        sequences = [
+            TwinSequence(number, list(tokens), len(tokens), [[] for _ in range(groups)], hashed=[0] * groups)
             for number in range(request.num_seqs)
         ]
         self.arrivals += 1
-        live = Live(request, (self.arrivals,), branches, forked=len(branches) == 1)
+        state = TwinRequest(request, (self.arrivals,), sequences, forked=len(sequences) == 1)
         if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
-            live.place = (request.priority, request.arrival_time_s, request.request_id)
-        self.requests[live.id] = live
-        self._queue(self.waiting, live)
+            state.place = (request.priority, request.arrival_time_s, request.request_id)
+        self.requests[state.id] = state
+        self._push(self.waiting, state)
 
     def abort(self, ids: Iterable[str]) -> None:
         for request_id in ids:
@@ -89,49 +89,49 @@ class TwinScheduler:
     def reset_prefix_cache(self, preempt_running: bool) -> bool:
         if preempt_running:
             while self.running:
-                live = self.running[-1]
-                self._preempt(live, may_swap=False)
-                live.drop_before = live.epoch
-                live.stale_steps = 0
+                state = self.running[-1]
+                self._preempt(state, may_swap=False)
+                state.drop_before = state.epoch
+                state.stale_steps = 0
         return self.pool.forget_contents()
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> None:
         for request_id, tokens in drafts.items():
-            live = self.requests.get(request_id)
-            if live is None or live.status != "running":
+            state = self.requests.get(request_id)
+            if state is None or state.status != "running":
                 continue
-            branch = live.branches[0]
-            if len(branch.tokens) - branch.computed == 1 and not branch.mid_prefill:
-                branch.drafts = list(tokens)
+            sequence = state.sequences[0]
+            if len(sequence.tokens) - sequence.computed == 1 and not sequence.mid_prefill:
+                sequence.drafts = list(tokens)
 
-    def _queue(self, line: list[Live], live: Live) -> None:
-        line.append(live)
-        line.sort(key=lambda other: other.place)
+    def _push(self, queue: list[TwinRequest], state: TwinRequest) -> None:
+        queue.append(state)
+        queue.sort(key=lambda other: other.place)
 
-    def _end(self, live: Live) -> None:
+    def _end(self, state: TwinRequest) -> None:
         for queue in (self.waiting, self.running, self.swapped):
-            if live in queue:
-                queue.remove(live)
-        for branch in live.branches:
-            self._end_branch(branch)
-        self.desk.release(live)
-        live.status = "gone"
-        del self.requests[live.id]
+            if state in queue:
+                queue.remove(state)
+        for sequence in state.sequences:
+            self._end_sequence(sequence)
+        self.encoder.release(state)
+        state.status = "gone"
+        del self.requests[state.id]
 
-    def _end_branch(self, branch: Branch) -> None:
-        branch.finished = True
-        self.memory.free(branch)
-        self.memory.drop_host(branch, self.host)
+    def _end_sequence(self, sequence: TwinSequence) -> None:
+        sequence.finished = True
+        self.memory.free(sequence)
+        self.memory.drop_host(sequence, self.host)
 
     # One step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Record:
         self.step_number += 1
         self.memory.open_step()
-        self.desk.open_step()
+        self.encoder.open_step()
         self.budget = self.config.max_num_batched_tokens
         self.planned: list[Planned] = []
-        self.entered: list[tuple[Live, Branch]] = []
+        self.entered: list[tuple[TwinRequest, TwinSequence]] = []
         self.admitted: list[Record] = []
         self.has_prompt = False
         phased = self.config.scheduling_mode is SchedulingMode.PHASED  # its prompts are never cut
@@ -140,293 +140,297 @@ class TwinScheduler:
         share, decoding = self.config.prefill_beside_decodes, self._decoding()
         self.prompt_budget: int | None = None
         if share and decoding and self.cuts:
-            self.budget = min(self.budget, sum(1 + len(branch.drafts) for branch in decoding) + share)
+            self.budget = min(self.budget, sum(1 + len(sequence.drafts) for sequence in decoding) + share)
             self.prompt_budget = share
         if self.config.scheduling_mode is SchedulingMode.MIXED:
-            if not self._continue_running() and self._return_swapped():
+            if not self._run_running() and self._resume_swapped():
                 self._admit_waiting()
         else:
-            thrown_out = len(self.thrown_out)
+            preempted = len(self.preempted)
             if not self.swapped:
                 self._admit_waiting()
-            evicted = len(self.thrown_out) > thrown_out
-            if not self.planned and not self._continue_running() and not evicted:
-                self._return_swapped()
+            evicted = len(self.preempted) > preempted
+            if not self.planned and not self._run_running() and not evicted:
+                self._resume_swapped()
         return self._record()
 
-    def _decoding(self) -> list[Branch]:
-        """Those that run and have all their prompt behind them."""
-        started = [branch for live in self.running for branch in live.alive if branch.started]
-        return [branch for branch in started if not branch.mid_prefill]
+    def _decoding(self) -> list[TwinSequence]:
+        """Sequences that run and have computed their prompt."""
+        started = [sequence for state in self.running for sequence in state.alive if sequence.started]
+        return [sequence for sequence in started if not sequence.mid_prefill]
 
-    def _continue_running(self) -> bool:
-        """Give the running ones what they want, in order; True if anyone was thrown out for it."""
+    def _run_running(self) -> bool:
+        """Give running requests what they lack, in order. Return whether one was preempted for it."""
         victims = False
-        for live in list(self.running):
-            for branch in list(live.alive):
-                if live.status != "running" or not branch.started or branch.finished:
+        for state in list(self.running):
+            for sequence in list(state.alive):
+                if state.status != "running" or not sequence.started or sequence.finished:
                     break
-                victims |= self._continue_branch(live, branch)
+                victims |= self._run_sequence(state, sequence)
         return victims
 
-    def _continue_branch(self, live: Live, branch: Branch) -> bool:
-        want, items, repeats = self.desk.share(live, branch.computed, self._wanted(branch, live))
+    def _run_sequence(self, state: TwinRequest, sequence: TwinSequence) -> bool:
+        want, items, repeats = self.encoder.share(state, sequence.computed, self._wanted(sequence, state))
         if want <= 0:
             return False
         victims = False
-        self.memory.release_behind_windows(branch)
-        upto = min(branch.computed + want + self.config.num_lookahead_slots, self.max_model_len)
-        while self.memory.growth_need(branch, upto) > len(self.pool.free):
-            if self.running == [live] or self._can_never_hold(live, upto):
-                self._outgrown(live, branch)
+        self.memory.release_behind_windows(sequence)
+        upto = min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
+        while self.memory.growth_need(sequence, upto) > len(self.pool.free):
+            if self.running == [state] or self._can_never_hold(state, upto):
+                self._outgrown(state, sequence)
                 return victims
             victim = self._victim(self.running)
             victims = True
             self._take_out(victim)
             self._preempt(victim)
-            if victim is live:
+            if victim is state:
                 return True
-        self.memory.grow(branch, upto)
-        self._place(live, branch, want)
-        self.desk.encode(live, items, repeats)
+        self.memory.grow(sequence, upto)
+        self._place(state, sequence, want)
+        self.encoder.encode(state, items, repeats)
         return victims
 
-    def _wanted(self, branch: Branch, live: Live) -> int:
-        known = len(branch.tokens) + branch.placeholders
-        if branch.placeholders and known >= branch.num_prompt + self._max_tokens(live):
+    def _wanted(self, sequence: TwinSequence, state: TwinRequest) -> int:
+        known = len(sequence.tokens) + sequence.placeholders
+        if sequence.placeholders and known >= sequence.num_prompt + self._max_tokens(state):
             return 0  # what is in flight ends it
-        want = self._capped(live, known + len(branch.drafts) - branch.computed, len(branch.drafts))
-        if branch.mid_prefill and self.prompt_budget is not None:
+        want = self._capped(state, known + len(sequence.drafts) - sequence.computed, len(sequence.drafts))
+        if sequence.mid_prefill and self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
-        return min(want, self.budget, self.max_model_len - branch.computed - 1)
+        return min(want, self.budget, self.max_model_len - sequence.computed - 1)
 
-    def _capped(self, live: Live, want: int, num_drafts: int = 0) -> int:
+    def _capped(self, state: TwinRequest, want: int, num_drafts: int = 0) -> int:
         """Prompts are capped; drafts are not, nor are media items that must stay whole."""
         if not self.cap:
             return want
-        whole = max((item.length for item in live.request.media), default=0) if self.config.no_partial_media else 0
+        whole = max((item.length for item in state.request.media), default=0) if self.config.no_partial_media else 0
         return min(want, max(self.cap, 1 + num_drafts, whole))
 
-    def _victim(self, candidates: list[Live]) -> Live:
+    def _victim(self, candidates: list[TwinRequest]) -> TwinRequest:
         if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
-            return max(candidates, key=lambda live: live.place[:2])  # of equals, the one admitted first
+            return max(candidates, key=lambda state: state.place[:2])  # of equals, the one admitted first
         return candidates[-1]
 
-    def _take_out(self, victim: Live) -> None:
+    def _take_out(self, victim: TwinRequest) -> None:
         """Undo what this step planned for it."""
-        for entry in [entry for entry in self.planned if entry.live is victim]:
+        for entry in [entry for entry in self.planned if entry.state is victim]:
             self.planned.remove(entry)
             self.budget += entry.new
             if self.prompt_budget is not None:
                 self.prompt_budget += entry.of_prompts
-            entry.branch.computed -= entry.new
-            entry.branch.in_flight -= entry.new
-        self.memory.call_off_copies(victim.branches)
-        self.desk.take_back(victim)
+            entry.sequence.computed -= entry.new
+            entry.sequence.in_flight -= entry.new
+        self.memory.call_off_copies(victim.sequences)
+        self.encoder.take_back(victim)
 
-    def _preempt(self, live: Live, may_swap: bool = True) -> None:
-        self.running.remove(live)
-        self.desk.release(live)
-        self.thrown_out.append(live.id)
-        live.epoch += 1
-        live.stale_steps = sum(step.epochs.get(live.id, -1) >= live.drop_before for step in self.in_flight)
-        whole = [branch for branch in live.alive if branch.started]
+    def _preempt(self, state: TwinRequest, may_swap: bool = True) -> None:
+        self.running.remove(state)
+        self.encoder.release(state)
+        self.preempted.append(state.id)
+        state.epoch += 1
+        state.stale_steps = sum(step.epochs.get(state.id, -1) >= state.drop_before for step in self.in_flight)
+        whole = [sequence for sequence in state.alive if sequence.started]
         swaps = self.config.preemption_mode is PreemptionMode.SWAP or (
-            self.config.preemption_mode is PreemptionMode.AUTO and len(live.alive) > 1
+            self.config.preemption_mode is PreemptionMode.AUTO and len(state.alive) > 1
         )
         passed = all(
-            item.offset + item.length <= min((one.computed for one in whole), default=0) for item in live.request.media
+            item.offset + item.length <= min((one.computed for one in whole), default=0) for item in state.request.media
         )
-        everyone = live.forked and len(whole) == len(live.alive) and (passed or self.encoder_decoder)
+        everyone = state.forked and len(whole) == len(state.alive) and (passed or self.encoder_decoder)
         if may_swap and swaps and everyone and self.memory.host_need(whole) <= len(self.host.free):
             self.memory.swap_out(whole, self.host)
-            live.status = "swapped"
-            self._queue(self.swapped, live)
+            state.status = "swapped"
+            self._push(self.swapped, state)
         else:
-            self._drop(live)
-        for branch in live.branches:
-            branch.in_flight = branch.placeholders = 0
-            branch.drafts = []
-            branch.started = branch.mid_prefill = False
+            self._drop(state)
+        for sequence in state.sequences:
+            sequence.in_flight = sequence.placeholders = 0
+            sequence.drafts = []
+            sequence.started = sequence.mid_prefill = False
 
-    def _drop(self, live: Live) -> None:
-        for branch in live.branches:
-            self.memory.free(branch)
-            branch.computed = 0
-        live.status = "preempted"
+    def _drop(self, state: TwinRequest) -> None:
+        for sequence in state.sequences:
+            self.memory.free(sequence)
+            sequence.computed = 0
+        state.status = "preempted"
         if self.config.scheduling_policy is SchedulingPolicy.FCFS:
             self.returns += 1
-            live.place = (-self.returns,)
-        self._queue(self.waiting, live)
+            state.place = (-self.returns,)
+        self._push(self.waiting, state)
 
-    def _can_never_hold(self, live: Live, upto: int) -> bool:
+    def _can_never_hold(self, state: TwinRequest, upto: int) -> bool:
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
-        return self.memory.admission_need(live.request, upto, nothing, capped=True) > len(self.pool)
+        return self.memory.admission_need(state.request, upto, nothing, capped=True) > len(self.pool)
 
-    def _outgrown(self, live: Live, branch: Branch) -> None:
-        self.untold[self._name(live, branch)] = "length"
-        self.ignored.append(live.id)
-        if len(live.alive) == 1:
-            self._end(live)
+    def _outgrown(self, state: TwinRequest, sequence: TwinSequence) -> None:
+        self.deferred[self._name(state, sequence)] = "length"
+        self.ignored.append(state.id)
+        if len(state.alive) == 1:
+            self._end(state)
         else:
-            self._end_branch(branch)
+            self._end_sequence(sequence)
 
     # Coming back from host memory -------------------------------------------------------------------------------
 
-    def _return_swapped(self) -> bool:
-        """Bring back whom there is room for, in order. False if one must wait: nobody overtakes it then."""
+    def _resume_swapped(self) -> bool:
+        """Bring back requests in order while there is room. Return False if one must wait: none may pass it."""
         closed: set[LoraRef] = set()
         while self.budget > 0:
-            line = [live for live in self.swapped if live.request.lora not in closed]
-            if not line:
+            queue = [state for state in self.swapped if state.request.lora not in closed]
+            if not queue:
                 return True
-            live = line[0]
-            if self._too_many_adapters(live):
-                assert live.request.lora is not None
-                closed.add(live.request.lora)
+            state = queue[0]
+            if self._has_too_many_adapters(state):
+                assert state.request.lora is not None
+                closed.add(state.request.lora)
                 continue
-            if live.stale_steps or self._seats_taken() + live.seats > self.config.max_num_seqs:
+            if state.stale_steps or self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
                 return False
             wants: list[int] = []
-            for branch in live.alive:
-                want = min(len(branch.tokens) - branch.computed, self.budget - sum(wants))
-                want = self._capped(live, want)
+            for sequence in state.alive:
+                want = min(len(sequence.tokens) - sequence.computed, self.budget - sum(wants))
+                want = self._capped(state, want)
                 wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget))
-            if not any(wants) and any(branch.computed < len(branch.tokens) for branch in live.alive):
+            if not any(wants) and any(sequence.computed < len(sequence.tokens) for sequence in state.alive):
                 return False
             uptos = [
-                min(branch.computed + want + self.config.num_lookahead_slots, self.max_model_len)
-                for branch, want in zip(live.alive, wants, strict=True)
+                min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
+                for sequence, want in zip(state.alive, wants, strict=True)
             ]
-            need = self.memory.return_need(live.alive, uptos, self.host)
+            need = self.memory.return_need(state.alive, uptos, self.host)
             if need > len(self.pool.free) - (self.watermark if self.running else 0):
                 if self.running or len(self.pool.free) < len(self.pool):
                     return False
-                self._never(live)
+                self._never(state)
                 continue
-            self.swapped.remove(live)
-            self._enter(live)
-            self.memory.swap_in(live.alive, self.host)
-            for branch, want, upto in zip(live.alive, wants, uptos, strict=True):
-                branch.started = True
-                self.memory.record(live.request, branch, branch.computed)
-                self.admitted.append({"id": self._name(live, branch), "kind": "resumed", "cached": branch.computed})
+            self.swapped.remove(state)
+            self._enter(state)
+            self.memory.swap_in(state.alive, self.host)
+            for sequence, want, upto in zip(state.alive, wants, uptos, strict=True):
+                sequence.started = True
+                self.memory.record(state.request, sequence, sequence.computed)
+                self.admitted.append(
+                    {"id": self._name(state, sequence), "kind": "resumed", "cached": sequence.computed}
+                )
                 if want:
-                    self.memory.grow(branch, upto)
-                    self._place(live, branch, want, enters=True)
+                    self.memory.grow(sequence, upto)
+                    self._place(state, sequence, want, enters=True)
         return not self.swapped
 
-    def _never(self, live: Live) -> None:
-        self.ignored.append(live.id)
-        for branch in live.alive:
-            self.untold[self._name(live, branch)] = "length"
-        self._end(live)
+    def _never(self, state: TwinRequest) -> None:
+        self.ignored.append(state.id)
+        for sequence in state.alive:
+            self.deferred[self._name(state, sequence)] = "length"
+        self._end(state)
 
     # Admission ------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
-        stepped_over: list[Live] = []
+        skipped: list[TwinRequest] = []
         while self.waiting and self.budget > 0:
-            live = self.waiting[0]
-            if live.stale_steps or self._too_many_adapters(live):
-                stepped_over.append(self.waiting.pop(0))
+            state = self.waiting[0]
+            if state.stale_steps or self._has_too_many_adapters(state):
+                skipped.append(self.waiting.pop(0))
                 continue
-            answer = self._line_stops(live) or self._admit(live)
+            answer = self._why_held(state) or self._admit(state)
             if answer == "never":
-                self._never(live)
-            elif answer != "ok" and not (answer == "no room" and self._make_way(live)):
+                self._never(state)
+            elif answer != "ok" and not (answer == "no room" and self._make_way(state)):
                 break
-        self.waiting[:0] = stepped_over
+        self.waiting[:0] = skipped
         self.waiting.sort(key=lambda other: other.place)
 
-    def _line_stops(self, live: Live) -> str | None:
-        if self._seats_taken() + live.seats > self.config.max_num_seqs:
-            return "no room" if live.seats <= self.config.max_num_seqs else None
+    def _why_held(self, state: TwinRequest) -> str | None:
+        if self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
+            return "no room" if state.num_seqs <= self.config.max_num_seqs else None
         factor = self.config.scheduler_delay_factor
         oldest = min(other.request.arrival_time_s for other in self.waiting)
         if self.running and factor > 0 and self.clock.now() - oldest <= factor * self.last_prompt_step_s:
             return "later"
         lacking = sum(
-            branch.computed < len(branch.tokens) and not self._is_decode(branch)
+            sequence.computed < len(sequence.tokens) and not self._is_decode(sequence)
             for other in self.running
-            for branch in other.alive
-            if branch.started
+            for sequence in other.alive
+            if sequence.started
         )
         return "later" if 0 < self.config.max_num_partial_prefills <= lacking else None
 
     @staticmethod
-    def _is_decode(branch: Branch) -> bool:
-        return len(branch.tokens) - branch.computed == 1 and branch.num_output > 0
+    def _is_decode(sequence: TwinSequence) -> bool:
+        return len(sequence.tokens) - sequence.computed == 1 and sequence.num_output > 0
 
-    def _seats_taken(self) -> int:
-        return sum(live.seats for live in self.running)
+    def _num_seqs_running(self) -> int:
+        return sum(state.num_seqs for state in self.running)
 
-    def _too_many_adapters(self, live: Live) -> bool:
+    def _has_too_many_adapters(self, state: TwinRequest) -> bool:
         limit = self.config.max_loras
         in_use = {other.request.lora for other in self.running if other.request.lora is not None}
-        return limit > 0 and live.request.lora is not None and live.request.lora not in in_use and len(in_use) >= limit
+        return (
+            limit > 0 and state.request.lora is not None and state.request.lora not in in_use and len(in_use) >= limit
+        )
 
-    def _may_chunk(self, live: Live) -> bool:
+    def _may_chunk(self, state: TwinRequest) -> bool:
         if self.config.scheduling_mode is SchedulingMode.MIXED:
             return self.config.enable_chunked_prefill
-        return len(live.alive[0].tokens) > self.config.max_num_batched_tokens
+        return len(state.alive[0].tokens) > self.config.max_num_batched_tokens
 
-    def _admit(self, live: Live) -> str:
-        request, branch = live.request, live.alive[0]
-        known = len(branch.tokens)
+    def _admit(self, state: TwinRequest) -> str:
+        request, sequence = state.request, state.alive[0]
+        known = len(sequence.tokens)
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
-        siblings = self._sibling_need(live)
+        siblings = self._sibling_need(state)
         ahead = min(known + self.config.num_lookahead_slots, self.max_model_len)
         if self.memory.admission_need(request, ahead, nothing, capped=True) + siblings > len(self.pool):
             return "never"  # rule 55
-        if live.seats > self.config.max_num_seqs:
+        if state.num_seqs > self.config.max_num_seqs:
             return "never"
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
         if phased and request.num_prompt_tokens > self.config.max_num_batched_tokens:
             return "never"
-        # Branches that return share the first one's prompt blocks; a hit would not hold those behind a window.
-        whole = len(live.alive) > 1 and live.forked and self.memory.has_windows
-        cached, hits = (0, nothing) if whole else self.memory.hit(request, branch.tokens)
-        want = self._capped(live, known - cached)
+        # Sequences that return share the first one's prompt blocks; a hit would not hold those behind a window.
+        whole = len(state.alive) > 1 and state.forked and self.memory.has_windows
+        cached, hits = (0, nothing) if whole else self.memory.hit(request, sequence.tokens)
+        want = self._capped(state, known - cached)
         if self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
-        if want > self.budget and not self._may_chunk(live):
+        if want > self.budget and not self._may_chunk(state):
             return "later"
-        want, items, repeats = self.desk.share(live, cached, min(want, self.budget))
+        want, items, repeats = self.encoder.share(state, cached, min(want, self.budget))
         if want <= 0:
-            self.desk.release(live)
+            self.encoder.release(state)
             return "later"
         upto = min(cached + want + self.config.num_lookahead_slots, self.max_model_len)
         need = self.memory.admission_need(request, upto, hits, capped=False)
         if self.config.admit_whole_prompt:
             need = max(need, self.memory.admission_need(request, known, hits, capped=True) + siblings)
         if need > len(self.pool.free) - (self.watermark if self.running else 0):
-            self.desk.release(live)
+            self.encoder.release(state)
             alone = not self.running and len(self.pool.free) == len(self.pool)
             return "never" if alone else "no room"  # alone, there is nothing to wait for
-        kind = "resumed" if live.status == "preempted" else "new"
-        self.waiting.remove(live)
-        self._enter(live)
-        self.memory.adopt(request, branch, hits)
-        branch.computed = cached
-        branch.started = True
-        self.memory.grow(branch, upto)
-        self.admitted.append({"id": self._name(live, branch), "kind": kind, "cached": cached})
-        self._place(live, branch, want, enters=True)
+        kind = "resumed" if state.status == "preempted" else "new"
+        self.waiting.remove(state)
+        self._enter(state)
+        self.memory.adopt(request, sequence, hits)
+        sequence.computed = cached
+        sequence.started = True
+        self.memory.grow(sequence, upto)
+        self.admitted.append({"id": self._name(state, sequence), "kind": kind, "cached": cached})
+        self._place(state, sequence, want, enters=True)
         self.has_prompt = True
-        self.desk.encode(live, items, repeats)
+        self.encoder.encode(state, items, repeats)
         return "ok"
 
-    def _sibling_need(self, live: Live) -> int:
-        """Blocks of branches that return beside the first, behind the full prompt blocks they share with it."""
-        return 0 if len(live.alive) == 1 or not live.forked else self.memory.sibling_need(live)
+    def _sibling_need(self, state: TwinRequest) -> int:
+        """Blocks of sequences that return beside the first, behind the full prompt blocks they share with it."""
+        return 0 if len(state.alive) == 1 or not state.forked else self.memory.sibling_need(state)
 
-    def _enter(self, live: Live) -> None:
-        live.status = "running"
-        self.running.append(live)
+    def _enter(self, state: TwinRequest) -> None:
+        state.status = "running"
+        self.running.append(state)
 
-    def _make_way(self, head: Live) -> bool:
-        """Throw out the worst running one if the head of the line is more urgent (an option of the priority policy)."""
+    def _make_way(self, head: TwinRequest) -> bool:
+        """Preempt the worst running request if `head` is more urgent (an option of the priority policy)."""
         if not self.config.evict_for_priority or self.config.scheduling_policy is not SchedulingPolicy.PRIORITY:
             return False
         if self.admitted or not self.running:
@@ -439,170 +443,178 @@ class TwinScheduler:
         self._preempt(worst)
         return True
 
-    def _place(self, live: Live, branch: Branch, new: int, *, enters: bool = False) -> None:
+    def _place(self, state: TwinRequest, sequence: TwinSequence, new: int, *, enters: bool = False) -> None:
         self.budget -= new
-        of_prompts = new if self.prompt_budget is not None and (enters or branch.mid_prefill) else 0
+        of_prompts = new if self.prompt_budget is not None and (enters or sequence.mid_prefill) else 0
         if self.prompt_budget is not None:
             self.prompt_budget -= of_prompts
-        known = len(branch.tokens) + branch.placeholders
-        drafts = branch.drafts[: max(0, branch.computed + new - known)]
-        branch.drafts = []
-        self.memory.record(live.request, branch, min(branch.computed + new, len(branch.tokens)))
-        self.planned.append(Planned(live, branch, branch.computed, new, drafts, live.epoch, of_prompts=of_prompts))
-        branch.computed += new
-        branch.in_flight += new
-        branch.mid_prefill = branch.computed < known
+        known = len(sequence.tokens) + sequence.placeholders
+        drafts = sequence.drafts[: max(0, sequence.computed + new - known)]
+        sequence.drafts = []
+        self.memory.record(state.request, sequence, min(sequence.computed + new, len(sequence.tokens)))
+        self.planned.append(
+            Planned(state, sequence, sequence.computed, new, drafts, state.epoch, of_prompts=of_prompts)
+        )
+        sequence.computed += new
+        sequence.in_flight += new
+        sequence.mid_prefill = sequence.computed < known
 
     # The record of the step, and its results --------------------------------------------------------------------
 
     def _record(self) -> Record:
         sampling: list[Planned] = []
         for entry in list(self.planned):
-            live, branch = entry.live, entry.branch
-            entry.samples = branch.computed >= len(branch.tokens) + branch.placeholders
+            state, sequence = entry.state, entry.sequence
+            entry.samples = sequence.computed >= len(sequence.tokens) + sequence.placeholders
             if entry.samples:
                 sampling.append(entry)
-                if not live.forked:
+                if not state.forked:
                     sampling += self._fork(entry)
-        for live in self.running:
-            self._join(live)
+        for state in self.running:
+            self._join(state)
         if self.config.async_scheduling:
             for entry in sampling:
-                entry.branch.placeholders += 1 + len(entry.drafts)
+                entry.sequence.placeholders += 1 + len(entry.drafts)
         step = Step(self.step_number, self.planned, sampling, self.has_prompt)
         if self.planned:
             self.in_flight.append(step)
         record: Record = {
-            "scheduled": [[self._name(entry.live, entry.branch), entry.new] for entry in self.planned],
+            "scheduled": [[self._name(entry.state, entry.sequence), entry.new] for entry in self.planned],
             "admitted": self.admitted,
-            "preempted": sorted(self.thrown_out),
-            "samples": [self._name(entry.live, entry.branch) for entry in sampling],
-            "drafts": {entry.live.id: entry.drafts for entry in self.planned if entry.drafts},
-            "encoder": self.desk.encoded,
+            "preempted": sorted(self.preempted),
+            "samples": [self._name(entry.state, entry.sequence) for entry in sampling],
+            "drafts": {entry.state.id: entry.drafts for entry in self.planned if entry.drafts},
+            "encoder": self.encoder.encoded,
             "copies": len(self.memory.copies),
             "swapped_out": self.memory.swapped_out,
             "ignored": sorted(set(self.ignored)),
             "handle": step,
         }
-        self.thrown_out, self.ignored = [], []
+        self.preempted, self.ignored = [], []
         return record
 
     def _fork(self, entry: Planned) -> list[Planned]:
-        """The prompt is complete: the other branches share its blocks, and sample from the same logits."""
-        live, source = entry.live, entry.branch
-        live.forked = True
+        """The prompt is complete: the other sequences share its blocks, and sample from the same logits."""
+        state, source = entry.state, entry.sequence
+        state.forked = True
         forks: list[Planned] = []
-        for branch in live.alive:
-            if branch is not source:
-                self.memory.fork(source, branch)
-                branch.started = True
-                forks.append(Planned(live, branch, entry.start, 0, [], live.epoch, samples=True))
+        for sequence in state.alive:
+            if sequence is not source:
+                self.memory.fork(source, sequence)
+                sequence.started = True
+                forks.append(Planned(state, sequence, entry.start, 0, [], state.epoch, samples=True))
         return forks
 
-    def _join(self, live: Live) -> None:
-        """Branches that return after a recompute share the full prompt blocks of the first one, once it has them."""
-        first = live.alive[0]
-        known = min((len(branch.tokens) for branch in live.alive if not branch.started), default=0)
-        prompt_end = live.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
-        shared = min(live.request.num_prompt_tokens, known - 1) // self.memory.block_size * self.memory.block_size
+    def _join(self, state: TwinRequest) -> None:
+        """Sequences that return after a recompute share the full prompt blocks of the first one, once it has them."""
+        first = state.alive[0]
+        known = min((len(sequence.tokens) for sequence in state.alive if not sequence.started), default=0)
+        prompt_end = state.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
+        shared = min(state.request.num_prompt_tokens, known - 1) // self.memory.block_size * self.memory.block_size
         # The first one's window moves on: siblings that need less than the full prompt blocks must not wait.
         ready = shared if self.memory.has_windows else prompt_end
-        if not live.forked or not first.started or first.computed < ready:
+        if not state.forked or not first.started or first.computed < ready:
             return
-        for branch in live.alive:
-            if not branch.started:
-                branch.started = branch.mid_prefill = True
-                branch.computed = shared
-                self.memory.share_prefix(first, branch, branch.computed)
-                self.admitted.append({"id": self._name(live, branch), "kind": "resumed", "cached": branch.computed})
+        for sequence in state.alive:
+            if not sequence.started:
+                sequence.started = sequence.mid_prefill = True
+                sequence.computed = shared
+                self.memory.share_prefix(first, sequence, sequence.computed)
+                self.admitted.append(
+                    {"id": self._name(state, sequence), "kind": "resumed", "cached": sequence.computed}
+                )
 
     def update(self, step: Step, sampled: dict[str, list[int]], duration_s: float = 0.0) -> Record:
         if not step.planned:
-            return self._with_untold({"emitted": {}, "finished": {}})
+            return self._with_deferred({"emitted": {}, "finished": {}})
         assert self.in_flight.pop(0) is step
         if step.has_prompt:
             self.last_prompt_step_s = duration_s
         emitted: dict[str, list[int]] = {}
         finished: dict[str, str] = {}
-        for live in step.requests:
-            if live.status != "gone" and step.epochs[live.id] < live.epoch and step.epochs[live.id] >= live.drop_before:
-                live.stale_steps -= 1
+        for state in step.requests:
+            if (
+                state.status != "gone"
+                and step.epochs[state.id] < state.epoch
+                and step.epochs[state.id] >= state.drop_before
+            ):
+                state.stale_steps -= 1
         for entry in step.planned:
-            if entry.epoch == entry.live.epoch:
-                entry.branch.in_flight -= entry.new
-                if entry.live.status == "running" and not self.encoder_decoder:
-                    self.desk.release(entry.live, entry.branch.computed - entry.branch.placeholders)
+            if entry.epoch == entry.state.epoch:
+                entry.sequence.in_flight -= entry.new
+                if entry.state.status == "running" and not self.encoder_decoder:
+                    self.encoder.release(entry.state, entry.sequence.computed - entry.sequence.placeholders)
         for entry in step.sampling:
-            live, branch = entry.live, entry.branch
-            if live.status == "gone" or entry.epoch < live.drop_before:
+            state, sequence = entry.state, entry.sequence
+            if state.status == "gone" or entry.epoch < state.drop_before:
                 continue
-            if branch.finished:
+            if sequence.finished:
                 continue
-            name = self._name(live, branch)
+            name = self._name(state, sequence)
             tokens = sampled[name]
             rejected = len(entry.drafts) - (len(tokens) - 1)
-            if entry.epoch == live.epoch:
-                branch.computed -= rejected
-                branch.placeholders -= min(branch.placeholders, 1 + len(entry.drafts))
-            elif live.status == "swapped":
-                branch.computed -= rejected
-            taken, reason = self._append(live, branch, tokens)
-            if self.config.async_scheduling and live.status == "running":
-                self.memory.record(live.request, branch, branch.computed - branch.placeholders)
+            if entry.epoch == state.epoch:
+                sequence.computed -= rejected
+                sequence.placeholders -= min(sequence.placeholders, 1 + len(entry.drafts))
+            elif state.status == "swapped":
+                sequence.computed -= rejected
+            taken, reason = self._append(state, sequence, tokens)
+            if self.config.async_scheduling and state.status == "running":
+                self.memory.record(state.request, sequence, sequence.computed - sequence.placeholders)
             emitted[name] = taken
             if reason is not None:
                 finished[name] = reason
-                if len(live.alive) == 1:
-                    self._end(live)
+                if len(state.alive) == 1:
+                    self._end(state)
                 else:
-                    self._end_branch(branch)
-        return self._with_untold({"emitted": emitted, "finished": finished})
+                    self._end_sequence(sequence)
+        return self._with_deferred({"emitted": emitted, "finished": finished})
 
-    def _with_untold(self, record: Record) -> Record:
-        record["finished"] |= self.untold
-        self.untold = {}
+    def _with_deferred(self, record: Record) -> Record:
+        record["finished"] |= self.deferred
+        self.deferred = {}
         return record
 
-    def _append(self, live: Live, branch: Branch, tokens: list[int]) -> tuple[list[int], str | None]:
+    def _append(self, state: TwinRequest, sequence: TwinSequence, tokens: list[int]) -> tuple[list[int], str | None]:
         """The tokens that count, and why the output ends with the last of them."""
-        sampling = live.request.sampling
+        sampling = state.request.sampling
         assert sampling is not None
         taken: list[int] = []
         for token in tokens:
-            branch.tokens.append(token)
+            sequence.tokens.append(token)
             taken.append(token)
-            may_stop = branch.num_output >= sampling.min_tokens
-            eos = token in live.request.eos_token_ids and not sampling.ignore_eos
+            may_stop = sequence.num_output >= sampling.min_tokens
+            eos = token in state.request.eos_token_ids and not sampling.ignore_eos
             if may_stop and (eos or token in sampling.stop_token_ids):
                 return taken, "stop"
-            if branch.num_output >= self._max_tokens(live) or len(branch.tokens) >= self.max_model_len:
+            if sequence.num_output >= self._max_tokens(state) or len(sequence.tokens) >= self.max_model_len:
                 return taken, "length"
         return taken, None
 
-    def _max_tokens(self, live: Live) -> int:
-        sampling = live.request.sampling
+    def _max_tokens(self, state: TwinRequest) -> int:
+        sampling = state.request.sampling
         if sampling is None or sampling.max_tokens is None:
             return self.max_model_len
         return sampling.max_tokens
 
     @staticmethod
-    def _name(live: Live, branch: Branch) -> str:
-        return f"{live.id}/{branch.number}" if len(live.branches) > 1 else live.id
+    def _name(state: TwinRequest, sequence: TwinSequence) -> str:
+        return f"{state.id}/{sequence.number}" if len(state.sequences) > 1 else state.id
 
     def state(self) -> Record:
-        def held(live: Live) -> list[int]:
+        def held(state: TwinRequest) -> list[int]:
             """Distinct blocks per group."""
             return [
-                len({block for branch in live.alive for block in branch.tables[group] if block != NULL})
+                len({block for sequence in state.alive for block in sequence.tables[group] if block != NULL})
                 for group in range(len(self.memory.groups))
             ]
 
         return {
             "free_blocks": len(self.pool.free),
             "free_host_blocks": len(self.host.free),
-            "running": [live.id for live in self.running],
-            "waiting": [live.id for live in self.waiting],
-            "swapped": [live.id for live in self.swapped],
-            "blocks": {live.id: held(live) for live in self.running},
-            "computed": {live.id: live.alive[0].computed for live in self.requests.values()},
+            "running": [state.id for state in self.running],
+            "waiting": [state.id for state in self.waiting],
+            "swapped": [state.id for state in self.swapped],
+            "blocks": {state.id: held(state) for state in self.running},
+            "computed": {state.id: state.alive[0].computed for state in self.requests.values()},
         }

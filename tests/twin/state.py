@@ -1,4 +1,4 @@
-"""What the twin remembers of a request and of each of its branches."""
+"""What the twin remembers of a request and of each of its sequences."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ Key = tuple[float | int | str, ...]
 
 
 @dataclass(eq=False)
-class Branch:
+class TwinSequence:
     """One sequence. `tables`: per KV group, block numbers, 0 where a block was given back."""
 
     number: int
@@ -16,8 +16,8 @@ class Branch:
     num_prompt: int
     tables: list[list[int]]
     computed: int = 0
-    in_flight: int = 0  # tokens of `computed` whose step is not home
-    placeholders: int = 0  # asynchronous: sampled tokens planned, not home
+    in_flight: int = 0  # tokens of `computed` whose step is not back
+    placeholders: int = 0  # asynchronous: sampled tokens planned, not back
     hashed: list[int] = field(default_factory=list)  # per group: leading blocks whose content is recorded
     drafts: list[int] = field(default_factory=list)
     on_host: list[list[int]] | None = None  # the tables, in host blocks, while the request is swapped out
@@ -31,16 +31,16 @@ class Branch:
 
 
 @dataclass(eq=False)
-class Live:
+class TwinRequest:
     """One request that has not ended."""
 
     request: Request
-    place: Key  # in the lines
-    branches: list[Branch]
+    place: Key  # sort key in the queues
+    sequences: list[TwinSequence]
     status: str = "waiting"  # waiting, running, swapped, preempted, gone
     epoch: int = 0  # rises when it leaves the running set
-    stale_steps: int = 0  # steps that sample for it, planned before it left, not home
-    drop_before: int = 0  # results of epochs before this are nobody's (reset)
+    stale_steps: int = 0  # steps that sample for it, planned before it left, not back
+    drop_before: int = 0  # results of epochs before this are dropped (reset)
     forked: bool = False
     encoder_items: set[int] = field(default_factory=set)  # places whose encoder output it holds
 
@@ -49,20 +49,20 @@ class Live:
         return self.request.request_id
 
     @property
-    def alive(self) -> list[Branch]:
-        return [branch for branch in self.branches if not branch.finished]
+    def alive(self) -> list[TwinSequence]:
+        return [sequence for sequence in self.sequences if not sequence.finished]
 
     @property
-    def seats(self) -> int:
+    def num_seqs(self) -> int:
         return len(self.alive) if self.forked else self.request.num_seqs
 
 
 @dataclass(eq=False)
 class Planned:
-    """One branch's share of a step."""
+    """One sequence's share of a step."""
 
-    live: Live
-    branch: Branch
+    state: TwinRequest
+    sequence: TwinSequence
     start: int
     new: int
     drafts: list[int]
@@ -73,7 +73,7 @@ class Planned:
 
 @dataclass(eq=False)
 class Step:
-    """What was planned together. `sampling`: every branch that gets a token, fresh forks included."""
+    """What was planned together. `sampling`: every sequence that gets a token, fresh forks included."""
 
     number: int
     planned: list[Planned]
@@ -81,9 +81,9 @@ class Step:
     has_prompt: bool
 
     @property
-    def requests(self) -> list[Live]:
-        return list(dict.fromkeys(entry.live for entry in self.planned))
+    def requests(self) -> list[TwinRequest]:
+        return list(dict.fromkeys(entry.state for entry in self.planned))
 
     @property
     def epochs(self) -> dict[str, int]:
-        return {entry.live.id: entry.epoch for entry in self.planned}
+        return {entry.state.id: entry.epoch for entry in self.planned}
