@@ -49,8 +49,7 @@ class EventStream(Response):
             for task in (pump, gone):
                 task.cancel()
             await asyncio.gather(pump, gone, return_exceptions=True)
-            await self._events.aclose()
-            self._on_end()
+            await self._end()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -68,7 +67,18 @@ class EventStream(Response):
                     "more_body": True,
                 }
             )
+        # Ended before the client reads [DONE]: it may then send another request with the same id.
+        await self._end()
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _end(self) -> None:
+        await self._events.aclose()
+        on_end, self._on_end = self._on_end, _nothing
+        on_end()
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _wait_until_gone(receive: Receive) -> None:
