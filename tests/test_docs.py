@@ -144,8 +144,12 @@ def _help(*command: str) -> str:
 
 def test_the_readme_s_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     cached_model("smollm2-135m")
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert example is not None
-    exec(compile(example[1], "README.md", "exec"), {"__name__": "readme"})
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("The capital of France is ->  Paris")
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    said: list[str] = []
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+        said.append(capsys.readouterr().out)
+    assert len(said) == 2, "one with LLM, one with AsyncLLM"
+    assert said[0].startswith("The capital of France is ->  Paris")
+    assert "asyncio.run" in examples[1]
+    assert said[1].strip()

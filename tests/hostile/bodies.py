@@ -106,6 +106,46 @@ def flood(draw: random.Random) -> Body:
     return route.path, write(put(route.body, place, value)), f"{count} entries in {place}"
 
 
+def products(draw: random.Random) -> Body:
+    """Several lists and counts, each within its own bound, that together are much work."""
+    route = draw.choice((CHAT, TEXT, TEXT))
+    numbers = list(range(draw.choice((10, 1_000, 40_000))))
+    given: dict[str, Any] = {
+        "n": draw.choice((2, 16, 128)),
+        "stop": ["".join(draw.choices("ab", k=100)) for _ in range(draw.choice((1, 64)))],
+        "bad_words": [f"{i} a" for i in range(draw.choice((1, 1_000)))],
+        "allowed_token_ids": numbers,
+        "stop_token_ids": numbers[:1_000],
+        "logit_bias": {str(i): 1 for i in numbers[:1_000]},
+        "prompt_logprobs": draw.choice((1, 20)),
+        "logprobs": True if route is CHAT else draw.choice((1, 20)),
+        "echo": route is TEXT,
+        "stream": draw.random() < 0.5,
+        "return_token_ids": True,
+    }
+    names = draw.sample(list(given), draw.randint(2, len(given)))
+    body = {**route.body, **{name: given[name] for name in names}}
+    if route is TEXT and draw.random() < 0.7:
+        body["prompt"] = [draw.choice(("a", "a b " * 100))] * draw.choice((2, 30, 1_024))
+    elif route is CHAT:
+        body["messages"] = [{"role": "user", "content": "a b " * draw.choice((1, 400))}]
+        if "logprobs" in names:
+            body["top_logprobs"] = 20
+    return route.path, write(body), " x ".join(names)
+
+
+def unknown_ids(draw: random.Random) -> Body:
+    """Ids, names and keys that nothing has."""
+    route, place = draw.choice(
+        ((ABORT, "request_ids"), (DETOKENIZE, "tokens"), (CHAT, "model"), (TEXT, "stop_token_ids"))
+    )
+    count = draw.choice((1, 50, 5_000))
+    texts = [f"cmpl-{draw.randrange(10**9):x}" for _ in range(count)]
+    ids = [draw.randrange(10**5, 2**31) for _ in range(count)]
+    value = texts if route is ABORT else texts[0] if place == "model" else ids
+    return route.path, write(put(route.body, place, value)), f"{count} unknown in {place}"
+
+
 def _count(draw: random.Random, most: int, cap: int) -> int:
     """Log-uniform, with a preference for what is still quick to make and send."""
     top = min(most, cap) if draw.random() < 0.04 else min(most, 20_000)
@@ -148,7 +188,7 @@ _LONG_PLACES: tuple[tuple[Route, str], ...] = (
 def long_string(draw: random.Random) -> Body:
     """One string of up to a whole body."""
     route, place = draw.choice(_LONG_PLACES)
-    top = MAX_BODY_BYTES - 2_000 if draw.random() < 0.04 else 200_000
+    top = MAX_BODY_BYTES - 2_000 if draw.random() < 0.06 else 200_000
     size = int(10 ** draw.uniform(2.5, len(str(top)) - 1)) if top < 10**7 else draw.randint(10**6, top)
     sample = draw.randrange(len(_SAMPLES))
     text = _SAMPLES[sample](size)

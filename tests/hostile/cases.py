@@ -14,11 +14,14 @@ _BODIES: tuple[tuple[Callable[[random.Random], bodies.Body], int], ...] = (
     (bodies.nesting, 8),
     (bodies.not_json, 12),
     (bodies.template, 2),
+    (bodies.products, 3),
+    (bodies.unknown_ids, 4),
 )
 _WIRE: tuple[tuple[Callable[[random.Random, str], Case], int], ...] = (
     (wire_cases.headers, 10),
     (wire_cases.targets, 10),
     (wire_cases.chunks, 6),
+    (wire_cases.trailers, 4),
     (wire_cases.leavers, 8),
     (wire_cases.slow, 2),
     (wire_cases.pipelines, 6),

@@ -47,7 +47,7 @@ def test_all_places_of_all_routes_meet_all_values() -> None:
 
 def test_cases_are_of_all_kinds_and_sizes() -> None:
     cases = [make_case(name) for name in case_names(1, 1_000, 1_000)]
-    assert len({case.kind for case in cases}) >= 15
+    assert len({case.kind for case in cases}) >= 18
     assert max(case.num_bytes for case in cases) > 8 * 2**20
     assert any(b"\\ud800" in piece for case in cases for piece in case.pieces)
     assert {case.leave for case in cases} == set(Leave)

@@ -141,6 +141,19 @@ def chunks(draw: random.Random, name: str) -> Case:
     return _loose(name, "chunks", f"of {size} bytes", data)
 
 
+def trailers(draw: random.Random, name: str) -> Case:
+    """A good body in chunks with extensions, or with trailers: few, or more than any server should read."""
+    head = request(PATH, b"", b"Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"", 1)
+    extension = draw.choice((b"", b";a=b", b";" + b"a" * draw.choice((10, 10_000)), b';a="' + b"b" * 50 + b'"'))
+    num_lines, size = draw.choice(((0, 0), (1, 10), (3, 100), (50, 1_000), (2_000, 1_000)))
+    after = b"".join(b"X-%d: %s\r\n" % (i, b"a" * size) for i in range(num_lines))
+    size = draw.choice((1, 10, 1_000))
+    cut = [GOOD[i : i + size] for i in range(0, len(GOOD), size)]
+    data = head + b"".join(b"%x%s\r\n%s\r\n" % (len(one), extension, one) for one in cut)
+    title = f"{num_lines} trailers, {len(extension)} bytes of extension per chunk"
+    return _loose(name, "trailers", title, data + b"0\r\n" + after + b"\r\n")
+
+
 def leavers(draw: random.Random, name: str) -> Case:
     """Requests that are good, and whose client goes away somewhere in the middle."""
     route = draw.choice(ROUTES[:2])
