@@ -71,7 +71,8 @@ class LongPromptCap(ChunkLimit):
         if num_new <= plan.row_cap or not plan.row_cap:
             return num_new
         num_drafts = int(self.table.num_drafts[row]) if row >= 0 else 0
-        longest_item = max((item.length for item in request.facts.media), default=0) if self.whole_items else 0
+        media = request.facts.media if self.whole_items else ()
+        longest_item = max((item.length for item in media if item.offset + item.length > start), default=0)
         return min(num_new, max(plan.row_cap, 1 + num_drafts, longest_item))
 
     def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
@@ -211,14 +212,22 @@ class ChunkLimits:
 
 
 def make_chunk_limits(
-    config: SchedulerOptions, requests: Sized, batch: RunningBatch, table: RequestTable, encoder: ChunkLimit
+    config: SchedulerOptions,
+    requests: Sized,
+    batch: RunningBatch,
+    table: RequestTable,
+    encoder: ChunkLimit,
+    *,
+    whole_items: bool,
 ) -> ChunkLimits:
-    """Return the limits that the settings call for. requests: all that have not ended."""
+    """Return the limits that the settings call for.
+
+    requests: all that have not ended.   whole_items: media items are never split.
+    """
     limits: list[ChunkLimit] = []
     cuts_prompts = config.scheduling_mode is SchedulingMode.MIXED and config.enable_chunked_prefill
     if cuts_prompts and config.long_prefill_token_threshold:
-        threshold, whole_items = config.long_prefill_token_threshold, config.no_partial_media
-        limits.append(LongPromptCap(threshold, requests, table, whole_items))
+        limits.append(LongPromptCap(config.long_prefill_token_threshold, requests, table, whole_items))
     if cuts_prompts and config.prefill_beside_decodes:
         limits.append(PrefillBesideDecodes(config.prefill_beside_decodes, batch, table))
     return ChunkLimits([*limits, Budget(config), encoder])

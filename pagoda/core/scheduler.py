@@ -88,15 +88,18 @@ class Scheduler:
         self._outbox = outbox = Outbox(self.max_rows)
         self._waiting, self._swapped = waiting, swapped = RequestQueue(), RequestQueue()
         self._batch = batch = RunningBatch(table, kv, in_flight, config.async_scheduling)
+        whole_items = config.no_partial_media and not encoder_decoder
         encoder = EncoderInputs(
             table,
             config.encoder_cache_tokens,
             config.encoder_budget,
             encoder_decoder=encoder_decoder,
-            whole_items=config.no_partial_media,
+            whole_items=whole_items,
         )
         gates = Gates(GateContext(config, table, batch, in_flight, waiting, is_grammar_ready))
-        self._limits = limits = make_chunk_limits(config, self._requests, batch, table, encoder)
+        self._limits = limits = make_chunk_limits(
+            config, self._requests, batch, table, encoder, whole_items=whole_items
+        )
         forgetful = (kv, batch, encoder, outbox)
         self._lifecycle = lifecycle = Lifecycle(
             self._requests, table, kv, batch, in_flight, outbox, waiting, swapped, self._stops, gates, limits, policy,

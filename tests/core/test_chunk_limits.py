@@ -123,3 +123,17 @@ def test_every_chunk_limit_is_asked_for_a_request_that_comes_back_from_host_memo
     assert rig.step().scheduled == {"a": 8}
     assert limit.entered == [rig.scheduler._requests["a"].sequences[0].row]
     assert len(rig.run()["a"]) == 8
+
+
+def test_the_cap_yields_to_an_item_only_until_it_is_computed() -> None:
+    rig = Rig(
+        max_num_batched_tokens=16,
+        no_partial_media=True,
+        long_prefill_token_threshold=3,
+        encoder_budget=16,
+        encoder_cache_tokens=16,
+    )
+    rig.add("a", 4)
+    rig.step()
+    rig.add("m", 18, media=(MediaItem("image", 0, 8),))
+    assert [rig.step().scheduled["m"] for _ in range(3)] == [8, 3, 3]

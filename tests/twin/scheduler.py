@@ -195,16 +195,18 @@ class TwinScheduler:
         known = len(sequence.tokens) + sequence.placeholders
         if sequence.placeholders and known >= sequence.num_prompt + self._max_tokens(state):
             return 0  # what is in flight ends it
-        want = self._capped(state, known + len(sequence.drafts) - sequence.computed, len(sequence.drafts))
+        want = known + len(sequence.drafts) - sequence.computed
+        want = self._capped(state, sequence.computed, want, len(sequence.drafts))
         if sequence.mid_prefill and self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
         return min(want, self.budget, self.max_model_len - sequence.computed - 1)
 
-    def _capped(self, state: TwinRequest, want: int, num_drafts: int = 0) -> int:
+    def _capped(self, state: TwinRequest, computed: int, want: int, num_drafts: int = 0) -> int:
         """Prompts are capped; drafts are not, nor are media items that must stay whole."""
         if not self.cap:
             return want
-        whole = max((item.length for item in state.request.media), default=0) if self.config.no_partial_media else 0
+        media = state.request.media if self.config.no_partial_media and not self.encoder_decoder else ()
+        whole = max((item.length for item in media if item.offset + item.length > computed), default=0)
         return min(want, max(self.cap, 1 + num_drafts, whole))
 
     def _victim(self, candidates: list[TwinRequest]) -> TwinRequest:
@@ -290,7 +292,7 @@ class TwinScheduler:
             wants: list[int] = []
             for sequence in state.alive:
                 want = min(len(sequence.tokens) - sequence.computed, self.budget - sum(wants))
-                want = self._capped(state, want)
+                want = self._capped(state, sequence.computed, want)
                 wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget))
             if not any(wants) and any(sequence.computed < len(sequence.tokens) for sequence in state.alive):
                 return False
@@ -391,7 +393,7 @@ class TwinScheduler:
         # Sequences that return share the first one's prompt blocks; a hit would not hold those behind a window.
         whole = len(state.alive) > 1 and state.forked and self.memory.has_windows
         cached, hits = (0, nothing) if whole else self.memory.hit(request, sequence.tokens)
-        want = self._capped(state, known - cached)
+        want = self._capped(state, cached, known - cached)
         if self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
         if want > self.budget and not self._may_chunk(state):
