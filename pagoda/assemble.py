@@ -31,7 +31,11 @@ from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity, available_memory, plan_capacity
+from pagoda.worker.speculation.controller import DraftController
+from pagoda.worker.speculation.setup import DraftSetup, resolve_drafting
+from pagoda.worker.speculation.speculator import Speculator
 
 logger = logging.getLogger("pagoda")
 
@@ -46,7 +50,7 @@ class EngineSetup:
 
     config: with all defaults filled in.   groups: of layers that share a block table.
     dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8").   device: "cpu" or "cuda".
-    max_model_len: longest prompt + output in tokens.
+    max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
     """
 
     config: EngineConfig
@@ -57,6 +61,7 @@ class EngineSetup:
     kv_dtype: str
     device: str
     max_model_len: int
+    drafting: DraftSetup | None = None
 
 
 def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> EngineSetup:
@@ -86,19 +91,24 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
         parallel=dataclasses.replace(config.parallel, device=device),
     )
-    return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len)
+    drafting = resolve_drafting(config, spec, dtype, _is_packed(config, device), max_model_len)
+    return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len, drafting)
+
+
+def _is_packed(config: EngineConfig, device: str) -> bool:
+    """Return whether the kernels pack weights into their own form."""
+    return device == "cpu" and config.parallel.kernels in ("auto", "native")
 
 
 def weights_in_memory(setup: EngineSetup) -> int:
-    """Return the bytes of the weights once they are loaded and prepared for the kernels."""
-    parallel = setup.config.parallel
+    """Return the bytes of the weights once they are loaded and prepared for the kernels, with all of a draft model."""
     prepared = PreparedAs(
         dtype=setup.dtype,
         quantization=setup.config.model.quantization,
-        packed=setup.device == "cpu" and parallel.kernels in ("auto", "native"),
+        packed=_is_packed(setup.config, setup.device),
         num_positions=_num_positions(setup),
     )
-    return weight_memory(setup.files, prepared)
+    return weight_memory(setup.files, prepared) + (setup.drafting.memory_bytes if setup.drafting else 0)
 
 
 def size_cache(setup: EngineSetup) -> KVCapacity:
@@ -109,11 +119,17 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
     free = max(0, _free_bytes(setup.device) - weights_in_memory(setup))
     config = setup.config
     return plan_capacity(
-        setup.groups, config.cache, setup.kv_dtype, setup.max_model_len, free, scheduler_options(config), config.debug
+        setup.groups,
+        config.cache,
+        setup.kv_dtype,
+        setup.max_model_len,
+        free,
+        scheduler_options(setup.config, setup.drafting),
+        config.debug,
     )
 
 
-def scheduler_options(config: EngineConfig) -> SchedulerOptions:
+def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) -> SchedulerOptions:
     """Return what the scheduler is told: the settings, with what derives from them."""
     scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
     depth = debug.pipeline_depth
@@ -124,7 +140,8 @@ def scheduler_options(config: EngineConfig) -> SchedulerOptions:
         **{item.name: getattr(prefill, item.name) for item in describe_settings(PrefillConfig)},
         pipeline_depth=depth if depth is not None else 2 if scheduler.async_scheduling else 1,
         prefix_hash_seed=debug.prefix_hash_seed,
-        num_lookahead_slots=debug.num_lookahead_slots,
+        num_lookahead_slots=max(debug.num_lookahead_slots, drafting.num_lookahead_slots if drafting else 0),
+        num_speculative_tokens=drafting.max_drafts if drafting else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,
     )
@@ -177,7 +194,7 @@ def build_engine_core(
     begin_s = time.perf_counter()
     setup, capacity = fit_cache(config if isinstance(config, EngineSetup) else resolve_engine(config))
     clock = clock or SystemClock()
-    options = scheduler_options(setup.config)
+    options = scheduler_options(setup.config, setup.drafting)
     grammars = _make_grammars(setup)
 
     def is_grammar_ready(request: Request) -> bool:
@@ -250,6 +267,7 @@ def _make_executor(
             len(setup.groups),
             vocab_size=setup.spec.vocab_size,
             grammars=grammars,
+            speculator=_lookup_speculator(setup, max_rows),
         )
     # Imported here because torch takes a second to import, and planning and resolving do not need it.
     from pagoda.worker.worker import Worker, WorkerConfig
@@ -266,23 +284,35 @@ def _make_executor(
             num_host_blocks=capacity.num_host_blocks,
             max_rows=max_rows,
             max_model_len=setup.max_model_len,
-            max_drafts=_max_drafts(config),
+            max_drafts=_max_drafts(setup),
             parallel=config.parallel,
             grammars=grammars,
             pin_threads=pin_threads,
+            drafting=setup.drafting,
         )
     )
-    return InProcessExecutor(worker, overlap=scheduler_options(config).pipeline_depth > 1)
+    return InProcessExecutor(worker, overlap=scheduler_options(setup.config, setup.drafting).pipeline_depth > 1)
 
 
 def _num_positions(setup: EngineSetup) -> int:
     """Return the positions per row: a step in flight may write tokens past the end of a finished row."""
-    return setup.max_model_len + _max_drafts(setup.config) + 1
+    return setup.max_model_len + _max_drafts(setup) + 1
 
 
-def _max_drafts(config: EngineConfig) -> int:
+def _max_drafts(setup: EngineSetup) -> int:
     """Return the most tokens that may be written past the end of a row."""
-    return config.debug.num_lookahead_slots
+    return max(setup.config.debug.num_lookahead_slots, setup.drafting.max_drafts if setup.drafting else 0)
+
+
+def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:
+    """Return the speculator of an executor without a model, for drafters that run none."""
+    drafting = setup.drafting
+    if drafting is None or drafting.num_layers or drafting.files is not None:
+        return None
+    controller = DraftController(max_rows, drafting.max_drafts) if drafting.config.adaptive else None
+    return Speculator(
+        make_drafter(drafting.config), controller, drafting.max_drafts, setup.max_model_len, max_rows, time.perf_counter
+    )
 
 
 def _asked_dtype(config: EngineConfig, device: str) -> str:

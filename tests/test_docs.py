@@ -69,7 +69,7 @@ def test_the_reference_is_what_the_code_says() -> None:
 def test_the_reference_leaves_nothing_out() -> None:
     """Names that a user meets, found in another way than the generator finds them."""
     pages = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
-    help_of_serve = _help("serve")
+    help_of_serve = re.sub(r"-\n\s+", "-", _help("serve"))  # a flag in a sentence may be broken at a hyphen
     flags = set(re.findall(r"--[a-z][\w-]+", help_of_serve)) - {"--help"}
     assert len(flags) > 40
     assert {flag for flag in flags if f"`{flag}`" not in pages["settings.md"]} == set()

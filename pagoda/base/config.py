@@ -18,6 +18,7 @@ from pagoda.base.registry import nearest
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.setting import DescribedSetting, Setting, describe_settings
+from pagoda.base.speculative_config import SpeculativeConfig
 
 
 class SchedulingMode(Enum):
@@ -159,6 +160,9 @@ class SchedulerConfig:
     prefill: Annotated[
         PrefillConfig, Setting("When a prompt is admitted, and how many of its tokens are computed per step.")
     ] = field(default_factory=PrefillConfig)
+    speculative_config: Annotated[
+        SpeculativeConfig, Setting("Speculative decoding: several tokens per step, the same output.")
+    ] = field(default_factory=SpeculativeConfig)
     async_scheduling: Annotated[bool, Setting("Schedule the next step while one runs.")] = False
     evict_for_priority: Annotated[
         bool, Setting("Let a waiting request preempt a less urgent running one (priority policy).")
@@ -223,7 +227,6 @@ PLANNED: Mapping[str, tuple[int, str]] = {
     "tensor_parallel_size": (1, "one device computes the whole model"),
     "pipeline_parallel_size": (1, "one device computes the whole model"),
     "max_loras": (0, "LoRA adapters are not supported yet"),
-    "num_speculative_tokens": (0, "there is no drafter yet"),
 }
 """Options of the public interface that are not settings yet: the only value accepted, and why."""
 

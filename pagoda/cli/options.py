@@ -102,12 +102,12 @@ def _parameter(part: type, item: DescribedSetting, default: str, group: str = ""
         flags.insert(0, flag_of(item.name))
     if item.type is bool:
         flags = [f"{flag}/{_negated(flag)}" for flag in flags]
-    elif item.name in SHORT_FLAGS:
+    elif not group and item.name in SHORT_FLAGS:
         flags.append(SHORT_FLAGS[item.name])
     option = typer.Option(
         *flags,
         help=_help_of(item, default),
-        rich_help_panel=MOST_USED if item.name in MOST_USED_FIELDS else PANELS[part],
+        rich_help_panel=MOST_USED if not group and item.name in MOST_USED_FIELDS else PANELS[part],
         show_default=False,
         hidden=bool(group) and not item.setting.flat,
         parser=parse_bytes if item.setting.is_size else None,

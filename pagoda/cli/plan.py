@@ -78,7 +78,9 @@ def make_plan(config: EngineConfig) -> Plan:
     setup, capacity = fit_cache(resolve_engine(config))
     config = setup.config
     weights = summarize_weights(setup.files)
-    sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, scheduler_options(config))
+    sizing = KVSizing.of(
+        setup.groups, capacity.block_size, setup.max_model_len, scheduler_options(config, setup.drafting)
+    )
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
     return Plan(
         model=setup.files.name,

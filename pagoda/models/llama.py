@@ -73,8 +73,9 @@ class LlamaModel(Module):
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """[num_tail, hidden], normed."""
         x, residual = self.embed_tokens(ops, batch.token_ids), None
-        for layer in self.layers:
-            x, residual = layer(ops, x, residual, batch, kv, last=layer is self.layers[-1])
+        layers = self.layers[: batch.num_layers] if batch.num_layers else self.layers
+        for layer in layers:
+            x, residual = layer(ops, x, residual, batch, kv, last=layer is layers[-1])
         return self.norm.add(ops, x, residual)[0]
 
 

@@ -77,8 +77,9 @@ class ForwardBatch(Generic[TensorT]):
         is slot_mapping's business.
     metadata: one per KV group, in the order of the model's kv_groups.
     tail: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
-    inputs: what else this step brings, by name.   variant: which forward is meant, where a model has several (a draft's
-        layers, say). A program is recorded for each variant and set of inputs.
+    inputs: what else this step brings, by name.   variant: which forward is meant, where a model has several.
+    num_layers: compute only so many of the first layers (for a draft); 0 for all.
+    A program is recorded for each variant, number of layers and set of inputs.
     """
 
     token_ids: TensorT
@@ -88,3 +89,4 @@ class ForwardBatch(Generic[TensorT]):
     logits_index: TensorT
     inputs: Mapping[str, Input[TensorT]] = field(default_factory=dict[str, Input[TensorT]])
     variant: str = ""
+    num_layers: int = 0

@@ -103,14 +103,14 @@ class ReplayedForward(EagerForward):
         return program
 
 
-_PLAIN = ("", ())
+_PLAIN = ("", (), 0)
 
 
 def _variant(batch: ForwardBatch) -> object:
-    """Return the key of a batch's program: the variant's name, and the names and types of further inputs."""
-    if not batch.inputs and not batch.variant:
+    """Return the key of a batch's program: variant, the names and types of further inputs, and the number of layers."""
+    if not batch.inputs and not batch.variant and not batch.num_layers:
         return _PLAIN
     inputs = (
         (name, given.domain, given.tensor.dtype, tuple(given.tensor.shape[1:])) for name, given in batch.inputs.items()
     )
-    return batch.variant, tuple(sorted(inputs, key=lambda entry: entry[0]))
+    return batch.variant, tuple(sorted(inputs, key=lambda entry: entry[0])), batch.num_layers

@@ -22,6 +22,8 @@ from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForwar
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.speculation.make import make_speculator
+from pagoda.worker.speculation.setup import DraftSetup
 
 logger = logging.getLogger("pagoda")
 
@@ -51,6 +53,7 @@ class WorkerConfig:
     parallel: ParallelConfig
     grammars: GrammarBackend | None = None
     pin_threads: bool = False
+    drafting: DraftSetup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,12 @@ class Worker:
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
         self._forward = forward
         grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
-        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops), grammars=grammars)
+        speculator = None
+        if config.drafting is not None:
+            speculator = make_speculator(
+                config.drafting, forward, table, cache, ops, dtype, device.device, config.max_model_len
+            )
+        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops), speculator, grammars)
         self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",

@@ -182,3 +182,111 @@ def test_drafts_right_or_wrong_change_nothing(
     assert answers.tokens == alone
     stats = scheduler.make_stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+METHODS: dict[str, dict[str, object]] = {
+    "ngram": {"prompt_lookup_min": 1},
+    "suffix": {"suffix_decoding_max_spec_factor": 3.0},
+    "layer_skip": {"num_draft_layers": 1},
+    "draft_model": {},
+}
+
+
+def speculative(model: Path, method: str, tmp_path: Path, **more: object) -> dict[str, object]:
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False, **METHODS[method], **more}
+    if method == "draft_model":
+        # With the target's own first weights, so that some of its drafts are right.
+        config["model"] = str(write_tiny_llama(tmp_path / "draft", 3))
+    return {"speculative_config": config}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 7},
+        {"enable_prefix_caching": False, "prefill": {"prefill_beside_decodes": 2}},
+        {"num_blocks": 24, "preemption_mode": "recompute"},
+        {"num_blocks": 24, "preemption_mode": "swap", "num_host_blocks": 50},
+        {"scheduling_mode": "phased", "num_blocks": 26, "max_num_batched_tokens": 128},
+        {"pipeline_depth": 2},
+    ],
+    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "roomy",
+)
+def test_drafters_change_no_token(
+    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str, options: dict[str, object]
+) -> None:
+    core = engine(model, **options, **speculative(model, method, tmp_path))
+    answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())])
+    stats = core.make_stats()
+    core.shutdown()
+    assert answers.tokens == alone
+    assert stats.drafted_tokens > 50
+    if method in ("layer_skip", "draft_model"):
+        assert stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_controller_changes_no_token(
+    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str
+) -> None:
+    """Its decisions depend on how fast this machine is just now; the tokens do not."""
+    answers = run(engine(model, **speculative(model, method, tmp_path, adaptive=True)))
+    assert answers.tokens == alone
+
+
+def test_an_equal_draft_model_is_always_right(model: Path, alone: dict[tuple[str, int], list[int]]) -> None:
+    """It draws with the same random numbers: sampled tokens agree too, not only greedy ones."""
+    config = {"model": str(model), "num_speculative_tokens": 4, "adaptive": False}
+    core = engine(model, speculative_config=config)
+    answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())])
+    stats = core.make_stats()
+    core.shutdown()
+    assert answers.tokens == alone
+    # What is drafted after the token that ends a sequence is not accepted.
+    assert stats.accepted_tokens > 0.85 * stats.drafted_tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_abort_and_later_requests_are_no_trouble(
+    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str
+) -> None:
+    """Rows are given to other requests while drafts for them are on their way."""
+    core = engine(model, max_num_seqs=4, **speculative(model, method, tmp_path))
+    requests = [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())]
+
+    def abort(step: int, answers: Answers) -> None:
+        if step in (3, 9):
+            core.abort([f"r{step // 3}"])
+
+    answers = drive(core, requests, abort)
+    core.shutdown()
+    for key, tokens in answers.tokens.items():
+        if key[0] in ("r1", "r3"):
+            assert tokens == alone[key][: len(tokens)]
+        else:
+            assert tokens == alone[key]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logprobs_are_those_of_verified_tokens(model: Path, tmp_path: Path, method: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, min_tokens=24, bad_words_token_ids=((9, 11),))
+    prompt = traffic()[1][0]
+
+    def columns(core: EngineCore) -> tuple[list[list[int]], list[list[float]], list[int]]:
+        core.add_request(request(0, prompt, params))
+        told: tuple[list[list[int]], list[list[float]], list[int]] = ([], [], [])
+        while core.has_unfinished_requests():
+            for outputs in core.step().values():
+                if outputs.logprobs is not None:
+                    assert len(outputs.logprobs.ranks) == len(outputs.token_ids)
+                    told[0].extend(outputs.logprobs.token_ids.tolist())
+                    told[1].extend(outputs.logprobs.logprobs.tolist())
+                    told[2].extend(outputs.logprobs.ranks.tolist())
+        core.shutdown()
+        return told
+
+    drafted = engine(model, **speculative(model, method, tmp_path))
+    assert columns(drafted) == columns(engine(model))
+    assert drafted.make_stats().drafted_tokens > 0

@@ -84,6 +84,7 @@ class RecordingOps:
             logits_index=like.logits_index,
             inputs=inputs,
             variant=like.variant,
+            num_layers=like.num_layers,
         )
         self._groups = (RowGroup * len(metadata_of(self.batch)))()
         for op in FORWARD_OPS.values():

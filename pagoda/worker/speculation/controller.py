@@ -7,12 +7,14 @@ import numpy as np
 
 from pagoda.worker.drafters.drafter import NUM_GRADES
 from pagoda.worker.speculation.acceptance import Acceptance
-from pagoda.worker.speculation.lengths import best_lengths
+from pagoda.worker.speculation.lengths import MIN_GAIN, best_lengths
 from pagoda.worker.speculation.step_costs import StepCosts
 
 _LOSS_SHARE = 0.007  # of the time: what speculation that does not pay may cost in the long run
 _MOST_CREDIT_S = 0.25  # of time that may be lost in one go
 _FIRST_CREDIT_S = 0.03
+_LEAST_CREDIT_S = -0.05  # a slow machine is not held against drafts for longer than some seconds
+_MIN_GAIN_WITHOUT_CREDIT = 1.5
 _MIN_PLAIN_STEPS = 2  # measured before the first draft at a batch size
 _PLAIN_EVERY = 64  # steps with drafts between two plain ones, which keep the measurement of plain steps fresh
 _FIRST_PROBE_AFTER = 8  # steps
@@ -26,7 +28,7 @@ class DraftController:
 
     Losses are kept account of: a step with drafts must emit its tokens in the time that plain steps would have taken.
     What it takes longer is drawn from a credit, which grows with 0.7 % of all time and with what speculation gains;
-    without credit nothing is drafted.
+    without credit only what promises a large gain is drafted, and nothing is probed.
     """
 
     def __init__(self, max_rows: int, max_drafts: int) -> None:
@@ -63,7 +65,9 @@ class DraftController:
         if num_drafts:
             self._since_plain += 1
             curve = self._costs.curve(num_rows, 0)
-            gained_s = float(curve[0]) * num_emitted / num_rows - seconds if curve is not None else 0.0
+            plain_s = float(curve[0]) if curve is not None else seconds
+            # A step that takes more than twice as long as a plain one was held up by something else.
+            gained_s = max(plain_s * num_emitted / num_rows - (seconds - draft_s), -plain_s) - draft_s
             self._credit_s += gained_s
             if self._is_probe:
                 longer = min(2 * self._probe_after, _MOST_BETWEEN_PROBES)
@@ -71,7 +75,7 @@ class DraftController:
         else:
             self._since_plain = 0
             self._credit_s -= draft_s
-        self._credit_s = min(self._credit_s, _MOST_CREDIT_S)
+        self._credit_s = min(max(self._credit_s, _LEAST_CREDIT_S), _MOST_CREDIT_S)
 
     def observe_drafting(self, num_tokens: int, seconds: float) -> None:
         """Making drafts of `num_tokens` tokens in all took `seconds`."""
@@ -96,11 +100,11 @@ class DraftController:
         self._is_probe = False
         self._since_probe += 1
         curve = self._curve(len(rows), lengths)
-        if curve is None or self._since_plain >= _PLAIN_EVERY or self._credit_s <= 0:
+        if curve is None or self._since_plain >= _PLAIN_EVERY:
             return nothing
         best_grade = self._acceptance.of(rows).max(1)
-        planned = best_lengths(best_grade, lengths, curve, self._draft_s_per_token)
-        if not planned.any() and self._since_probe >= self._probe_after:
+        planned = best_lengths(best_grade, lengths, curve, self._draft_s_per_token, self._min_gain)
+        if not planned.any() and self._probe_is_due:
             self._next_probed = (self._next_probed + 1) % len(rows)  # rows take turns
             planned[self._next_probed] = min(_PROBE_TOKENS, int(lengths[self._next_probed]))
         return planned
@@ -114,14 +118,22 @@ class DraftController:
         if curve is None or not lengths.any():
             return np.zeros(len(rows), np.int32)
         survival = self._acceptance.of(rows)[np.arange(len(rows)), np.minimum(grades, NUM_GRADES - 1)]
-        chosen = best_lengths(survival, lengths, curve)
-        if not chosen.any() and self._since_probe >= self._probe_after:
+        chosen = best_lengths(survival, lengths, curve, min_gain=self._min_gain)
+        if not chosen.any() and self._probe_is_due:
             # Verify a little of one draft, to learn whether that pays by now.
             self._is_probe = True
             self._since_probe = 0
             probed = int(np.flatnonzero(lengths)[0])
             chosen[probed] = min(_PROBE_TOKENS, int(lengths[probed]))
         return chosen
+
+    @property
+    def _min_gain(self) -> float:
+        return MIN_GAIN if self._credit_s > 0 else _MIN_GAIN_WITHOUT_CREDIT
+
+    @property
+    def _probe_is_due(self) -> bool:
+        return self._since_probe >= self._probe_after and self._credit_s > 0
 
     def _curve(self, num_rows: int, lengths: np.ndarray) -> np.ndarray | None:
         """Return the costs of steps with up to all of these drafts; None if plain steps are not measured yet."""

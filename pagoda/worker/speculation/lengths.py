@@ -7,14 +7,19 @@ MIN_GAIN = 1.03
 
 
 def best_lengths(
-    survival: np.ndarray, lengths: np.ndarray, step_costs: np.ndarray, draft_s_per_token: float = 0.0
+    survival: np.ndarray,
+    lengths: np.ndarray,
+    step_costs: np.ndarray,
+    draft_s_per_token: float = 0.0,
+    min_gain: float = MIN_GAIN,
 ) -> np.ndarray:
     """Return the number of tokens to draft per row, int32 [num_rows].
 
     survival: float64 [num_rows], probability that a drafted token is right if those before it were.
     lengths: int32 [num_rows], most tokens per row.
     step_costs: float64, seconds of a step with 0, 1, 2, .. drafts; no more are planned than there are costs.
-    draft_s_per_token: what drafting itself takes.
+    draft_s_per_token: what drafting itself takes.   min_gain: nothing is planned that promises less than this many
+    times the speed of a plain step.
 
     Each row emits one token anyway, and its j-th draft adds one with probability survival ** j. Of all ways to verify m
     drafts, the m most probable ones are best, and since probabilities fall along a row, they are beginnings of drafts.
@@ -24,7 +29,7 @@ def best_lengths(
     most, total = int(lengths.max(initial=0)), min(int(lengths.sum()), len(step_costs) - 1)
     counts = np.arange(1, total + 1)
     costs = step_costs[1 : total + 1] + draft_s_per_token * counts
-    speed_to_beat = MIN_GAIN * num_rows / step_costs[0]
+    speed_to_beat = min_gain * num_rows / step_costs[0]
     if not total or ((num_rows + counts * survival.max()) / costs).max() < speed_to_beat:
         return nothing  # not even if all were as good as the best first draft: the usual case in a large batch
     steps = np.arange(1, most + 1)

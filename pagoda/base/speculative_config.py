@@ -1,0 +1,78 @@
+"""SpeculativeConfig: how drafts are made, with vLLM's names."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import ConfigError
+from pagoda.base.setting import Setting
+
+METHODS = ("ngram", "suffix", "draft_model", "layer_skip")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Speculative decoding. Outputs are the same with any method, and with none."""
+
+    method: Annotated[
+        str | None, Setting("How to draft: ngram, suffix, draft_model or layer_skip.", unset="no speculation")
+    ] = None
+    num_speculative_tokens: Annotated[int, Setting("Maximum draft tokens per sequence and step.", at_least=1)] = 8
+    adaptive: Annotated[
+        bool, Setting("Draft only as much as is faster; off: always num_speculative_tokens, as vLLM does.")
+    ] = True
+    prompt_lookup_max: Annotated[int, Setting("ngram: most tokens compared with earlier text.", at_least=1)] = 16
+    prompt_lookup_min: Annotated[int, Setting("ngram: fewest tokens that must match.", at_least=1)] = 2
+    suffix_decoding_max_tree_depth: Annotated[
+        int, Setting("suffix: most tokens compared with earlier text.", at_least=1)
+    ] = 24
+    suffix_decoding_max_cached_requests: Annotated[
+        int, Setting("suffix: finished outputs that are searched too (0: none).", at_least=0)
+    ] = 10_000
+    suffix_decoding_max_spec_factor: Annotated[
+        float, Setting("suffix: maximum draft tokens per token that matched.", at_least=0)
+    ] = 1.0
+    suffix_decoding_min_token_prob: Annotated[
+        float, Setting("suffix: end a draft where fewer of its continuations than this share agree.", at_least=0)
+    ] = 0.1
+    model: Annotated[
+        str | None, Setting("draft_model: the model that drafts, with the same vocabulary.", unset="none")
+    ] = None
+    revision: Annotated[
+        str | None, Setting("draft_model: branch, tag or commit of a hub model.", unset="the hub's default")
+    ] = None
+    quantization: Annotated[
+        str | None, Setting("draft_model: as quantization, for its weights.", unset="none", words=("int8", "gguf"))
+    ] = None
+    num_draft_layers: Annotated[
+        int | None, Setting("layer_skip: first layers that draft.", unset="a third of the model's", at_least=1)
+    ] = None
+
+
+def resolve_speculative(config: SpeculativeConfig) -> SpeculativeConfig | None:
+    """Return the settings with their method filled in (draft_model, if only a model is given), or None: no speculation.
+
+    Raises ConfigError for a method that is not supported, and for settings that do not belong to the method.
+    """
+    method = config.method or ("draft_model" if config.model is not None else None)
+    if method is None:
+        if config != SpeculativeConfig():
+            raise ConfigError(f"speculative_config needs a method: one of {', '.join(METHODS)}")
+        return None
+    if method not in METHODS:
+        raise ConfigError(
+            f"speculative_config.method={abbreviate(method)} is not supported; take one of {', '.join(METHODS)}"
+        )
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ConfigError(
+            f"speculative_config.prompt_lookup_min={config.prompt_lookup_min} is more than "
+            f"prompt_lookup_max={config.prompt_lookup_max}; lower the first or raise the second"
+        )
+    if (method == "draft_model") != (config.model is not None):
+        raise ConfigError(
+            "speculative_config: method draft_model needs a model, and no other method takes one; got "
+            f"method={method} and model={abbreviate(config.model)}"
+        )
+    if config.num_draft_layers is not None and method != "layer_skip":
+        raise ConfigError(f"speculative_config.num_draft_layers belongs to layer_skip, not to {method}; leave it out")
+    return replace(config, method=method)

@@ -1,0 +1,100 @@
+"""DraftModelDrafter: a smaller model with the same vocabulary.
+
+Leviathan et al., "Fast inference from transformers via speculative decoding", 2023; here a draft is right only if it
+equals the token that the large model draws.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.drafters.drafter import NO_DRAFT, Draft
+from pagoda.worker.drafters.rollout import DraftForward, roll_out
+from pagoda.worker.sampler import Sampler
+
+_CHUNK_TOKENS = 256  # of a text that the draft model has not read yet, per forward pass
+
+
+class DraftModelDrafter:
+    """Keeps a KV cache of its own. A row is read when it is first drafted for, and again after its blocks were needed.
+
+    The blocks of the row that was drafted for least recently are taken when none is free.
+    """
+
+    def __init__(self, draft: DraftForward, sampler: Sampler, num_blocks: int) -> None:
+        """draft: with a table of its own, which has the target's rows.   num_blocks: of its KV cache."""
+        self._draft = draft
+        self._sampler = sampler
+        table = draft.table
+        max_rows = len(table.num_tokens)
+        self._num_computed = np.zeros(max_rows, np.int32)  # tokens of table.token_ids whose KV is in the cache
+        self._num_blocks = np.zeros(max_rows, np.int32)  # per group
+        self._free = list(range(num_blocks, 0, -1))
+        self._used_at = np.zeros(max_rows, np.int64)
+        self._now = 0
+
+    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+        """Free the blocks of rows that end or begin."""
+        for row in output.released.tolist():
+            self._forget(row)
+        for init in output.admitted:
+            self._forget(init.row)
+        for fork in output.forks:
+            self._forget(fork.dst)
+
+    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+        self._now += 1
+        self._used_at[rows] = self._now
+        drafts: list[Draft] = [NO_DRAFT] * len(rows)
+        # Positions that the last token drawn would need are not computed: nothing is drawn after it.
+        ends = table.num_tokens[rows] + most - 1
+        fits = [self._make_room(row, end) for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
+        some = np.flatnonzero(fits)
+        if not some.size:
+            return drafts
+        at = rows[some]
+        for row in at.tolist():
+            self._catch_up(table, row)
+        start = self._num_computed[at].copy()
+        tokens = roll_out(self._draft, table, self._sampler, at, start, most[some])
+        self._num_computed[at] = ends[some]
+        for i, drawn in zip(some.tolist(), tokens, strict=True):
+            drafts[i] = Draft(drawn)
+        return drafts
+
+    def _catch_up(self, table: DeviceTable, row: int) -> None:
+        """Compute what the row has got since, up to the last chunk; forget drafts that were wrong."""
+        own = self._draft.table.token_ids[row]
+        known = int(table.num_tokens[row])
+        tokens = table.token_ids[row, :known]
+        computed = min(int(self._num_computed[row]), known - 1)
+        differs = np.flatnonzero(own[:computed] != tokens[:computed])
+        computed = int(differs[0]) if differs.size else computed
+        own[:known] = tokens
+        while known - computed > _CHUNK_TOKENS:
+            chunk = np.array([computed], np.int32), np.array([_CHUNK_TOKENS], np.int32)
+            self._draft.compute(np.array([row], np.int32), *chunk)
+            computed += _CHUNK_TOKENS
+        self._num_computed[row] = computed
+
+    def _make_room(self, row: int, end: int) -> bool:
+        """Give the row blocks for positions below `end`. Return False if there are not enough."""
+        tables, block_size = self._draft.table.block_tables, self._draft.table.block_size
+        held, needed = int(self._num_blocks[row]), -(-end // block_size)
+        while len(self._free) < (needed - held) * len(tables):
+            idle = np.flatnonzero((self._num_blocks > 0) & (self._used_at < self._now))
+            if not idle.size:
+                return False
+            self._forget(int(idle[np.argmin(self._used_at[idle])]))
+        for index in range(held, needed):
+            for table in tables:
+                table[row, index] = self._free.pop()
+        self._num_blocks[row] = max(held, needed)
+        return True
+
+    def _forget(self, row: int) -> None:
+        for table in self._draft.table.block_tables:
+            self._free += table[row, : self._num_blocks[row]].tolist()
+        self._num_blocks[row] = self._num_computed[row] = 0

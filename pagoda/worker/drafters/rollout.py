@@ -1,0 +1,80 @@
+"""roll_out: draw tokens one after the other from a model that drafts, for several rows at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pagoda.core.scheduler_output import NO_INTS, SchedulerOutput
+from pagoda.kernels.batch import KVLayer
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.forward_pass import ForwardPass
+from pagoda.worker.inputs import build_inputs
+from pagoda.worker.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftForward:
+    """A forward pass that drafts.
+
+    table: has the token ids and block tables by which it is run.   kv: its caches.
+    num_layers: run only so many of its first layers; 0 for all.
+    """
+
+    forward: ForwardPass
+    table: DeviceTable
+    kv: Sequence[KVLayer]
+    device: torch.device
+    num_layers: int = 0
+
+    def compute(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> None:
+        """Write the KV of tokens start .. start + num_new - 1 of each row; int32 [num_rows] each."""
+        self._run(rows, start, num_new, NO_INTS)
+
+    def logits(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> torch.Tensor:
+        """As `compute`; return the logits after the last token of each row, float32 [num_rows, V]."""
+        logits = self._run(rows, start, num_new, np.arange(len(rows), dtype=np.int32))
+        assert logits is not None
+        return logits
+
+    def _run(
+        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, samples: np.ndarray
+    ) -> torch.Tensor | None:
+        step = SchedulerOutput(0, rows, start, num_new, rows[samples], samples, int(num_new.sum()))
+        inputs = build_inputs(self.table, step, self.device)
+        hidden = self.forward.forward(replace(inputs.batch, num_layers=self.num_layers), self.kv)
+        if not len(samples):
+            return None
+        if not inputs.takes_all_logits:
+            hidden = self.forward.select_rows(hidden, inputs.batch.logits_index)
+        return self.forward.compute_logits(hidden[: inputs.num_logits])
+
+
+def roll_out(
+    draft: DraftForward, target: DeviceTable, sampler: Sampler, rows: np.ndarray, start: np.ndarray, most: np.ndarray
+) -> list[np.ndarray]:
+    """Return most[i] tokens (int32) for each of `rows`, drawn one after the other.
+
+    start: int32 [num_rows], first position whose KV `draft` does not have; all tokens up to the end are known.
+    Draws use the row's own parameters and random numbers, by position: where both models agree on the probabilities,
+    they draw the same tokens. Tokens are written to `target` after its known ones, where a step's drafts belong.
+    """
+    ends = target.num_tokens[rows].copy()
+    drawn_of: list[list[int]] = [[] for _ in range(len(rows))]
+    active = np.arange(len(rows))
+    num_new = ends - start
+    while active.size:
+        at = rows[active]
+        drawn = sampler.sample(draft.logits(at, start, num_new), target, at, ends[active])
+        goes_on = drawn.finite & (most[active] > 1 + ends[active] - target.num_tokens[at])
+        for i, token, finite in zip(active.tolist(), drawn.tokens.tolist(), drawn.finite.tolist(), strict=True):
+            if finite:
+                drawn_of[i].append(token)
+        for table in (target, draft.table):
+            table.token_ids[at, ends[active]] = drawn.tokens
+        active = active[goes_on]
+        start = ends[active]
+        ends[active] += 1
+        num_new = np.ones(len(active), np.int32)
+    return [np.array(tokens, np.int32) for tokens in drawn_of]

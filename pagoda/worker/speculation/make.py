@@ -1,0 +1,49 @@
+"""Make the Speculator of an executor from a DraftSetup."""
+
+import time
+
+import torch
+
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import Ops
+from pagoda.loading.loader import load_model
+from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.drafters.registry import DraftParts, make_drafter
+from pagoda.worker.drafters.rollout import DraftForward
+from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
+from pagoda.worker.sampler import Sampler
+from pagoda.worker.speculation.controller import DraftController
+from pagoda.worker.speculation.setup import DraftSetup
+from pagoda.worker.speculation.speculator import Speculator
+
+
+def make_speculator(
+    setup: DraftSetup,
+    forward: ForwardPass,
+    table: DeviceTable,
+    cache: CacheEngine,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Speculator:
+    """Return the speculator of a worker, with the draft model loaded if there is one.
+
+    forward, table, cache: of the model whose tokens are drafted.   dtype: of the draft model's weights and KV cache.
+    """
+    parts: DraftParts | None = None
+    if setup.num_layers:
+        parts = DraftParts(DraftForward(forward, table, cache.layers, device, setup.num_layers), Sampler(ops))
+    elif setup.files is not None:
+        max_rows, max_len = table.token_ids.shape
+        model = load_model(setup.files, ops, dtype, device, setup.config.quantization, max_len)
+        drafting = ReplayedForward(model, ops) if isinstance(ops, NativeOps) else EagerForward(model, ops)
+        own_cache = CacheEngine(model.kv_groups, table.block_size, setup.num_blocks, 0, dtype, device)
+        own_table = DeviceTable(max_rows, max_len, table.block_size, len(model.kv_groups))
+        draft = DraftForward(drafting, own_table, own_cache.layers, device)
+        parts = DraftParts(draft, Sampler(ops), setup.num_blocks)
+    drafter = make_drafter(setup.config, parts)
+    max_rows = len(table.num_tokens)
+    controller = DraftController(max_rows, setup.max_drafts) if setup.config.adaptive else None
+    return Speculator(drafter, controller, setup.max_drafts, max_model_len, max_rows, time.perf_counter)

@@ -1,0 +1,105 @@
+"""DraftSetup: what the settings of speculative decoding come to, before loading. Does not import torch."""
+
+import logging
+from dataclasses import dataclass
+
+from pagoda.base.config import EngineConfig, ModelConfig
+from pagoda.base.errors import ConfigError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.base.speculative_config import SpeculativeConfig, resolve_speculative
+from pagoda.loading.model_config import read_model
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.resolve import resolve_model
+from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.worker.kv_slots import kv_block_bytes
+
+logger = logging.getLogger("pagoda")
+
+_LONGEST_ROWS = 2  # rows of full length that the draft model's KV cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """The resolved settings.
+
+    files: the draft model, or None.   num_layers: that draft, of the model itself (layer_skip), else 0.
+    num_blocks: of the draft model's KV cache.   memory_bytes: of its weights and KV cache.
+    """
+
+    config: SpeculativeConfig
+    files: ModelFiles | None = None
+    num_layers: int = 0
+    num_blocks: int = 0
+    memory_bytes: int = 0
+
+    @property
+    def max_drafts(self) -> int:
+        return self.config.num_speculative_tokens
+
+    @property
+    def num_lookahead_slots(self) -> int:
+        """KV slots that must be reserved ahead of each row for drafting itself."""
+        return self.max_drafts if self.num_layers else 0
+
+
+def resolve_drafting(
+    config: EngineConfig, spec: ModelSpec, dtype: str, packed: bool, max_model_len: int
+) -> DraftSetup | None:
+    """Return what is needed to draft for a model, or None for no speculation.   packed: the kernels pack weights.
+
+    Raises ConfigError that names the setting, its value and what is allowed.
+    """
+    speculative = resolve_speculative(config.scheduler.speculative_config)
+    if speculative is None:
+        return None
+    if config.scheduler.async_scheduling:
+        logger.warning(
+            "speculative_config has no effect with async_scheduling: the next step is planned before the token that "
+            "drafts would follow is known"
+        )
+        return None
+    if speculative.method == "layer_skip":
+        return DraftSetup(speculative, num_layers=_num_draft_layers(speculative, spec))
+    if speculative.method != "draft_model":
+        return DraftSetup(speculative)
+    if config.debug.distributed_executor_backend == "fake":
+        raise ConfigError("speculative_config.method=draft_model needs a real executor; take ngram or suffix")
+    return _with_draft_model(speculative, config, spec, dtype, packed, max_model_len)
+
+
+def _num_draft_layers(speculative: SpeculativeConfig, spec: ModelSpec) -> int:
+    asked = speculative.num_draft_layers
+    num_layers = max(1, spec.num_layers // 3) if asked is None else asked
+    if num_layers >= spec.num_layers:
+        raise ConfigError(
+            f"speculative_config.num_draft_layers={num_layers} must be less than the model's {spec.num_layers} layers"
+        )
+    return num_layers
+
+
+def _with_draft_model(
+    speculative: SpeculativeConfig,
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: str,
+    packed: bool,
+    max_model_len: int,
+) -> DraftSetup:
+    assert speculative.model is not None
+    own, max_drafts = config.model, speculative.num_speculative_tokens
+    files = resolve_model(
+        ModelConfig(model=speculative.model, revision=speculative.revision, source=own.source, cache_dir=own.cache_dir)
+    )
+    model = read_model(files)
+    if model.spec.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"speculative_config.model={speculative.model!r} has {model.spec.vocab_size} token ids, the model "
+            f"{spec.vocab_size}: they must have the same vocabulary"
+        )
+    num_positions = max_model_len + max_drafts + 1
+    num_blocks = _LONGEST_ROWS * -(-num_positions // config.cache.block_size) * len(model.kv_groups)
+    prepared = PreparedAs(
+        dtype=dtype, quantization=speculative.quantization, packed=packed, num_positions=num_positions
+    )
+    kv_bytes = (num_blocks + 1) * kv_block_bytes(model.kv_groups, dtype, config.cache.block_size)
+    return DraftSetup(speculative, files, num_blocks=num_blocks, memory_bytes=weight_memory(files, prepared) + kv_bytes)
