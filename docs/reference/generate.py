@@ -187,6 +187,7 @@ def cli_page() -> str:
 
 def http_page() -> str:
     """The routes and the fields of their bodies, from the OpenAPI description that the server itself serves."""
+    from pagoda.server.answers import ANSWERS
     from pagoda.server.app import create_api
 
     described = create_api(has_keys=False).openapi()
@@ -203,6 +204,10 @@ def http_page() -> str:
             text = operation.get("description") or operation["summary"]
             served.append((f"`{method.upper()} {path}`", _link(body), _link(answer), text))
     schemas = described["components"]["schemas"]
+    answers = [kind.__name__ for kind in ANSWERS]
+    for name in answers:  # grows while it is read
+        answers += [ref for ref in dict.fromkeys(_references(schemas[name])) if ref not in answers]
+    bodies = [name for name in bodies if name not in answers]
     for name in bodies:  # grows while it is read: a body's fields name further schemas
         bodies += [ref for ref in dict.fromkeys(_references(schemas[name])) if ref not in bodies]
     intro = (
@@ -212,7 +217,13 @@ def http_page() -> str:
     )
     later = "## Planned routes\n\nThese answer 501: " + ", ".join(planned) + "."
     routes = "## Routes\n\n" + _table(("route", "body", "answer", "what it does"), served)
-    return _page("HTTP API", intro, routes, *[_body_part(name, schemas[name]) for name in bodies], later)
+    requests = "## Requests\n\n" + "\n\n".join(_body_part(name, schemas[name]) for name in bodies)
+    answered = (
+        "## Answers\n\nA stream is a sequence of server-sent events, each with a chunk. A field that is not always "
+        "sent is left out, not null.\n\n"
+    )
+    answered += "\n\n".join(_answer_part(name, schemas[name]) for name in answers)
+    return _page("HTTP API", intro, routes, requests, answered, later)
 
 
 def _schema(described: dict[str, Any]) -> str:
@@ -236,7 +247,7 @@ def _body_part(name: str, schema: dict[str, Any]) -> str:
         default = described.get("default")
         shown = "required" if field in required else "" if default is None else f"`{_json(default)}`"
         rows.append((f"`{field}`", _type(described), shown))
-    text = f"## {name}\n\n" + _table(("field", "type", "default"), rows)
+    text = f"### {name}\n\n" + _table(("field", "type", "default"), rows)
     if unserved:
         text += (
             "\n\nAccepted only at a value that asks for nothing (`null`, mostly), and refused otherwise:\n"
@@ -244,6 +255,19 @@ def _body_part(name: str, schema: dict[str, Any]) -> str:
             + "."
         )
     return text
+
+
+def _answer_part(name: str, schema: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"`{field}`",
+            _type(described) + (" or null" if {"type": "null"} in described.get("anyOf", []) else ""),
+            "always" if field in schema.get("required", []) or "default" in described else "",
+        )
+        for field, described in schema["properties"].items()
+    ]
+    about = schema.get("description", "")
+    return f"### {name}\n\n" + (f"{about}\n\n" if about else "") + _table(("field", "type", "sent"), rows)
 
 
 def _json(value: Any) -> str:
@@ -270,6 +294,8 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(f"`{_json(value)}`" for value in schema["enum"] if value is not None)
     kind = schema.get("type", "any value")
+    if isinstance(schema.get("additionalProperties"), dict):
+        return "object with values of " + _type(schema["additionalProperties"])
     if kind == "array":
         return "list of " + _type(schema.get("items", {}))
     words = {"integer": "integer", "number": "number", "boolean": "true or false", "object": "object"}

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, planned, tokens
-from pagoda.server.body import body_schemas
+from pagoda.server.body import json_schemas
 from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import ApiError
 from pagoda.server.http_protocol import BoundedHttpProtocol
@@ -67,14 +67,17 @@ def create_api(has_keys: bool) -> FastAPI:
 
 
 def _describe(app: FastAPI, has_keys: bool) -> None:
-    """Add to the OpenAPI schema the request bodies, which routes read themselves, and the gate's authentication."""
+    """Add to the OpenAPI schema the bodies, which routes read and write themselves, and the gate's authentication."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is not None:
             return app.openapi_schema
         schema = plain()
-        schema["components"]["schemas"].update(body_schemas())
+        schema["components"]["schemas"] = json_schemas()
+        for methods in schema["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)  # FastAPI's own; invalid parameters get 400, as `errors` says
         if not has_keys:
             return schema
         schema["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}

@@ -11,6 +11,7 @@ from fastapi import Request
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import is_encodable
+from pagoda.server.answers import ANSWERS
 from pagoda.server.json_structure import check_structure
 from pagoda.server.protocol import REQUEST_BODIES, Body, ChatMessage
 
@@ -72,9 +73,10 @@ def described_body(kind: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def body_schemas() -> dict[str, Any]:
-    """Return the OpenAPI schema components of all bodies, by name."""
-    return msgspec.json.schema_components([*REQUEST_BODIES, ChatMessage], ref_template="#/components/schemas/{name}")[1]
+def json_schemas() -> dict[str, Any]:
+    """Return the OpenAPI schema components of all request bodies and answers, by name."""
+    kinds = [*REQUEST_BODIES, ChatMessage, *ANSWERS]
+    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
 
 
 # ---- errors

@@ -1,154 +1,149 @@
 """POST /v1/completions"""
 
-import contextlib
-import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import Iterable
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec import UNSET, UnsetType
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
-from pagoda.server.answers import CompletionResponse, described
-from pagoda.server.body import described_body, read_body
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.server.answers import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    CompletionResponse,
+    Timings,
+    Usage,
+    answers_with,
+)
+from pagoda.server.body import described_body
 from pagoda.server.generation import Generation
-from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.logprobs import completion_logprobs_in_slices, prompt_logprobs_in_slices
 from pagoda.server.protocol import CompletionRequest
-from pagoda.server.state import ServerState, state_of
-from pagoda.server.streams import EventStream, cancel_on_disconnect, event
-from pagoda.server.usage import usage_of
+from pagoda.server.respond import Head, Prepared, respond
+from pagoda.server.state import ServerState
 
 router = APIRouter()
 
 
 @router.post(
     "/v1/completions",
-    response_model=CompletionResponse,
-    responses=described("text_completion"),
+    responses=answers_with(CompletionResponse, CompletionChunk),
     openapi_extra=described_body(CompletionRequest),
 )
 async def create_completion(http: Request) -> Response:
     """Continue a text, a list of token ids, or several of either."""
-    state = state_of(http)
-    body = await read_body(http, CompletionRequest, state.request_limits)
-    state.check_model(body.model)
-    request_id = state.request_id(http, body.request_id, "cmpl")
-    # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
-    asked = body.asked_tokens[1]
-    of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    params = body.sampling_params(1 if asked == 0 else asked, body.num_logprobs, of_prompt)
-    generation = await state.generator.begin(
-        http, body, body.prompts(), params, request_id, add_special_tokens=body.add_special_tokens
-    )
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(generation.close)
-        answer = _Answer(state, body, generation, request_id)
-        if body.stream:
-            at_end.pop_all()
-            return EventStream(answer.events(), generation.close)
-        return JsonAnswer(await cancel_on_disconnect(http, answer.whole()))
+    return await respond(http, CompletionRequest, CompletionApi())
 
 
-class _Answer:
-    """Builds one answer, whole or as events. Tracks the text offset of each choice."""
+class CompletionApi:
+    id_prefix = "cmpl"
 
-    def __init__(self, state: ServerState, body: CompletionRequest, generation: Generation, request_id: str) -> None:
-        self._body = body
+    async def prepare(self, http: Request, state: ServerState, body: CompletionRequest) -> Prepared:
+        """Return the prompts and parameters of a request."""
+        # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
+        asked = body.asked_tokens[1]
+        of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+        params = body.sampling_params(1 if asked == 0 else asked, body.num_logprobs, of_prompt)
+        llm = state.generator.llm
+        return Prepared(
+            body.prompts(),
+            params,
+            lambda head, generation: CompletionFormat(head, generation, body, llm),
+            add_special_tokens=body.add_special_tokens,
+        )
+
+
+class CompletionFormat:
+    """The answer to a text completion. Tracks the text offset of each choice."""
+
+    def __init__(self, head: Head, generation: Generation, body: CompletionRequest, llm: AsyncEngine) -> None:
+        self._head = head
         self._generation = generation
+        self._body = body
+        self._llm = llm
         self._n = body.n or 1
-        self._llm = state.generator.llm
-        self._head: dict[str, Any] = {
-            "id": request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model or state.model_names[0],
-        }
-        self._offsets = [0] * (len(generation.requests) * self._n)
+        num_choices = len(generation.requests) * self._n
+        self._offsets = [0] * num_choices
+        self._has_begun = [False] * num_choices
+        self._choices: dict[int, CompletionChoice] = {}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        body, generation = self._body, self._generation
-        options = body.stream_options
-        continuous = options is not None and options.continuous_usage_stats
-        begun = [False] * len(self._offsets)
-        async with generation.outputs() as deltas:
-            async for index, delta in deltas:
-                for output in delta.outputs:
-                    choice_index = index * self._n + output.index
-                    choice = await self._choice(choice_index, index, delta, output, not begun[choice_index])
-                    begun[choice_index] = True
-                    chunk = {**self._head, "choices": [choice]}
-                    if continuous:
-                        chunk["usage"] = usage_of(generation)
-                    yield event(chunk)
-        if options is not None and options.include_usage:
-            tail = {**self._head, "choices": [], "usage": usage_of(generation)}
-            if body.return_timings:
-                tail["timings"] = generation.timings
-            yield event(tail)
+    def chunk(self) -> CompletionChunk:
+        head = self._head
+        return CompletionChunk(id=head.id, created=head.created, model=head.model, choices=[])
 
-    async def whole(self) -> dict[str, Any]:
-        choices: dict[int, dict[str, Any]] = {}
-        async with self._generation.outputs() as deltas:
-            async for index, delta in deltas:
-                for output in delta.outputs:
-                    at = index * self._n + output.index
-                    choice = await self._choice(at, index, delta, output, at not in choices)
-                    choices[at] = _joined(choices[at], choice) if at in choices else choice
-        answer = {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_of(self._generation)}
-        if self._body.return_timings:
-            answer["timings"] = self._generation.timings
-        return answer
+    def opening(self) -> Iterable[CompletionChoice]:
+        return ()
 
-    async def _choice(
-        self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool
-    ) -> dict[str, Any]:
-        """Return the choice of one chunk. The first one also has what was requested about the prompt."""
-        body, request = self._body, self._generation.requests[index]
-        num_logprobs, as_ids = body.num_logprobs, body.return_tokens_as_token_ids
-        hidden = body.asked_tokens[1] == 0
-        text = "" if hidden else output.text
-        token_ids = [] if hidden else output.token_ids
-        entries = [] if hidden else list(output.logprobs or [])
-        logged_ids = token_ids
+    async def add(self, index: int, delta: RequestOutput, output: CompletionOutput) -> None:
+        choice = await self.chunk_choice(index, delta, output)
+        if choice.index in self._choices:
+            _extend(self._choices[choice.index], choice)
+        else:
+            self._choices[choice.index] = choice
+
+    async def whole(self, usage: Usage, timings: Timings | UnsetType) -> CompletionResponse:
+        head = self._head
+        return CompletionResponse(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[self._choices[at] for at in sorted(self._choices)],
+            usage=usage,
+            timings=timings,
+        )
+
+    async def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> CompletionChoice:
+        """Return the choice of one event. The first one also has what was requested about the prompt."""
+        body = self._body
+        at = index * self._n + output.index
+        is_first = not self._has_begun[at]
+        self._has_begun[at] = True
+        is_hidden = body.asked_tokens[1] == 0
+        text, token_ids = ("", []) if is_hidden else (output.text, output.token_ids)
         if is_first and body.echo:
-            prompt_ids = request.prompt_token_ids.tolist()
-            text = await self._llm.detokenize(prompt_ids) + text
-            if num_logprobs is not None:
-                known = delta.prompt_logprobs or [None] * len(prompt_ids)
-                entries, logged_ids = [*known, *entries], [*prompt_ids, *token_ids]
-        logprobs = None
-        if num_logprobs is not None:
-            logprobs, self._offsets[at] = await completion_logprobs_in_slices(
-                logged_ids,
-                entries,
-                num_logprobs,
-                self._offsets[at],
-                lambda token_id: self._llm.decode([token_id]),
-                as_ids,
-            )
-        choice: dict[str, Any] = {
-            "index": at,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+            text = await self._llm.detokenize(self._prompt_token_ids(index)) + text
+        choice = CompletionChoice(at, text, None, output.finish_reason, output.stop_reason)
+        if body.num_logprobs is not None:
+            choice.logprobs = await self._logprobs(at, index, delta, output, is_first, is_hidden)
         if is_first and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = await prompt_logprobs_in_slices(delta.prompt_logprobs)
+            choice.prompt_logprobs = await prompt_logprobs_in_slices(delta.prompt_logprobs)
         if body.return_token_ids:
-            choice["token_ids"] = token_ids
+            choice.token_ids = token_ids
             if is_first:
-                choice["prompt_token_ids"] = request.prompt_token_ids.tolist()
+                choice.prompt_token_ids = self._prompt_token_ids(index)
         return choice
 
+    async def _logprobs(
+        self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool, is_hidden: bool
+    ) -> CompletionLogprobs:
+        """Return the log-probabilities of an output; with echo, the first ones are those of the prompt."""
+        token_ids = [] if is_hidden else output.token_ids
+        entries = [] if is_hidden else list(output.logprobs or [])
+        if is_first and self._body.echo:
+            prompt_ids = self._prompt_token_ids(index)
+            known = delta.prompt_logprobs or [None] * len(prompt_ids)
+            entries, token_ids = [*known, *entries], [*prompt_ids, *token_ids]
+        logprobs, self._offsets[at] = await completion_logprobs_in_slices(
+            token_ids,
+            entries,
+            self._body.num_logprobs or 0,
+            self._offsets[at],
+            lambda token_id: self._llm.decode([token_id]),
+            self._body.return_tokens_as_token_ids,
+        )
+        return logprobs
 
-def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Merge two consecutive pieces of one choice."""
-    joined = {**before, "text": before["text"] + more["text"]}
-    joined["finish_reason"], joined["stop_reason"] = more["finish_reason"], more["stop_reason"]
-    if before["logprobs"] is not None and more["logprobs"] is not None:
-        joined["logprobs"] = {name: before["logprobs"][name] + more["logprobs"][name] for name in before["logprobs"]}
-    if "token_ids" in before:
-        joined["token_ids"] = before["token_ids"] + more["token_ids"]
-    return joined
+    def _prompt_token_ids(self, index: int) -> list[int]:
+        return self._generation.requests[index].prompt_token_ids.tolist()
+
+
+def _extend(choice: CompletionChoice, more: CompletionChoice) -> None:
+    """Append to a choice what comes next of it."""
+    choice.text += more.text
+    choice.finish_reason, choice.stop_reason = more.finish_reason, more.stop_reason
+    if choice.logprobs is not None and more.logprobs is not None:
+        choice.logprobs.extend(more.logprobs)
+    if choice.token_ids is not UNSET and more.token_ids is not UNSET:
+        choice.token_ids = choice.token_ids + more.token_ids

@@ -1,13 +1,17 @@
 """Error responses in OpenAI's format."""
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import CapacityError, RequestError, WorkerDied
 from pagoda.server.admission import Refusal
+from pagoda.server.answers import ErrorDetail, ErrorResponse
+
+_encode = msgspec.json.Encoder().encode
 
 # A character takes up to six bytes of JSON ("\\u0000").
 MAX_MESSAGE_CHARACTERS = 500
@@ -41,23 +45,21 @@ class ClientGone(Exception):
     """The client closed its connection before the response. Only the access log shows it, as status 499."""
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, object]:
+def error_body(status: int, message: str, param: str | None = None) -> ErrorResponse:
     """Return an error in OpenAI's format. It stays below 4 kB even if its message quotes the request."""
     message = shorten(message, MAX_MESSAGE_CHARACTERS)
     param = param if param is None else shorten(param, MAX_PARAM_CHARACTERS)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return ErrorResponse(ErrorDetail(message, kind, param, status))
 
 
-def error_response(
-    status: int, message: str, param: str | None = None, retry_after_s: int | None = None
-) -> JSONResponse:
+def error_response(status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> Response:
     headers: dict[str, str] = {}
     if retry_after_s is not None:
         headers["Retry-After"] = str(retry_after_s)
     if status == 501:
         headers["X-Should-Retry"] = "false"  # the openai client retries every 5xx otherwise
-    return JSONResponse(error_body(status, message, param), status, headers)
+    return Response(_encode(error_body(status, message, param)), status, headers, media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -79,7 +81,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, f"internal error: {type(error).__name__}")
 
 
-async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+async def on_http_error(request: Request, error: HTTPException) -> Response:
     """Return the response for an HTTPException of the web framework or of a layer that limits bodies."""
     response = error_response(error.status_code, _in_words(request, error))
     for name, value in (error.headers or {}).items():
@@ -101,7 +103,7 @@ def install(app: FastAPI) -> None:
     """Register handlers that give every error of every route this format."""
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         """Handle an invalid URL parameter; routes parse bodies themselves."""
         first = error.errors()[0]
         where = str(first["loc"][-1])
@@ -109,7 +111,7 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, on_http_error)  # type: ignore[arg-type]
 
-    async def on_known(request: Request, error: Exception) -> JSONResponse:
+    async def on_known(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
         return error_response(known.status, known.message, known.param, known.retry_after_s)
 

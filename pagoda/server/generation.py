@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import RequestError
@@ -23,6 +24,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
+from pagoda.server.answers import Timings
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import SamplingBody
 from pagoda.server.streams import cancel_on_disconnect
@@ -61,7 +63,7 @@ class Generation:
     def close(self) -> None:
         """Release its admission and record its timings. Idempotent; `outputs` must not be running."""
         self._place.close()
-        self._timings.update(self.timings)
+        self._timings.update(msgspec.to_builtins(self.timings))
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
         """Iterate over (index of the prompt, delta); prompts interleave. Leaving the block aborts unfinished requests.
@@ -134,28 +136,23 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
-    def timings(self) -> dict[str, Any]:
+    def timings(self) -> Timings:
         """Statistics for the access log and for return_timings; the durations are those of the first prompt."""
-        noted: dict[str, Any] = {
-            "id": self._request_id,
-            "prompt_tokens": self.num_prompt_tokens,
-            "output_tokens": self.num_output_tokens,
-            "cached_tokens": self.num_cached_tokens,
-        }
+        noted = Timings(self._request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
         times = next((o.metrics for o in self.last if o is not None and o.metrics is not None), None)
         if times is None:
             return noted
         scheduled, first, end = times.first_scheduled_time, times.first_token_time, times.finished_time
-        noted["preemptions"] = times.num_preemptions
+        noted.preemptions = times.num_preemptions
         if times.num_draft_tokens:
-            noted["draft_tokens"] = times.num_draft_tokens
-            noted["accepted_draft_tokens"] = times.num_accepted_tokens
+            noted.draft_tokens = times.num_draft_tokens
+            noted.accepted_draft_tokens = times.num_accepted_tokens
         if scheduled is not None:
-            noted["queue_ms"] = round((scheduled - times.arrival_time) * 1e3, 1)
+            noted.queue_ms = round((scheduled - times.arrival_time) * 1e3, 1)
             if first is not None:
-                noted["prefill_ms"] = round((first - scheduled) * 1e3, 1)
+                noted.prefill_ms = round((first - scheduled) * 1e3, 1)
         if first is not None and end is not None:
-            noted["decode_ms"] = round((end - first) * 1e3, 1)
+            noted.decode_ms = round((end - first) * 1e3, 1)
         return noted
 
 

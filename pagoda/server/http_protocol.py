@@ -1,12 +1,12 @@
 """HTTP/1.1 with size and time limits, which uvicorn and its parser do not have."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import httptools
+import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -282,6 +282,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.linger()
 
     def _write(self, status: int, message: str, more: str = "") -> None:
-        body = json.dumps(error_body(status, message)).encode()
+        body = msgspec.json.encode(error_body(status, message))
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n{more}"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)

@@ -1,10 +1,11 @@
 """JSON responses of any size, encoded in small pieces, so that they do not block the event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, TypeGuard
 
 import msgspec
+from msgspec import UNSET, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -14,11 +15,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class JsonAnswer(Response):
-    """A plain value as JSON. Small ones are sent in one message with their length, larger ones while being encoded."""
+    """A struct as JSON. A small one is sent in one message with its length, a larger one while it is encoded."""
 
     media_type = "application/json"
 
-    def __init__(self, value: Any, status_code: int = 200) -> None:
+    def __init__(self, value: Struct, status_code: int = 200) -> None:
         super().__init__(status_code=status_code)
         self._value = value
         del self.headers["content-length"]
@@ -50,13 +51,15 @@ async def json_pieces(value: Any, depth: int = _CHOICE_LOGPROBS_DEPTH) -> AsyncI
 
     depth: how many levels of objects and lists of objects to split. Lists below that level are encoded in slices.
     """
-    if isinstance(value, dict) and depth:
-        for index, (key, item) in enumerate(value.items()):
-            yield (b"," if index else b"{") + _encode(key) + b":"
+    if _is_object(value) and depth:
+        before = b"{"
+        for key, item in _members(value):
+            yield before + _encode(key) + b":"
+            before = b","
             async for piece in json_pieces(item, depth - 1):
                 yield piece
-        yield b"}" if value else b"{}"
-    elif isinstance(value, list) and depth and value and isinstance(value[0], dict):
+        yield b"}" if before == b"," else b"{}"
+    elif isinstance(value, list) and depth and value and _is_object(value[0]):
         for index, item in enumerate(value):
             yield b"," if index else b"["
             async for piece in json_pieces(item, depth - 1):
@@ -67,6 +70,18 @@ async def json_pieces(value: Any, depth: int = _CHOICE_LOGPROBS_DEPTH) -> AsyncI
             yield piece
     else:
         yield _encode(value)
+
+
+def _is_object(value: Any) -> TypeGuard[dict[str, Any] | Struct]:
+    return isinstance(value, dict | Struct)
+
+
+def _members(value: dict[str, Any] | Struct) -> Iterable[tuple[str, Any]]:
+    """Return the keys and values of an object as JSON has them."""
+    if isinstance(value, dict):
+        return value.items()
+    fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+    return ((name, item) for name, item in fields if item is not UNSET)
 
 
 async def _list_pieces(items: list[Any]) -> AsyncIterator[bytes]:

@@ -2,9 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pagoda.base.outputs import Logprob
+from pagoda.server.answers import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 
 LogprobDicts = Sequence[dict[int, Logprob] | None]
 
@@ -20,7 +27,7 @@ async def completion_logprobs_in_slices(
     offset: int,
     text_of: Callable[[int], str],
     as_ids: bool = False,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[CompletionLogprobs, int]:
     """Like `completion_logprobs`, but let the event loop run between slices."""
     first = slice(_SLICE_TOKENS)
     whole, offset = completion_logprobs(token_ids[first], logprobs[first], num_top, offset, text_of, as_ids)
@@ -28,14 +35,13 @@ async def completion_logprobs_in_slices(
         await asyncio.sleep(0)
         part = slice(start, start + _SLICE_TOKENS)
         more, offset = completion_logprobs(token_ids[part], logprobs[part], num_top, offset, text_of, as_ids)
-        for name, values in more.items():
-            whole[name] += values
+        whole.extend(more)
     return whole, offset
 
 
-async def prompt_logprobs_in_slices(logprobs: LogprobDicts) -> list[dict[str, Any] | None]:
+async def prompt_logprobs_in_slices(logprobs: LogprobDicts) -> PromptLogprobs:
     """Like `prompt_logprobs`, but let the event loop run between slices."""
-    whole: list[dict[str, Any] | None] = []
+    whole: PromptLogprobs = []
     for start in range(0, len(logprobs), _SLICE_TOKENS):
         whole += prompt_logprobs(logprobs[start : start + _SLICE_TOKENS])
         await asyncio.sleep(0)
@@ -49,7 +55,7 @@ def completion_logprobs(
     offset: int,
     text_of: Callable[[int], str],
     as_ids: bool = False,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[CompletionLogprobs, int]:
     """Return the `logprobs` object of a text completion, and the text offset after it.
 
     offset: of the first token's text.   text_of: returns the text of a token without an entry (a prompt's first one).
@@ -71,47 +77,35 @@ def completion_logprobs(
         chosen.append(_finite(entry[token_id].logprob))
         best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[: max(num_top, 1)]
         top.append({_shown(i, entry, as_ids): _finite(value.logprob) for i, value in best} if num_top else None)
-    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}, offset
+    return CompletionLogprobs(tokens, chosen, top, offsets), offset
 
 
-def chat_logprobs(
-    token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, as_ids: bool = False
-) -> dict[str, Any]:
+def chat_logprobs(token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, as_ids: bool = False) -> ChatLogprobs:
     """Return the `logprobs` object of a chat choice.   as_ids: write tokens as "token_id:ID"; `bytes` is the text."""
-    content: list[dict[str, Any]] = []
+    content: list[ChatLogprob] = []
     for token_id, entry in zip(token_ids, logprobs, strict=False):
         if entry is None:
             continue
         best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        content.append(
-            {
-                **_chat_entry(token_id, entry, as_ids),
-                "top_logprobs": [_chat_entry(candidate, entry, as_ids) for candidate, _ in best],
-            }
-        )
-    return {"content": content, "refusal": None}
+        top = [TopLogprob(*_chat_entry(candidate, entry, as_ids)) for candidate, _ in best]
+        content.append(ChatLogprob(*_chat_entry(token_id, entry, as_ids), top))
+    return ChatLogprobs(content)
 
 
-def prompt_logprobs(logprobs: LogprobDicts) -> list[dict[str, Any] | None]:
-    """Return, per prompt token, token id -> {logprob, rank, decoded_token}; None for the first."""
+def prompt_logprobs(logprobs: LogprobDicts) -> PromptLogprobs:
+    """Return, per prompt token, token id -> its log-probability; None for the first."""
     return [
         None
         if entry is None
-        else {
-            str(i): {"logprob": _finite(v.logprob), "rank": v.rank, "decoded_token": v.decoded_token}
-            for i, v in entry.items()
-        }
+        else {str(i): PromptLogprob(_finite(v.logprob), v.rank, v.decoded_token) for i, v in entry.items()}
         for entry in logprobs
     ]
 
 
-def _chat_entry(token_id: int, entry: dict[int, Logprob], as_ids: bool) -> dict[str, Any]:
+def _chat_entry(token_id: int, entry: dict[int, Logprob], as_ids: bool) -> tuple[str, float, list[int]]:
+    """Return the token, log-probability and bytes of one candidate."""
     text = _text(token_id, entry)
-    return {
-        "token": _shown(token_id, entry, as_ids),
-        "logprob": _finite(entry[token_id].logprob),
-        "bytes": list(text.encode()),
-    }
+    return _shown(token_id, entry, as_ids), _finite(entry[token_id].logprob), list(text.encode())
 
 
 def _text(token_id: int, entry: dict[int, Logprob]) -> str:

@@ -1,18 +1,27 @@
 """Operational endpoints: health, load, metrics, models, version, aborts, the prefix cache."""
 
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from pagoda.server.answers import ERRORS
+from pagoda.server.answers import (
+    CONFLICT,
+    ERRORS,
+    AbortResponse,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    VersionResponse,
+    answers_with,
+)
 from pagoda.server.body import described_body, read_body
 from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import error_response
+from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.protocol import AbortRequest
-from pagoda.server.state import state_of
+from pagoda.server.state import ServerState, state_of
 
 router = APIRouter()
 
@@ -20,8 +29,8 @@ router = APIRouter()
 STUCK_AFTER_S = 30.0
 
 
-@router.get("/health")
-@router.get("/ping")
+@router.get("/health", response_class=Response, responses={503: ERRORS[503]})
+@router.get("/ping", response_class=Response, responses={503: ERRORS[503]})
 async def health(http: Request) -> Response:
     """200 while requests can make progress; 503 while the engine is down, starting or stuck, or the server drains."""
     state = state_of(http)
@@ -38,66 +47,64 @@ async def health(http: Request) -> Response:
     return Response()
 
 
-@router.get("/version")
-async def show_version() -> dict[str, str]:
+@router.get("/version", responses=answers_with(VersionResponse))
+async def show_version() -> Response:
     """The server's version."""
-    return {"version": version("pagoda-llm")}
+    return JsonAnswer(VersionResponse(version("pagoda-llm")))
 
 
-@router.get("/load")
-async def load(http: Request) -> dict[str, Any]:
+@router.get("/load", responses=answers_with(LoadResponse))
+async def load(http: Request) -> Response:
     """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
     admission, stats = state.generator.admission, state.generator.llm.stats()
-    return {
-        "server_load": admission.num_requests,
-        "live_tokens": admission.num_tokens,
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
-        "swapped": stats.num_swapped,
-        "kv_cache_usage": round(stats.kv_usage, 4),
-        "free_blocks": stats.num_free_blocks,
-        "engine_restarts": state.engine.num_deaths if state.engine is not None else 0,
-    }
+    return JsonAnswer(
+        LoadResponse(
+            server_load=admission.num_requests,
+            live_tokens=admission.num_tokens,
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            swapped=stats.num_swapped,
+            kv_cache_usage=round(stats.kv_usage, 4),
+            free_blocks=stats.num_free_blocks,
+            engine_restarts=state.engine.num_deaths if state.engine is not None else 0,
+        )
+    )
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
     """Metrics in Prometheus's text format."""
     return Response(generate_latest(state_of(http).generator.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/models")
-async def models(http: Request) -> dict[str, Any]:
+@router.get("/v1/models", responses=answers_with(ModelList))
+async def models(http: Request) -> Response:
     """The names under which the model is served."""
     state = state_of(http)
-    return {
-        "object": "list",
-        "data": [
-            {
-                "id": name,
-                "object": "model",
-                "created": state.started_at,
-                "owned_by": "pagoda",
-                "root": state.model_names[0],
-                "parent": None,
-                "max_model_len": state.max_model_len,
-            }
-            for name in state.model_names
-        ],
-    }
+    return JsonAnswer(ModelList(data=[_card(state, name) for name in state.model_names]))
 
 
-@router.get("/v1/models/{name:path}")
-async def model(name: str, http: Request) -> dict[str, Any]:
+@router.get("/v1/models/{name:path}", responses=answers_with(ModelCard))
+async def model(name: str, http: Request) -> Response:
     """One of these names; 404 for another."""
-    state_of(http).check_model(name)
-    listed = await models(http)
-    return next(one for one in listed["data"] if one["id"] == name)
+    state = state_of(http)
+    state.check_model(name)
+    return JsonAnswer(_card(state, name))
 
 
-@router.post("/abort_requests", responses=ERRORS, openapi_extra=described_body(AbortRequest))
-async def abort_requests(http: Request) -> dict[str, Any]:
+def _card(state: ServerState, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=state.started_at,
+        owned_by="pagoda",
+        root=state.model_names[0],
+        max_model_len=state.max_model_len,
+    )
+
+
+@router.post("/abort_requests", responses=answers_with(AbortResponse), openapi_extra=described_body(AbortRequest))
+async def abort_requests(http: Request) -> Response:
     """Abort these requests of the caller; ignore unknown ids. They return their output so far, marked as aborted.
 
     Without ids: abort all requests. If the server has an admin key, this needs it.
@@ -108,10 +115,10 @@ async def abort_requests(http: Request) -> dict[str, Any]:
         state.check_admin(http)
     caller = http.scope["state"]
     key = None if caller["is_admin"] else caller["key"]
-    return {"aborted": await state.generator.abort(body.request_ids or None, key)}
+    return JsonAnswer(AbortResponse(await state.generator.abort(body.request_ids or None, key)))
 
 
-@router.post("/reset_prefix_cache", responses=ERRORS)
+@router.post("/reset_prefix_cache", response_class=Response, responses={409: CONFLICT, **ERRORS})
 async def reset_prefix_cache(http: Request, reset_running_requests: bool = False) -> Response:
     """Empty the prefix cache. 409 if blocks are in use, unless running requests may be preempted."""
     state = state_of(http)

@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 
-from pagoda.server.answers import ErrorResponse
+from pagoda.server.answers import ERRORS
 from pagoda.server.errors import error_response
 from pagoda.server.state import state_of
 
@@ -42,8 +42,8 @@ PLANNED = (
 )
 
 
-def _refusing(route: PlannedRoute) -> Callable[[Request], Awaitable[JSONResponse]]:
-    async def answer(http: Request) -> JSONResponse:
+def _refusing(route: PlannedRoute) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(http: Request) -> Response:
         if route.needs_admin:
             state_of(http).check_admin(http)
         return error_response(501, f"{route.feature}: not available yet on this server")
@@ -55,7 +55,7 @@ for _route in PLANNED:
     for _path in _route.paths:
         _summary = f"Not available yet: {_route.feature}"
         router.add_api_route(
-            _path, _refusing(_route), methods=["POST"], status_code=501, response_model=ErrorResponse, summary=_summary
+            _path, _refusing(_route), methods=["POST"], status_code=501, responses={501: ERRORS[501]}, summary=_summary
         )
         for _pattern in (_path, f"{_path}/{{rest:path}}"):
             router.add_api_route(_pattern, _refusing(_route), methods=_METHODS, include_in_schema=False)

@@ -3,7 +3,7 @@
 msgspec checks the types of single values while decoding, and stops at the first error (body.py). `check` does what
 types cannot: it checks fields against each other, and counts and sizes against RequestLimits. Undeclared fields are
 rejected, so that nothing a caller asks for is silently ignored; unserved.py declares the fields of OpenAI and vLLM that
-are not supported, to say so. Routes build answers as plain dicts; answers.py describes them for the OpenAPI page.
+are not supported, to say so. answers.py declares the answers.
 """
 
 import functools

@@ -19,9 +19,9 @@ _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Any) -> bytes:
-    """Return a server-sent event with a JSON body."""
-    return b"data: " + _encode(data) + b"\n\n"
+def event(answer: object) -> bytes:
+    """Return a server-sent event with a struct as JSON."""
+    return b"data: " + _encode(answer) + b"\n\n"
 
 
 class EventStream(Response):

@@ -1,11 +1,9 @@
 """POST /tokenize, POST /detokenize, GET /tokenizer_info"""
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from pagoda.server.answers import ERRORS
+from pagoda.server.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo, answers_with
 from pagoda.server.body import described_body, read_body
 from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -15,7 +13,7 @@ from pagoda.server.streams import cancel_on_disconnect
 router = APIRouter()
 
 
-@router.post("/tokenize", responses=ERRORS, openapi_extra=described_body(TokenizeRequest))
+@router.post("/tokenize", responses=answers_with(TokenizeResponse), openapi_extra=described_body(TokenizeRequest))
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered with the chat template."""
     state = state_of(http)
@@ -41,30 +39,30 @@ async def tokenize(http: Request) -> Response:
         token_ids = await cancel_on_disconnect(
             http, llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False, key=key)
         )
-    answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": state.max_model_len, "tokens": token_ids}
+    answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
     if body.return_token_strs:
-        answer["token_strs"] = await cancel_on_disconnect(http, llm.token_strings(token_ids, key))
+        answer.token_strs = await cancel_on_disconnect(http, llm.token_strings(token_ids, key))
     return JsonAnswer(answer)
 
 
-@router.post("/detokenize", responses=ERRORS, openapi_extra=described_body(DetokenizeRequest))
+@router.post("/detokenize", responses=answers_with(DetokenizeResponse), openapi_extra=described_body(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.check_model(body.model)
     decoding = state.generator.llm.detokenize(body.tokens, http.scope["state"]["key"])
-    return JsonAnswer({"prompt": await cancel_on_disconnect(http, decoding)})
+    return JsonAnswer(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
 
 
-@router.get("/tokenizer_info")
-async def tokenizer_info(http: Request) -> dict[str, Any]:
+@router.get("/tokenizer_info", responses=answers_with(TokenizerInfo))
+async def tokenizer_info(http: Request) -> Response:
     """Return the tokenizer's settings, named as in tokenizer_config.json, including the chat template."""
     state = state_of(http)
-    facts = state.generator.llm.tokenizer_facts()
-    return {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": state.max_model_len,
-        **facts,
+        **state.generator.llm.tokenizer_facts(),
         "chat_template": state.chat_template,
     }
+    return JsonAnswer(TokenizerInfo.of(settings))

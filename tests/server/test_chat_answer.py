@@ -6,11 +6,13 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.server import chat
 from pagoda.server.protocol import ChatCompletionRequest
+from pagoda.server.respond import Head, gather
 
 NUM_DELTAS = 50
 
@@ -35,11 +37,9 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
     generation: Any = SimpleNamespace(
         outputs=lambda: contextlib.aclosing(deltas()), num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0
     )
-    state: Any = SimpleNamespace(model_names=["m"])
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
-    answer = asyncio.run(
-        chat._Answer(state, body, generation, "id", [chat._Reader(None, None)], "").whole()  # pyright: ignore[reportPrivateUsage]
-    )
+    answer_format = chat.ChatFormat(Head("id", 0, "m"), generation, body, [chat.Reader(None, None)])
+    answer = msgspec.to_builtins(asyncio.run(gather(generation, answer_format, body)))
     assert num_converted == 1
     assert answer["choices"][0]["message"]["content"] == "a" * NUM_DELTAS
     assert answer["prompt_logprobs"][0] is None

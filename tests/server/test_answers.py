@@ -1,0 +1,131 @@
+"""Real answers of every route are what the OpenAPI page describes: no field more, none of another type."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.server.live import LiveServer
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "seed": 1}
+TEXT = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+EVERYTHING = {"return_token_ids": True, "return_timings": True, "prompt_logprobs": 1, "n": 2, "temperature": 1.0}
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+CHUNKS = {"/v1/completions": "CompletionChunk", "/v1/chat/completions": "ChatCompletionChunk"}
+
+REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
+    ("GET", "/health", None),
+    ("GET", "/ping", None),
+    ("GET", "/version", None),
+    ("GET", "/load", None),
+    ("GET", "/metrics", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/{name}", None),
+    ("GET", "/tokenizer_info", None),
+    ("POST", "/tokenize", {"prompt": "Once upon a time"}),
+    ("POST", "/tokenize", {"messages": CHAT["messages"], "return_token_strs": True}),
+    ("POST", "/detokenize", {"tokens": [5, 6, 7]}),
+    ("POST", "/abort_requests", {"request_ids": ["unknown"]}),
+    ("POST", "/reset_prefix_cache", {}),
+    ("POST", "/v1/completions", TEXT),
+    ("POST", "/v1/completions", {**TEXT, **EVERYTHING, "logprobs": 2, "echo": True}),
+    ("POST", "/v1/completions", {**TEXT, **EVERYTHING, "logprobs": 2, "stream": True, "stream_options": USAGE}),
+    ("POST", "/v1/completions", {**TEXT, "prompt": ["one", "two"], "stream": True}),
+    ("POST", "/v1/completions", {**TEXT, "temperature": -1}),
+    ("POST", "/v1/completions", {**TEXT, "model": "unknown"}),
+    ("POST", "/v1/completions", {**TEXT, "guided_json": {"type": "object"}}),
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/chat/completions", {**CHAT, **EVERYTHING, "logprobs": True, "top_logprobs": 2}),
+    ("POST", "/v1/chat/completions", {**CHAT, "tools": TOOLS, "stream": True}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, **EVERYTHING, "logprobs": True, "top_logprobs": 2, "stream": True, "stream_options": USAGE},
+    ),
+    ("POST", "/v1/chat/completions", {**CHAT, "top_logprobs": 1}),
+)
+
+
+def ask(server: LiveServer, method: str, path: str, body: object) -> tuple[int, str, str]:
+    """Return the status, media type and text of an answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.headers.get_content_type(), response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers.get_content_type(), error.read().decode()
+
+
+@pytest.fixture(scope="module")
+def page(fake_server: LiveServer) -> dict[str, Any]:
+    """The OpenAPI page, with every object closed: fields that it does not name are errors."""
+    described: dict[str, Any] = json.loads(fake_server.get("/openapi.json")[1])
+    for schema in described["components"]["schemas"].values():
+        if "properties" in schema and schema["title"] != "TokenizerInfo":  # which may have more special tokens
+            schema["additionalProperties"] = False
+    return described
+
+
+def check(page: dict[str, Any], schema: dict[str, Any], answer: object) -> None:
+    jsonschema.Draft202012Validator({**schema, "components": page["components"]}).validate(answer)
+
+
+@pytest.mark.parametrize(("method", "path", "body"), REQUESTS, ids=lambda value: str(value)[:60])
+def test_answers_are_as_described(
+    fake_server: LiveServer, page: dict[str, Any], method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    name = json.loads(fake_server.get("/v1/models")[1])["data"][0]["id"]
+    status, media_type, text = ask(fake_server, method, path.replace("{name}", name), body)
+    described = page["paths"][path][method.lower()]["responses"][str(status)]
+    if not text:
+        assert "content" not in described
+    elif media_type == "application/json":
+        check(page, described["content"][media_type]["schema"], json.loads(text))
+    else:
+        assert media_type in described["content"]
+    if media_type == "text/event-stream":
+        assert CHUNKS[path] in described["content"][media_type]["schema"]["description"]
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert len(lines) > 2
+        assert lines.pop() == "[DONE]"
+        for line in lines:
+            check(page, page["components"]["schemas"][CHUNKS[path]], json.loads(line))
+
+
+def test_every_route_is_asked(page: dict[str, Any]) -> None:
+    asked = {(method.lower(), path) for method, path, _ in REQUESTS}
+    served = {
+        (method, path)
+        for path, operations in page["paths"].items()
+        for method, operation in operations.items()
+        if list(operation["responses"]) != ["501"]
+    }
+    assert served == asked
+
+
+def test_planned_routes_and_unknown_paths_answer_with_errors(fake_server: LiveServer, page: dict[str, Any]) -> None:
+    planned = [
+        path
+        for path, operations in page["paths"].items()
+        if "post" in operations and list(operations["post"]["responses"]) == ["501"]
+    ]
+    assert len(planned) > 10
+    error = page["components"]["schemas"]["ErrorResponse"]
+    for path, expected in [*((path, 501) for path in planned), ("/unknown", 404)]:
+        status, _, text = ask(fake_server, "POST", path, {})
+        assert status == expected
+        check(page, error, json.loads(text))
+
+
+def test_a_field_that_the_page_does_not_name_is_found(page: dict[str, Any]) -> None:
+    """The check itself can fail."""
+    schema = page["components"]["schemas"]["VersionResponse"]
+    check(page, schema, {"version": "1"})
+    for wrong in ({"version": "1", "more": 1}, {"version": 1}, {}):
+        with pytest.raises(jsonschema.ValidationError):
+            check(page, schema, wrong)
