@@ -59,7 +59,7 @@ def calls_in(name: str, text: str) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for part in parsed for call in part.calls]
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize("name", list(CALL_FORMATS))
 def test_forced_calls(backend: LlguidanceBackend, name: str) -> None:
     grammar = text_of(CALL_FORMATS[name].forced(TOOLS, 3))
     good, bad = FORCED[name]
@@ -77,7 +77,7 @@ def test_forced_calls(backend: LlguidanceBackend, name: str) -> None:
     assert not accepts(backend, ByteTokenizer(), single, good[-1])
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize("name", list(CALL_FORMATS))
 def test_calls_in_text(backend: LlguidanceBackend, name: str) -> None:
     grammar = text_of(CALL_FORMATS[name].free(TOOLS, [], 3))
     good, bad = FREE[name]

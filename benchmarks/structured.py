@@ -1,0 +1,184 @@
+"""What structured output gives and costs.
+
+    python benchmarks/structured.py SCHEMAS.jsonl --generations 1000 --max-tokens 1024
+    python benchmarks/structured.py SCHEMAS.jsonl --only speed
+
+SCHEMAS.jsonl has a JSON schema per line, alone or as {"schema": ...}. One JSON line is printed for each part:
+
+accepted: how many schemas are served, and why the others are refused.
+finished: the share of generations that end within --max-tokens; every one that ends is validated with `jsonschema`.
+speed: milliseconds per output token with a schema and without, in turn, at batch 1 and 32, and the median ratio.
+first_token: from request to first token with a new schema of 10 kB, with one that is known, and without any.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from pagoda import LLM, RequestError, SamplingParams
+
+PARTS = ("accepted", "finished", "speed", "first_token")
+_SPEED_TOKENS = 96
+_BATCHES = (1, 32)
+# Long enough that no output ends before _SPEED_TOKENS.
+_ENDLESS = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "size": {"type": "integer", "minimum": 0, "maximum": 9999},
+            "kind": {"enum": ["small", "medium", "large"]},
+        },
+        "required": ["name", "size", "kind"],
+        "additionalProperties": False,
+    },
+}
+
+
+def read_schemas(path: Path) -> list[Any]:
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [line["schema"] if isinstance(line, dict) and "schema" in line else line for line in lines]
+
+
+def accepted(llm: LLM, schemas: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Return the report, and the schemas that are served."""
+    served, reasons = [], Counter[str]()
+    for schema in schemas:
+        params = SamplingParams(structured_outputs={"json": schema})  # type: ignore[arg-type]
+        try:
+            llm.engine.input_processor.prepare_params(params)
+            served.append(schema)
+        except RequestError as error:
+            reasons[str(error).rpartition(": ")[2][:80]] += 1
+    return {"schemas": len(schemas), "accepted": len(served), "refused": dict(reasons.most_common())}, served
+
+
+def finished(llm: LLM, schemas: list[Any], generations: int, max_tokens: int) -> dict[str, Any]:
+    """Generate for each schema in turn, greedy first, then with seeds."""
+    prompts, params, used = [], [], []
+    for i in range(generations):
+        schema = schemas[i % len(schemas)]
+        asked = f"Write a short JSON example for this JSON schema:\n{json.dumps(schema)[:1500]}"
+        prompts.append(asked)
+        sampled = 0.0 if i < len(schemas) else 0.7
+        form: Any = {"json": schema}
+        params.append(SamplingParams(temperature=sampled, seed=i, max_tokens=max_tokens, structured_outputs=form))
+        used.append(schema)
+    begin_s = time.perf_counter()
+    rendered: list[Any] = []
+    for prompt in prompts:
+        chat = llm.engine.input_processor.render_chat([{"role": "user", "content": prompt}])
+        rendered.append(chat.token_ids)
+    outputs = llm.generate(rendered, params)
+    seconds = time.perf_counter() - begin_s
+    ends = Counter[str]()
+    invalid: list[str] = []
+    for schema, output in zip(used, outputs, strict=True):
+        one = output.outputs[0]
+        ends[str(one.finish_reason)] += 1
+        if one.finish_reason != "stop":
+            continue
+        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        try:
+            validator(schema).validate(json.loads(one.text))
+        except Exception as error:
+            invalid.append(f"{type(error).__name__}: {str(error)[:120]}")
+    return {
+        "generations": generations,
+        "max_tokens": max_tokens,
+        "finished": round(ends["stop"] / generations, 3),
+        "ends": dict(ends),
+        "invalid": len(invalid),
+        "first_invalid": invalid[:5],
+        "seconds": round(seconds, 1),
+    }
+
+
+def speed(llm: LLM, runs: int) -> dict[str, Any]:
+    """Alternate runs with and without a schema; the same number of tokens each."""
+    report: dict[str, Any] = {}
+    form: Any = {"json": _ENDLESS}
+    plain = SamplingParams(temperature=0.0, max_tokens=_SPEED_TOKENS, min_tokens=_SPEED_TOKENS, ignore_eos=True)
+    shaped = SamplingParams(temperature=0.0, max_tokens=_SPEED_TOKENS, structured_outputs=form)
+    for batch in _BATCHES:
+        prompts: list[Any] = [[100 + 7 * i + k for k in range(24)] for i in range(batch)]
+        times: dict[str, list[float]] = {"plain": [], "schema": []}
+        for run in range(runs + 1):
+            for name, params in (("plain", plain), ("schema", shaped)):
+                begin_s = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                seconds = time.perf_counter() - begin_s
+                assert all(len(output.outputs[0].token_ids) == _SPEED_TOKENS for output in outputs)
+                if run:  # the first one compiles
+                    times[name].append(seconds / _SPEED_TOKENS * 1e3)
+        ratios = [b / a for a, b in zip(times["plain"], times["schema"], strict=True)]
+        report[f"batch {batch}"] = {
+            "plain_ms": round(statistics.median(times["plain"]), 3),
+            "schema_ms": round(statistics.median(times["schema"]), 3),
+            "ratio": round(statistics.median(ratios), 3),
+        }
+    return report
+
+
+def schema_of_10_kb(number: int) -> dict[str, Any]:
+    """Return a schema that no other call returns."""
+    properties: dict[str, Any] = {}
+    while len(json.dumps(properties)) < 10_000:
+        i = len(properties)
+        properties[f"field_{number}_{i}"] = {
+            "type": "object",
+            "properties": {"text": {"type": "string", "maxLength": 40 + i}, "n": {"type": "integer", "minimum": i}},
+            "required": ["text"],
+        }
+    return {"type": "object", "properties": properties, "required": list(properties)[:3]}
+
+
+def first_token(llm: LLM, runs: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {"none": [], "known": [], "new": []}
+    prompt: Any = list(range(100, 164))
+    for run in range(runs + 1):
+        new: Any = {"json": schema_of_10_kb(run)}
+        for name, form in (("none", None), ("new", new), ("known", new)):
+            begin_s = time.perf_counter()
+            stream = llm.stream(prompt, SamplingParams(max_tokens=2, structured_outputs=form))
+            next(stream)
+            if run:
+                times[name].append((time.perf_counter() - begin_s) * 1e3)
+            stream.close()
+    return {f"{name}_ms": round(statistics.median(values), 1) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schemas", type=Path)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--generations", type=int, default=1000)
+    parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    asked = parser.parse_args()
+    parts = asked.only or PARTS
+    schemas = read_schemas(asked.schemas)
+    with LLM(asked.model, max_num_seqs=32, max_model_len=asked.max_tokens + 1024) as llm:
+        report, served = accepted(llm, schemas)
+        if "accepted" in parts:
+            print(json.dumps({"part": "accepted", **report}), flush=True)
+        if "finished" in parts:
+            result = finished(llm, served, asked.generations, asked.max_tokens)
+            print(json.dumps({"part": "finished", **result}), flush=True)
+        if "speed" in parts:
+            print(json.dumps({"part": "speed", **speed(llm, asked.runs)}), flush=True)
+        if "first_token" in parts:
+            print(json.dumps({"part": "first_token", **first_token(llm, asked.runs)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
