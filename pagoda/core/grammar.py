@@ -59,7 +59,7 @@ class GrammarBackend(Protocol):
         """Fill masks in parallel, without holding the GIL.
 
         masks: int32 [num_masks, ceil(vocab_size / 32)], one bit per token, lowest first: 1 where it may follow. After
-        a draft that may not follow, the later masks of that sequence are all ones.
+        a draft that may not follow, the later masks of that sequence may be anything.
         """
         ...
 

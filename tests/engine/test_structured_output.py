@@ -18,10 +18,14 @@ from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.request import RequestStatus
+from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.folder_tokenizer import load_folder_tokenizer
 from pagoda.engine.grammars.grammar_text import grammar_text
+from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizer import Tokenizer
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.grammar_rows import GrammarRows
 from tests.engine.byte_llama import EOS, VOCAB, write_byte_llama
 from tests.engine.driver import Answers, drive, make_core, request
 from tests.engine.random_schedules import (
@@ -189,6 +193,52 @@ def test_a_request_continues_in_the_middle_of_its_grammar(model: Path, expected:
 
 def _with_prior(one: Any, tokens: list[int]) -> Any:
     return dataclasses.replace(one, prior_output=(tuple(tokens),))
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3, 4])
+def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int) -> None:
+    """Right ones are accepted; the others, which the grammar may forbid or not, are taken back."""
+    core = engine(model, num_lookahead_slots=4)
+    watched = [watched_requests()[i] for i in (0, 3, 6)]
+    for i, each in enumerate(watched):
+        core.add_request(request(i, each.prompt, each.params, each.seed))
+    tokens: dict[str, list[int]] = {f"r{i}": [] for i in range(len(watched))}
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            at = 0
+            for handle, count in zip(outputs.handles, outputs.counts, strict=True):
+                tokens[f"r{handle}"] += outputs.token_ids[at : at + count].tolist()
+                at += count
+        drafts = {}
+        for i, each in enumerate(watched):
+            following = expected.tokens[each.seed][len(tokens[f"r{i}"]) :][:4]
+            drafts[f"r{i}"] = [one if k < num_right else (one + 7 + k) % 200 for k, one in enumerate(following)]
+        core._scheduler.update_draft_token_ids(drafts)
+    stats = core.make_stats()
+    core.shutdown()
+    for i, each in enumerate(watched):
+        assert tokens[f"r{i}"] == expected.tokens[each.seed]
+    assert stats.drafted_tokens > 50
+    assert (stats.accepted_tokens > 0) == (num_right > 0)
+
+
+def test_a_worker_offers_only_drafts_that_the_grammar_allows(tokenizer: Tokenizer) -> None:
+    backend = LlguidanceBackend(lambda: tokenizer, VOCAB, 1)
+    rows, table = GrammarRows(backend, VOCAB), DeviceTable(4, 64, 8, 1)
+    prompt = np.array([5, 6], np.int32)
+    init = RowInit(2, "r", 0, AdmitKind.NEW, prompt, 2, 0, (np.zeros(1, np.int32),), 0, (EOS,), KINDS[4])
+    plain = dataclasses.replace(init, row=1, sampling=SamplingParams())
+    none = np.empty(0, np.int32)
+    output = SchedulerOutput(1, none, none, none, none, none, 0, admitted=(init, plain))
+    rows.apply(output)
+    table.apply(output)
+    table.commit(np.array([2]), np.array([2]), np.array(tokenizer.encode("y", False)))
+    drafts = {row: np.array(tokenizer.encode("esx", False), np.int32) for row in (1, 2)}
+    kept = rows.allowed_drafts(table, drafts)
+    assert tokenizer.decode(kept[2].tolist()) == "es"
+    assert len(kept[1]) == 3
+    assert list(rows.allowed_drafts(table, {2: drafts[2][1:]})) == []
+    rows.shutdown()
 
 
 def test_output_that_its_grammar_forbids_ends_with_an_error(model: Path) -> None:

@@ -61,6 +61,13 @@ class LlguidanceMatcher:
             if not self.inner.consume_token(token_id):
                 return
 
+    def before_end(self, drafts: Sequence[int]) -> list[int]:
+        """Return the drafts in front of the first end token; none after the output has ended."""
+        if self._has_ended:
+            return []
+        end = next((i for i, draft in enumerate(drafts) if draft in self._eos_ids), len(drafts))
+        return list(drafts[:end])
+
     def count_allowed(self, token_ids: Sequence[int]) -> int:
         if self._has_ended:
             return 0
@@ -138,17 +145,29 @@ class LlguidanceBackend:
         if self._executor is None:
             self._executor = LLExecutor(self._threads)
         masks[:] = -1
-        jobs: list[tuple[LLMatcher, int, list[int]]] = []
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
         for one in work:
             assert isinstance(one.matcher, LlguidanceMatcher)
-            jobs.append((one.matcher.inner, one.first, list(one.drafts)))
-        if any(drafts for _, _, drafts in jobs):
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                jobs, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0]
-            )
-        else:
-            plain = [(matcher, first) for matcher, first, _ in jobs]
-            self._executor.unsafe_compute_mask_ptr(plain, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
+            drafts = one.matcher.before_end(one.drafts)
+            if drafts:
+                drafted.append((one.matcher.inner, one.first, drafts))
+            else:
+                plain.append((one.matcher.inner, one.first))
+            if len(drafts) < len(one.drafts):  # what follows an end token, the library leaves open
+                masks[one.first + len(drafts) + 1 : one.first + len(one.drafts) + 1] = self._end_mask(masks.shape[1])
+        address, mask_bytes, count = masks.ctypes.data, masks.shape[1] * 4, masks.shape[0]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, address, mask_bytes, count)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, mask_bytes, count)
+
+    def _end_mask(self, num_words: int) -> np.ndarray:
+        """Return the mask after an end token: only end tokens may follow."""
+        mask = np.zeros(num_words, np.uint32)
+        for token_id in self._eos_ids:
+            mask[token_id // 32] |= np.uint32(1 << (token_id % 32))
+        return mask.view(np.int32)
 
     def shutdown(self) -> None:
         with self._lock:

@@ -89,7 +89,7 @@ def test_real_vocabularies(name: str) -> None:
 
 
 def test_masks_of_drafts_equal_those_of_single_steps(backend: LlguidanceBackend) -> None:
-    tokens = list(b'{"a":"yy","b":[1]}')
+    tokens = [*b'{"a":"yy","b":[1]}', EOS, EOS]
     matcher = ready(backend, text_of(json=SCHEMA))
     masks = np.zeros((len(tokens) + 1, num_mask_words(VOCAB)), np.int32)
     backend.fill([MaskWork(matcher, 0, tuple(tokens))], masks)
@@ -100,11 +100,10 @@ def test_masks_of_drafts_equal_those_of_single_steps(backend: LlguidanceBackend)
         assert (mask == one[0]).all()
         if token is not None:
             single.advance([token])
-    assert matcher.count_allowed(tokens) == len(tokens)
+    assert matcher.count_allowed(tokens[:-2]) == len(tokens) - 2
     assert matcher.count_allowed([*b'{"c']) == 2
     bad = np.zeros((4, num_mask_words(VOCAB)), np.int32)
     backend.fill([MaskWork(matcher, 0, tuple(b'{x"'))], bad)
-    assert (bad[2:] == -1).all()  # after a draft that may not follow
     assert allowed(backend, matcher) == {ord("{")}  # nothing of this has moved it
 
 
