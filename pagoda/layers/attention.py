@@ -25,7 +25,7 @@ class Heads:
 
 
 class Attention(Module):
-    """Causal attention, all of the context or a window of it.
+    """Causal attention over the whole context or a sliding window.
 
     window: tokens, 0 for all.   scale: multiplies scores, by default 1 / sqrt(head size).   softcap: 0 is off.
     q_norm, k_norm: applied before the rotary embedding, per head or, if they are as large as all heads, over all of
@@ -73,7 +73,7 @@ class Attention(Module):
         kv: Sequence[KVLayer],
         last: bool,
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [T, hidden] -> what attention found, and the residual, of the tokens that go on.
+        """x, residual [T, hidden] -> attention output and residual, of the tokens that continue.
 
         Writes the K and V of all tokens. last: nothing reads this model's other tokens after this layer, so only the
         batch's tail goes on.

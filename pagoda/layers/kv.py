@@ -1,4 +1,4 @@
-"""What a model's attentions keep in the KV cache, and which of them share a block table."""
+"""What a model's attentions store in the KV cache, and which of them share a block table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MAX_GROUPS = 8  # each group costs a block table; beyond this, unused places in
 class KVDeclaration:
     """The KV of one attention.
 
-    kind: full, window or cross; an attention that keeps nothing declares None instead.
+    kind: full, window or cross; an attention without KV declares None instead.
     window: tokens, 0 unless the kind is window.   shape: of K and V.
     """
 
@@ -25,7 +25,7 @@ class KVDeclaration:
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
-    """index: which of the KV layers that a forward is given.   group: which of the batch's metadata."""
+    """index: into the KV layers of a forward.   group: into the batch's metadata."""
 
     index: int = 0
     group: int = 0
@@ -33,14 +33,14 @@ class KVPlace:
 
 @runtime_checkable
 class KeepsKV(Protocol):
-    """An attention: declares its KV and is told where that is."""
+    """An attention: declares its KV and receives its place."""
 
     kv: KVDeclaration | None
     place: KVPlace
 
 
 def place_kv(root: Module) -> tuple[KVGroupSpec, ...]:
-    """Group the attentions of a tree and tell each its place; a layer may have several.
+    """Group the attentions of a tree and set the place of each; a layer may have several.
 
     `layers` of a group counts the attentions that declare KV, in the order of the tree.
     """
@@ -53,7 +53,7 @@ def place_kv(root: Module) -> tuple[KVGroupSpec, ...]:
 
 
 def group_kv(declared: Sequence[KVDeclaration]) -> tuple[KVGroupSpec, ...]:
-    """Group KV layers that declare the same, into groups of one size where that is possible.
+    """Group KV layers with equal declarations, into groups of equal size if possible.
 
     A block has room for as many layers as the largest group has, so a smaller group wastes the difference. Of all sizes
     that give at most 8 groups, take the one with the least waste, and of those the largest.

@@ -12,8 +12,8 @@ from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 class Linear(Module):
     """x @ weight.T + bias.
 
-    outputs: how many, or the parts that are multiplied as one and that the checkpoint names.
-    shard, unit: see `Matrix`.   quantizable: False for small layers that decide much (a router).
+    outputs: their number, or the parts that are fused and that the checkpoint stores separately.
+    shard, unit: see `Matrix`.   quantizable: False for small layers that are sensitive (a router).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which weights a LoRA adapter may adapt, and where its rows belong in a fused weight."""
+"""The weights that a LoRA adapter may adapt, and their rows in a fused weight."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from pagoda.layers.parameter import Matrix, Parameter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRATarget:
-    """A part of a weight: what an adapter names, such as `model.layers.0.self_attn.q_proj`.
+    """A part of a weight, as adapters name it: `model.layers.0.self_attn.q_proj`, for example.
 
     parameter: the (fused) weight that it is a part of.   rows: of that weight.   inputs: its columns.
     """
@@ -19,7 +19,7 @@ class LoRATarget:
 
 
 def lora_targets(root: Module) -> dict[str, LoRATarget]:
-    """The targets of a model by path. Experts are not among them: their weights are stacked."""
+    """Return the targets of a model by path. Experts are excluded, because their weights are stacked."""
     found: dict[str, LoRATarget] = {}
     for path, parameter in parameters(root):
         declared = parameter.declared

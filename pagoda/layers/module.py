@@ -32,7 +32,7 @@ class Module:
 
 
 def walk(root: Module) -> Iterator[tuple[str, Module]]:
-    """Every module of a tree once, parents before children, with its path; the root's is ""."""
+    """Yield every module of a tree once, parents before children, with its path; the root's is ""."""
     seen: set[int] = set()
 
     def visit(path: str, module: Module) -> Iterator[tuple[str, Module]]:
@@ -47,7 +47,7 @@ def walk(root: Module) -> Iterator[tuple[str, Module]]:
 
 
 def parameters(root: Module) -> Iterator[tuple[str, Parameter[object]]]:
-    """Every parameter of a tree once, with its path."""
+    """Yield every parameter of a tree once, with its path."""
     for path, module in walk(root):
         for name, parameter in module.own_parameters():
             yield f"{path}.{name}" if path else name, parameter

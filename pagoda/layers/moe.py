@@ -11,7 +11,7 @@ from pagoda.ops.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """inner_size: of one expert.   top_k: experts per token.   renormalize: their weights are made to sum to 1."""
+    """inner_size: of one expert.   top_k: experts per token.   renormalize: scale their weights to sum to 1."""
 
     num_experts: int = 0
     top_k: int = 0

@@ -25,9 +25,9 @@ class Axis(Enum):
 class Part:
     """Rows of a matrix that the checkpoint stores under their own name.
 
-    name: in the checkpoint, where the fused layer's own name would be; "" for just that. Adjacent parts of one name are
+    name: in the checkpoint, in place of the fused layer's own name; "" for that name. Adjacent parts of one name are
         rows of one stored tensor, in that order.
-    unit: rows that a shard must not divide (the rows of a head).   rotary: the rows are turned by the rotary embedding;
+    unit: rows that a shard must not divide (the rows of a head).   rotary: the rotary embedding applies to the rows;
         some checkpoints store those interleaved, unit by unit.   replicated: if there are fewer units than ranks,
         several ranks hold the same unit (KV heads).
     """
@@ -57,7 +57,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [rows, columns] that is multiplied with, its bias included; prepared for the kernels.
+    """A weight [rows, columns] of a linear layer, with its bias; prepared for the kernels.
 
     parts: along the rows.   unit: columns that a shard must not divide.   num_experts: how many such matrices are
     stacked, 0 for a plain one.   quantizable: False keeps it in the compute dtype.   tied: the parameter of a Table
@@ -78,7 +78,7 @@ class Matrix:
         return sum(part.rows for part in self.parts)
 
     def part_paths(self, path: str, expert: int = 0) -> list[str]:
-        """The tree's paths of the parts, given the parameter's own: siblings of the layer that owns it.
+        """Return the tree paths of the parts, given the parameter's own path: siblings of the layer that owns it.
 
         expert: which of a stack.
         """
@@ -103,7 +103,7 @@ Declaration = Table | Vector | Matrix | RotaryTable
 
 
 class Parameter(Generic[T]):
-    """A declaration and, once it is loaded, the value that the layer gives to its ops."""
+    """A declaration and, once loaded, the value that the layer passes to its ops."""
 
     __slots__ = ("_value", "declared")
 

@@ -7,14 +7,14 @@ from enum import Enum
 class RopeType(Enum):
     DEFAULT = "default"
     LINEAR = "linear"
-    DYNAMIC = "dynamic"  # NTK: differs from DEFAULT only past max_position, where pagoda does not go
+    DYNAMIC = "dynamic"  # NTK: differs from DEFAULT only past max_position, which pagoda does not exceed
     LLAMA3 = "llama3"
     YARN = "yarn"
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary embedding of some layers. Fields below `factor` belong to the types named beside them.
+    """The rotary embedding of some layers. Fields after `factor` apply to the types named in their comments.
 
     theta: base.   original_max_position: context of the pretraining, in tokens (llama3, yarn).
     attention_factor: multiplies cos and sin (yarn; 1.0 elsewhere).
@@ -32,7 +32,7 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn
 
     def max_position(self, trained: int) -> int:
-        """Longest sequence this rope reaches, given the checkpoint's max_position_embeddings."""
+        """Return the longest supported sequence, given the checkpoint's max_position_embeddings."""
         if self.rope_type is RopeType.LINEAR:
             return int(trained * self.factor)
         if self.rope_type is RopeType.YARN:

@@ -1,4 +1,4 @@
-"""Which rows and columns of a matrix a tensor-parallel rank holds: a pure function of its declaration."""
+"""The rows and columns of a matrix that a tensor-parallel rank holds: a pure function of its declaration."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class MatrixShard:
 
 
 def shard_of(matrix: Matrix, rank: int, num_ranks: int, group: int = 1) -> MatrixShard:
-    """The share of `rank`.
+    """Return the share of `rank`.
 
     group: columns that share a quantisation scale; boundaries along a divided dimension without heads are multiples of
     it, so that the outputs of one layer are the inputs that the next one expects.
@@ -30,7 +30,7 @@ def shard_of(matrix: Matrix, rank: int, num_ranks: int, group: int = 1) -> Matri
         rows = tuple(_rows_of(part, rank, num_ranks, group) for part in matrix.parts)
         return MatrixShard(rows, whole.columns, matrix.bias)
     columns = _columns_of(matrix, rank, num_ranks, group)
-    # Every rank computes a share of each output, and the shares are added up: the bias belongs to one of them.
+    # The ranks' partial outputs are summed, so only one rank adds the bias.
     return MatrixShard(whole.rows, columns, matrix.bias and rank == 0)
 
 
@@ -64,7 +64,7 @@ def _columns_of(matrix: Matrix, rank: int, num_ranks: int, group: int) -> range:
 
 
 def _divided(size: int, rank: int, num_ranks: int, group: int, name: str) -> range:
-    """As even as whole groups allow; the last group may be a partial one."""
+    """Divide as evenly as whole groups allow; the last group may be partial."""
     groups = math.ceil(size / group)
     if groups < num_ranks:
         raise ConfigError(f"tensor_parallel_size={num_ranks} is more than the {groups} groups of {group} in {name}")

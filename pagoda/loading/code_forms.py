@@ -1,4 +1,4 @@
-"""Which codes weights become: a GGUF's types when they are kept as they are, and floats in 8 bits. No torch."""
+"""The codes of quantised weights: a GGUF's own types, or 8 bits made from floats. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 GROUP = 32  # values along a row that share a scale
-INT8_GROUP = 64  # the same where pagoda itself quantises
+INT8_GROUP = 64  # the same, for weights that pagoda quantises
 
 
 @dataclass(frozen=True, slots=True)
 class CodeForm:
-    """bits: that a code takes.   has_minima: values are scale * code + minimum instead of scale * (code - zero)."""
+    """bits: of a code.   has_minima: values are scale * code + minimum instead of scale * (code - zero)."""
 
     bits: int
     has_minima: bool = False
@@ -28,14 +28,14 @@ _KEPT = {
 
 
 def code_form(kind: GGMLQuantizationType) -> CodeForm | None:
-    """The codes of a type; None for plain floats. Types without a kernel of their own become 8 bits."""
+    """Return the codes of a type; None for plain floats. Types without a kernel become 8 bits."""
     if kind not in GGML_QUANT_SIZES or GGML_QUANT_SIZES[kind][0] == 1:
         return None
     return _KEPT.get(kind, EIGHT_BITS)
 
 
 def stacked_form(kinds: Sequence[GGMLQuantizationType]) -> CodeForm | None:
-    """The codes of a weight whose parts are stored so: 8 bits if they differ, None if any part is plain floats."""
+    """Return the codes of a weight with parts of these types: 8 bits if they differ, None if any part is floats."""
     forms = {code_form(kind) for kind in kinds}
     if None in forms:
         return None

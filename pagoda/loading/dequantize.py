@@ -1,4 +1,4 @@
-"""Dequantisation of GGUF tensors into torch tensors: the gguf package as the definition, the common types faster.
+"""Dequantise GGUF tensors into torch tensors: the gguf package is the definition, the common types are faster here.
 
 A GGUF tensor is a row of blocks: 32 or 256 values that share scales. The fast versions walk over pieces small enough
 for the processor's cache and do the same float32 arithmetic, so they give the same bits (the tests hold them to it).
@@ -30,7 +30,7 @@ def dequantize(data: memoryview, kind: Kind, out: torch.Tensor) -> None:
 
 
 def dequantize_reference(data: memoryview, kind: Kind, out: torch.Tensor) -> None:
-    """Like `dequantize`, with the gguf package."""
+    """Do what `dequantize` does, with the gguf package."""
     values = quants.dequantize(np.frombuffer(data, np.uint8), kind)
     out.copy_(torch.from_numpy(np.array(values, np.float32)).view(out.shape))
 
@@ -88,7 +88,7 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eight 6-bit scales and minima of a K block: uint8 [n, 12] -> two uint8 [n, 8]."""
+    """Return the eight 6-bit scales and minima of a K block: uint8 [n, 12] -> two uint8 [n, 8]."""
     low, middle, high = packed.split(4, dim=1)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
@@ -96,7 +96,7 @@ def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def k_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and minimum of each 32 values: float32 [n, 8, 1]."""
+    """Return scale and minimum of each 32 values: float32 [n, 8, 1]."""
     scale, least = halves(blocks, 0, 4).split(1, dim=1)
     scales, minima = _k_scales(blocks[:, 4:16])
     return (scale * scales).unsqueeze(-1), (least * minima).unsqueeze(-1)

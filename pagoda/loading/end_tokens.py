@@ -4,7 +4,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.loading.gguf_file import GGUFFile
 
 _ID_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Chat models end a turn with a token that many a GGUF forgets to name; these texts mean nothing else.
+# Chat models end a turn with a token that many GGUF files do not name; these strings have no other meaning.
 _END_OF_TURN = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
 _CONTROL = 3  # token_type of special tokens
 

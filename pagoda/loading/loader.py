@@ -1,4 +1,4 @@
-"""load_model: from a checkpoint's files to a model whose parameters are filled, ready for given kernels."""
+"""load_model: build a model from a checkpoint's files and fill its parameters, prepared for given kernels."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,9 +35,9 @@ def load_model(
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
-    Values go from the mapped file straight into the tensors that `ops` prepares; one matrix at a time is held twice.
-    num_positions: how many positions `forward` may be given, None for the model's own limit.
-    Raises ConfigError for what is unsupported, missing, of a wrong shape, truncated or corrupt, and names it.
+    Values are copied from the mapped file into the tensors that `ops` prepares; one matrix at a time exists twice.
+    num_positions: of the rotary tables, None for the model's own limit.
+    Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
     """
     if quantization not in (None, "int8", "gguf"):
         raise ConfigError(
@@ -79,12 +79,12 @@ def _choose_naming(architecture: Architecture, files: ModelFiles, weights: Weigh
         if embedding in weights:
             return naming
     raise ConfigError(
-        f"{files.path}: no {architecture.name} weights: none of these tensors is there: {', '.join(embeddings)}"
+        f"{files.path}: no {architecture.name} weights: none of these tensors exists: {', '.join(embeddings)}"
     )
 
 
 class Filler:
-    """Fills the parameters of a tree from a checkpoint, each by what it declares.
+    """Fills the parameters of a tree from a checkpoint, by their declarations.
 
     rank, num_ranks: whose share of the matrices is loaded.
     """
@@ -104,7 +104,7 @@ class Filler:
         self._num_positions = num_positions
 
     def fill(self, model: Model) -> None:
-        """Fill every parameter, in the order of the tree, in which a forward will read them."""
+        """Fill every parameter in the order of the tree, which is the order in which a forward reads them."""
         paths: dict[int, str] = {}
         for path, parameter in parameters(model):
             paths[id(parameter)] = path
@@ -135,7 +135,7 @@ class Filler:
         return out
 
     def _vector(self, path: str, declared: Vector) -> torch.Tensor:
-        """In compute dtype, without the 1 of a unit offset."""
+        """Return the vector in compute dtype, without the 1 of a unit offset."""
         out = self._tensor(path, (declared.size,), torch.float32)
         if declared.unit_offset and self._naming.unit_offset_stored:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet
@@ -205,7 +205,7 @@ class Filler:
         return out
 
     def _codes(self, pieces: Sequence[Piece]) -> QuantizedWeight | None:
-        """The pieces stacked as the codes that they are stored in; None where floats are stored or codes not wanted."""
+        """Return the pieces stacked as their stored codes; None if floats are stored or codes are not wanted."""
         if self._quantization != "gguf":
             return None
         codes: list[QuantizedWeight] = []
@@ -221,7 +221,7 @@ class Filler:
         return stack_codes(codes)
 
     def _undo_interleaving(self, rows: torch.Tensor, part: Part) -> None:
-        """Put llama.cpp's order of rotary rows (pairs next to each other) back into halves, in place, head by head."""
+        """Reorder llama.cpp's rotary rows (adjacent pairs) into halves, in place, head by head."""
         if not (part.rotary and self._naming.interleaved_rotary):
             return
         pairs = rows.view(-1, part.unit // 2, 2, *rows.shape[1:])

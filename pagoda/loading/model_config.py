@@ -21,7 +21,7 @@ from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
 
 @dataclass(frozen=True, slots=True)
 class WeightSummary:
-    """What a checkpoint's weights are on disk.
+    """A checkpoint's weights on disk.
 
     num_bytes: on disk.   num_parameters: elements.   bytes_by_type: quantisation or dtype name -> bytes on disk,
     largest first, as in {"Q4_1": 66355200, "Q8_0": 30081024, "F32": 140544} or {"BF16": 269030016}.
@@ -33,18 +33,18 @@ class WeightSummary:
 
 
 def read_model_spec(files: ModelFiles) -> ModelSpec:
-    """The shapes of a model. Raises ConfigError for what is unsupported, missing or malformed, and names it."""
+    """Return the shapes of a model. Raises ConfigError that names what is unsupported, missing or malformed."""
     return read_architecture(files)[1].spec
 
 
 def read_model(files: ModelFiles) -> Model:
-    """The tree of a model, whose parameters are declared and not loaded. Raises ConfigError as `read_architecture`."""
+    """Return the tree of a model, its parameters declared but not loaded. Raises ConfigError as `read_architecture`."""
     architecture, config = read_architecture(files)
     return architecture.model(config)
 
 
 def read_architecture(files: ModelFiles) -> tuple[Architecture, DecoderConfig]:
-    """Which architecture a model has, and everything its decoder needs to know besides the weights.
+    """Return a model's architecture and the configuration of its decoder.
 
     Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
     """
@@ -52,7 +52,7 @@ def read_architecture(files: ModelFiles) -> tuple[Architecture, DecoderConfig]:
 
 
 def summarize_weights(files: ModelFiles) -> WeightSummary:
-    """Sizes and types of a checkpoint's weights, from its headers alone."""
+    """Return sizes and types of a checkpoint's weights, from its headers alone."""
     sizes: Counter[str] = Counter()
     num_parameters = 0
     if files.format == "gguf":
@@ -67,7 +67,7 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
 
 
 def weight_bytes(files: ModelFiles) -> int:
-    """Bytes of a checkpoint's weights on disk, from its headers alone."""
+    """Return the bytes of a checkpoint's weights on disk, from its headers alone."""
     return summarize_weights(files).num_bytes
 
 
@@ -186,7 +186,7 @@ def _head_dim(file: GGUFFile, name: str) -> int:
     for key in ("attention.value_length", "rope.dimension_count"):
         other = file.get(f"{name}.{key}", int)
         if other is not None and other != head_dim:
-            raise ConfigError(f"{file.path}: {name}.{key} = {other} beside heads of {head_dim} is not supported")
+            raise ConfigError(f"{file.path}: {name}.{key} = {other} with heads of {head_dim} is not supported")
     return head_dim
 
 

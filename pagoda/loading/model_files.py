@@ -1,4 +1,4 @@
-"""ModelFiles: the weights of one model on this machine's disk, and what form they have."""
+"""ModelFiles: the files of a model on local disk, and their format."""
 
 from dataclasses import dataclass
 from pathlib import Path

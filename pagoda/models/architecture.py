@@ -17,12 +17,12 @@ def _nothing(values: Mapping[str, object]) -> dict[str, object]:
 class Architecture:
     """One kind of model.
 
-    hf_names: what config.json may say in `architectures`.   model: builds the tree.
-    read: settings in the words of config.json -> DecoderConfig.
-    hf: the forms a safetensors checkpoint may have; the first whose embedding is there is taken.
-    gguf_name: `general.architecture` of a GGUF, None where llama.cpp has no name of its own for it.
-    experts: whether the model has some; llama.cpp may have one name for both.
-    gguf_settings: settings that llama.cpp knows by heart instead of storing them, given those that it stores.
+    hf_names: values of `architectures` in config.json.   model: builds the tree.
+    read: settings with the names of config.json -> DecoderConfig.
+    hf: the possible namings of a safetensors checkpoint; the first whose embedding exists is used.
+    gguf_name: `general.architecture` of a GGUF, None if llama.cpp has no name for it.
+    experts: whether the model has experts; llama.cpp may use one name for both kinds.
+    gguf_settings: derives settings that llama.cpp does not store from those that it stores.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Model: the root of a tree, and what runs a forward asks of it."""
+"""Model: the root of a tree, as the code that runs a forward sees it."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from pagoda.ops.tensor import Tensor
 
 
 class Model(Module):
-    """A tree of layers and the order in which they compute. It receives the ops with every call and keeps none.
+    """A tree of layers and the order in which they compute. It receives the ops with every call and stores none.
 
     kv_groups: which attentions share a block table; a batch has one AttentionMetadata for each.
     """
@@ -20,7 +20,7 @@ class Model(Module):
     kv_groups: tuple[KVGroupSpec, ...]
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        """Final hidden states of the batch's tail, [num_tail, hidden], normed.
+        """Return the final hidden states of the batch's tail, [num_tail, hidden], normed.
 
         Writes the K and V of all its tokens to `kv` (one per attention, in the order of the tree). Computes with `ops`
         alone, so that a recorder given as `ops` records the forward.

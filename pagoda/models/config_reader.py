@@ -1,4 +1,4 @@
-"""ConfigReader: a checkpoint's settings, read typed and asserted; what is missing or strange is named in an error."""
+"""ConfigReader: read a checkpoint's settings with their types checked; errors name what is missing or invalid."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from pagoda.base.errors import ConfigError
 
 
 class _Required:
-    """The default of a setting that must be there."""
+    """The default of a required setting."""
 
 
 REQUIRED: Final = _Required()
@@ -20,7 +20,7 @@ _LARGEST: Final = 1e18
 
 
 class ConfigReader:
-    """Settings by name. `origin` (a file, or a section of one) stands in every message.
+    """Settings by name. `origin` (a file, or a section of one) is in every error message.
 
     Each reader returns the value, its default when absent or null, and raises ConfigError when it is of another
     type or absent without a default.
@@ -31,7 +31,7 @@ class ConfigReader:
         self.origin = origin
 
     def integer(self, key: str, default: int | _Required = REQUIRED, most: int = _MOST) -> int:
-        """An integer from 1 to `most`: a corrupt file must not make us allocate the world."""
+        """Return an integer from 1 to `most`, so that a corrupt file cannot cause huge allocations."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.wrong(key, "a positive integer")
@@ -88,7 +88,7 @@ class ConfigReader:
         return tuple(str(item) for item in value)
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them, as a tuple; empty when absent."""
+        """Return a token id or a list of them as a tuple; empty if absent."""
         value = self.values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         ids = tuple(
@@ -99,7 +99,7 @@ class ConfigReader:
         return ids
 
     def section(self, key: str) -> "ConfigReader | None":
-        """The settings nested under `key`; None when absent."""
+        """Return the settings nested under `key`, or None if absent."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -108,7 +108,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self.origin}: {key}")
 
     def has(self, key: str) -> bool:
-        """Whether `key` is there and not null."""
+        """Return whether `key` exists and is not null."""
         return self.values.get(key) is not None
 
     def choice(self, key: str, allowed: Sequence[str], default: str | _Required = REQUIRED) -> str:
@@ -121,7 +121,7 @@ class ConfigReader:
         return value
 
     def refuse(self, key: str, *harmless: object) -> None:
-        """ConfigError when `key` is set to anything but null, false or one of `harmless`."""
+        """Raise ConfigError if `key` is set to a value other than null, false or one of `harmless`."""
         value = self.values.get(key)
         if value is not None and value is not False and value not in harmless:
             raise ConfigError(f"{self.origin}: {key} = {abbreviate(value)} is not supported")

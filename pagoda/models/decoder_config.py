@@ -1,4 +1,4 @@
-"""DecoderConfig: what a decoder-only model must know besides its weights, and the reading that models share."""
+"""DecoderConfig: the configuration of a decoder-only model, and the functions that read it for several models."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class DecoderConfig:
 
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
     attention_scale: multiplies scores.   softcaps: 0 is off.   unit_offset_norms: norms multiply by 1 + weight.
-    experts: of the layers that have some.   dense_layers: indices of layers that have an MLP all the same.
+    experts: of the layers with experts.   dense_layers: indices of the layers with an MLP instead.
     """
 
     spec: ModelSpec
@@ -55,7 +55,7 @@ def read_decoder(
     windows: tuple[int, ...] | None = None,
     default_theta: float = 10_000.0,
 ) -> DecoderConfig:
-    """A Llama or one of the many models that name their settings like it; without biases.
+    """Read a Llama, or one of the many models with the same setting names; without biases.
 
     windows: per layer, None for full attention everywhere.
     """
@@ -72,9 +72,9 @@ def read_decoder(
 
 
 def read_experts(config: ConfigReader, inner_size_key: str, renormalize: bool) -> ExpertsConfig:
-    """The experts of a model, which must be SiLU-gated. Raises ConfigError where more are picked than there are."""
+    """Read the experts of a model, which must be SiLU-gated. Raises ConfigError if top_k exceeds their number."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
-    # transformers reads one for the other.
+    # transformers accepts both names.
     count_key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
     num_experts, top_k = config.integer(count_key, most=_MOST_EXPERTS), config.integer("num_experts_per_tok")
     if top_k > num_experts:
@@ -89,9 +89,9 @@ def read_spec(
     layer_windows: tuple[int, ...] | None = None,
     tie_embeddings: bool = False,
 ) -> ModelSpec:
-    """The shapes, in the words most checkpoints share.
+    """Read the shapes, by the names that most checkpoints share.
 
-    layer_windows: None is full attention everywhere.   tie_embeddings: what holds when the checkpoint does not say.
+    layer_windows: None is full attention everywhere.   tie_embeddings: the default of the setting.
     """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -127,7 +127,7 @@ def read_spec(
 
 
 def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], window: int) -> tuple[int, ...]:
-    """Per layer 0 or `window`. Raises ConfigError for a layer type that is not supported."""
+    """Return 0 or `window` per layer. Raises ConfigError for an unsupported layer type."""
     for layer, kind in enumerate(layer_types):
         if kind not in (FULL, SLIDING):
             raise ConfigError(
@@ -138,6 +138,6 @@ def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], w
 
 
 def read_activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
-    """The MLP's activation. Raises ConfigError for one that is not supported."""
+    """Return the MLP's activation. Raises ConfigError for an unsupported one."""
     known = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
     return known[config.choice(key, tuple(known), default)]

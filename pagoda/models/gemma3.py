@@ -5,7 +5,6 @@ Multimodal checkpoints (`text_config`) are served as text models; their vision t
 
 from collections.abc import Mapping, Sequence
 
-from pagoda.layers.attention import Attention
 from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rope_config import RopeConfig
@@ -20,14 +19,14 @@ from pagoda.models.decoder_config import (
     read_spec,
     windows_by_layer_types,
 )
-from pagoda.models.llama import Llama, LlamaLayer
+from pagoda.models.llama import Llama, LlamaLayer, attention_of
 from pagoda.models.naming import HF, Naming, gguf_naming
 from pagoda.models.read_rope import read_rope_parameters
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
-# Google's configs leave out what equals the first release; these are that release's values.
+# Google's configs omit settings that equal the first release; these are its values.
 _DEFAULTS: dict[str, object] = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -53,16 +52,7 @@ class Gemma3Layer(LlamaLayer):
             return RMSNorm(size, config.rms_norm_eps, unit_offset=True)
 
         self.input_layernorm = norm()
-        self.self_attn = Attention(
-            spec.hidden_size,
-            config.heads,
-            rotary,
-            window=spec.layer_windows[index],
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.attention_out_bias,
-        )
+        self.self_attn = attention_of(config, index, rotary)
         self.self_attn.q_norm = norm(spec.head_dim)
         self.self_attn.k_norm = norm(spec.head_dim)
         self.post_attention_layernorm = norm()

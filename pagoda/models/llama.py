@@ -22,21 +22,27 @@ from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
 
+def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention:
+    """Return the attention of layer `index`."""
+    return Attention(
+        config.spec.hidden_size,
+        config.heads,
+        rotary,
+        window=config.spec.layer_windows[index],
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.attention_out_bias,
+    )
+
+
 class LlamaLayer(Module):
     """Attention and a gated MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         spec, eps = config.spec, config.rms_norm_eps
         self.input_layernorm = RMSNorm(spec.hidden_size, eps)
-        self.self_attn = Attention(
-            spec.hidden_size,
-            config.heads,
-            rotary,
-            window=spec.layer_windows[index],
-            scale=config.attention_scale,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.attention_out_bias,
-        )
+        self.self_attn = attention_of(config, index, rotary)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps)
         self.mlp: GatedMLP | MoE = GatedMLP(
             spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias

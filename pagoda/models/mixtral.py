@@ -1,6 +1,6 @@
 """Mixtral: a Mistral with experts in place of every MLP.
 
-A Mixtral in a GGUF calls itself "llama", with experts.
+A GGUF names the architecture of a Mixtral "llama", with experts.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Naming: what a checkpoint calls the parameters of a model's tree, and how it stores them.
+"""Naming: the names of a model's parameters in a checkpoint, and how they are stored.
 
 The tree's own paths are the names that transformers gives, so a safetensors checkpoint needs substitutions only where
 it deviates. llama.cpp's names are a table.
@@ -25,7 +25,7 @@ class Naming:
 
     names: paths (numbers as `*`) to names, None if they are equal. The first number of a path goes where the name has a
         `*`; a further one (an expert) counts the matrices stacked in the tensor.
-    substitutions: regular expressions and replacements that make names of paths, where there is no table.
+    substitutions: regular expressions and replacements that turn paths into names, if there is no table.
     interleaved_rotary: rows that the rotary embedding turns are stored in llama.cpp's order, pairs (0, D/2),
         (1, D/2 + 1), ... next to each other in each head.
     unit_offset_stored: norms that multiply by 1 + weight are stored with the 1 added, as llama.cpp does.
@@ -39,7 +39,7 @@ class Naming:
     rope_factors: str | None = None
 
     def find(self, path: str) -> StoredTensor:
-        """The tensor of a path that ends in `.weight` or `.bias`; it may not be there."""
+        """Return the tensor of a path that ends in `.weight` or `.bias`; it may not exist."""
         if self.names is None:
             for pattern, replacement in self.substitutions:
                 path = re.sub(pattern, replacement, path)
@@ -81,7 +81,7 @@ _GGUF_LAYER = {
 
 
 def gguf_naming(layer: Mapping[str, str] | None = None, interleaved_rotary: bool = False) -> Naming:
-    """llama.cpp's names.   layer: what differs, by path within a layer."""
+    """Return llama.cpp's names.   layer: the exceptions, by path within a layer."""
     layers = {**_GGUF_LAYER, **(layer or {})}
     names = _GGUF_MODEL | {f"model.layers.*.{path}": f"blk.*.{name}" for path, name in layers.items()}
     return Naming(

@@ -32,7 +32,7 @@ def read(config: ConfigReader) -> DecoderConfig:
 
 
 def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    """llama.cpp renormalises Qwen3's experts without storing it."""
+    """Set what llama.cpp does not store: it always renormalises Qwen3's experts."""
     return {"norm_topk_prob": True}
 
 

@@ -1,4 +1,4 @@
-"""From a checkpoint's words to a RopeConfig."""
+"""Read a RopeConfig from a checkpoint's settings."""
 
 import math
 
@@ -10,14 +10,14 @@ _LARGEST_FACTOR = 1_000_000
 
 
 def read_rope(config: ConfigReader, default_theta: float = 10_000.0) -> RopeConfig:
-    """From `rope_parameters` (the newer form) or `rope_theta` with `rope_scaling` (the older one)."""
+    """Read `rope_parameters` (the newer form), or `rope_theta` with `rope_scaling` (the older one)."""
     parameters = config.section("rope_parameters") or config.section("rope_scaling") or ConfigReader({}, config.origin)
     theta = parameters.number("rope_theta", config.number("rope_theta", default_theta))
     return read_rope_parameters(parameters, theta, config.integer("max_position_embeddings"))
 
 
 def read_rope_parameters(parameters: ConfigReader, theta: float, max_position: int) -> RopeConfig:
-    """One set of rope parameters. Raises ConfigError for a type that is not supported."""
+    """Read one set of rope parameters. Raises ConfigError for an unsupported type."""
     supported = [kind.value for kind in RopeType]
     kind = RopeType(parameters.choice("rope_type" if parameters.has("rope_type") else "type", supported, "default"))
     parameters.refuse("partial_rotary_factor", 1, 1.0)

@@ -1,1 +1,1 @@
-"""The ops that models are written in, and the nouns they take. No torch: tensors are opaque here."""
+"""The ops that models call, and the types of their arguments. No torch: tensors are opaque here."""

@@ -24,7 +24,7 @@ class KVLayer(Generic[TensorT]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata(Generic[TensorT]):
-    """The batch as one KV group sees it. The tokens of a row are consecutive in the token dimension.
+    """The batch for one KV group. The tokens of a row are consecutive in the token dimension.
 
     query_start: int32 [num_rows + 1], row i's tokens are query_start[i] .. query_start[i+1] - 1.
     seq_lens: int32 [num_rows], tokens in the cache once this step's KV is written (start + num_new);
@@ -46,7 +46,7 @@ class AttentionMetadata(Generic[TensorT]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail(Generic[TensorT]):
-    """The tokens whose final hidden states are wanted: the last few of some rows, at least one in all.
+    """The tokens whose final hidden states are needed: the last few of some rows, at least one token in total.
 
     The other tokens only leave their K and V in the last layer's cache.
 

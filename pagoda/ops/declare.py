@@ -1,4 +1,4 @@
-"""Declaring an op: what its arguments are, what it reads and writes, and what comes out.
+"""Declare an op: its arguments, what it reads and writes, and its results.
 
 `op(...)` decorates a method of `ForwardOps` with what Python's types cannot say. From the declaration follow the op's
 argument struct, its C prototype, the binding, how it is recorded and replayed, and the checks of its arguments.
@@ -32,7 +32,7 @@ class Domain(IntEnum):
     """What the rows of a value are: how many there are differs from batch to batch."""
 
     TOKENS = 0  # the batch's tokens
-    TAIL = 1  # the tokens whose final hidden states are wanted
+    TAIL = 1  # the tokens whose final hidden states are needed
     LOGITS = 2  # the rows that give logits
     ENCODER = 3  # an encoder's positions
 
@@ -56,10 +56,10 @@ class Slots(Enum):
 class Rows:
     """An activation or an input of the batch: [rows], [rows, dim] or [rows, heads, dim].
 
-    dtype: one that it must have, or the name of an argument whose dtype it shares; None is any float.
-    like: an argument whose shape it has.   below: it holds indices of that argument's rows, and is checked to.
-    contiguous: rows must follow each other without gaps (within a row elements always do).
-    any_domain: its rows need not be those of the other arguments.
+    dtype: the required dtype, or the name of an argument with the same dtype; None is any float.
+    like: an argument of the same shape.   below: an argument whose rows it indexes; the indices are checked.
+    contiguous: rows must be adjacent (elements within a row always are).
+    any_domain: its rows may be of another domain than those of the other arguments.
     """
 
     dtype: DType | str | None = None
@@ -154,8 +154,8 @@ class Op:
 
     folder: where its kernels are, in pagoda/kernels.   arguments, outputs: by name, in order.
     signature: the Python signature, without self.
-    check: given the shapes and the arguments, raises ValueError for those that do not fit each other.
-    parts: for an op without a kernel: its results, which are views of its first argument, given the other arguments.
+    check: receives the shapes and the arguments, and raises ValueError if they do not fit together.
+    parts: for an op without a kernel: returns its results, views of its first argument, from the other arguments.
     """
 
     name: str
@@ -228,8 +228,9 @@ def _check_names(name: str, argument: Argument, arguments: Mapping[str, Argument
 
 
 def declared_ops(*owners: type) -> dict[str, Op]:
-    """The op table: what the methods of `owners` declare, by name, in order. Raises TypeError for a method that does
-    not.
+    """Return the op table: the ops that the methods of `owners` declare, by name, in order.
+
+    Raises TypeError for a method that declares none.
     """
     table: dict[str, Op] = {}
     for owner in owners:

@@ -1,6 +1,6 @@
 """The op table: every op that a model's forward may call, each declared once.
 
-A model computes with nothing else, so the same declarative forward runs on the reference kernels, on the native CPU
+A model only computes with these ops, so the same declarative forward runs on the reference kernels, on the native CPU
 ones, on a GPU, or is recorded once and replayed.
 
 Shapes: T tokens, H query heads, K KV heads, D head size, S selected rows, E experts. x may be float32, bfloat16 or

