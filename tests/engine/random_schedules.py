@@ -56,7 +56,7 @@ class Trace:
 
 
 class TappedSampler:
-    """A Sampler that notes the bits of the logits before anything is done to them."""
+    """A Sampler that notes the bits of the logits before anything is done to them, except after a wrong draft."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -73,11 +73,16 @@ class TappedSampler:
     ) -> Sampled:
         assert logits.dtype == torch.float32
         seeds = table.seeds[rows].tolist()
-        for values, seed, position in zip(logits.numpy(), seeds, positions.tolist(), strict=True):
-            if seed < FIRST_FILLER_SEED:
-                digest = hashlib.blake2b(values, digest_size=12).digest()
+        digests = [hashlib.blake2b(values, digest_size=12).digest() for values in logits.numpy()]
+        drawn = self._sampler.sample(logits, table, rows, positions, masks)
+        wrong: set[int] = set()
+        draws = zip(rows.tolist(), seeds, positions.tolist(), digests, drawn.tokens.tolist(), strict=True)
+        for row, seed, position, digest, token in draws:
+            if seed < FIRST_FILLER_SEED and row not in wrong:
                 assert self.trace.logits.setdefault((seed, position), digest) == digest, "drawn twice, not the same"
-        return self._sampler.sample(logits, table, rows, positions, masks)
+            if token != table.token_ids[row, position]:  # the draft; of a row's last draw there is none
+                wrong.add(row)
+        return drawn
 
 
 class StepCounter:
@@ -233,6 +238,19 @@ def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, ob
         "pipeline_depth": depth,
         "async_scheduling": depth > 1 and bool(rng.random() < 0.7),
         "threads": int(rng.choice([1, 2])),
+    }
+
+
+def random_speculation(rng: np.random.Generator, draft_model: str) -> dict[str, object]:
+    """Return a speculative_config, of any method; mostly one that drafts as much as it may."""
+    method = str(rng.choice(["ngram", "suffix", "layer_skip", "draft_model"]))
+    return {
+        "method": method,
+        "num_speculative_tokens": int(rng.integers(1, 6)),
+        "prompt_lookup_min": 1,
+        "suffix_decoding_max_spec_factor": 4.0,
+        "adaptive": bool(rng.random() < 0.2),
+        **({"model": draft_model} if method == "draft_model" else {}),
     }
 
 

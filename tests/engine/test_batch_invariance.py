@@ -28,6 +28,7 @@ from tests.engine.random_schedules import (
     play,
     random_options,
     random_script,
+    random_speculation,
 )
 
 MAX_MODEL_LEN = 384
@@ -99,8 +100,9 @@ def check(
     most_watched: int = 16,
     most_fillers: int = 56,
     num_groups: int = 1,
+    draft_model: Path | None = None,
 ) -> Counter[str]:
-    """Play a random schedule for each seed; returns what happened in them."""
+    """Play a random schedule for each seed, with drafts if there is a draft model; return what happened in them."""
     counts: Counter[str] = Counter()
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -108,11 +110,14 @@ def check(
         for name in ("num_blocks", "num_host_blocks"):
             drawn[name] *= num_groups  # type: ignore[operator]
         script = random_script(rng, watched, vocab_size, most_watched, most_fillers)
+        if draft_model is not None:
+            drawn |= {"async_scheduling": False, "speculative_config": random_speculation(rng, str(draft_model))}
         core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **options, **drawn})
         play(core, trace, script)
         stats = core.make_stats()
         core.shutdown()
         counts.update({"prefix hits": stats.prefix_hits, "preempted": stats.preemptions, "swapped": stats.swap_outs})
+        counts.update({"drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens})
         counts[f"threads {drawn['threads']}"] += 1
         assert not differences(expected, trace, script.requests), f"schedule {seed}: {drawn}"
     return counts
@@ -157,6 +162,37 @@ def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
 def test_windows_and_several_groups(mixed: Path) -> None:
     expected = reference(mixed, tiny_watched(), {"dtype": "bfloat16", "num_blocks": 300})
     check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 106), VOCAB, num_groups=3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_of_schedules_with_drafts(llama: Path, mode: str) -> None:
+    """Every method, in all kinds of schedules: the bits are those without drafts."""
+    expected = reference(llama, tiny_watched(), MODES[mode])
+    first = 500 + 10 * list(MODES).index(mode)
+    counts = check(llama, tiny_watched(), expected, MODES[mode], range(first, first + 5), VOCAB, draft_model=llama)
+    assert 0 < counts["accepted"] < counts["drafted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_schedules_with_drafts(llama: Path, mixed: Path, mode: str) -> None:
+    """25 per mode, every fifth of them on the model with several groups."""
+    options = MODES[mode]
+    first = 20_000 + 100 * list(MODES).index(mode)
+    expected = reference(llama, tiny_watched(), options)
+    check(llama, tiny_watched(), expected, options, range(first, first + 20), VOCAB, draft_model=llama)
+    options = {**options, "dtype": "bfloat16"}
+    expected = reference(mixed, tiny_watched(), {**options, "num_blocks": 300})
+    check(
+        mixed,
+        tiny_watched(),
+        expected,
+        options,
+        range(first + 20, first + 25),
+        VOCAB,
+        num_groups=3,
+        draft_model=mixed,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,7 +18,7 @@ class OutputPool:
     """Texts by owner: only those of the same owner (a cache salt) are found."""
 
     def __init__(self, capacity: int, max_texts: int) -> None:
-        """capacity: tokens held, 16 bytes each.   max_texts: texts held; the oldest go first."""
+        """capacity: tokens held, 20 bytes each.   max_texts: texts held; the oldest go first."""
         self._capacity = capacity
         self._max_texts = max_texts
         self._tokens = np.full(capacity, _BETWEEN, np.int32)

@@ -1,8 +1,8 @@
 """SuffixDrafter: continue the longest suffix that occurred earlier, in the row's own text or in finished outputs.
 
 Oliaro et al., "SuffixDecoding", 2024. The matches are those that suffix trees over the same texts would give (of
-finished outputs, the last 16 occurrences); vector instructions find them without a tree, in 4 bytes per token for a
-running request and 16 bytes per token for finished ones.
+finished outputs, the last 16 occurrences); vector instructions find them without a tree, with no memory of
+their own for running requests and 20 bytes per token for finished ones.
 """
 
 from collections.abc import Sequence
