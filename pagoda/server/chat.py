@@ -75,7 +75,8 @@ class ChatApi:
         )
         prompt = await cancel_on_disconnect(http, rendering)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        params = use.constrain(body, body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs))
+        plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
+        params = use.constrain(body, plain, state.generator.llm.input_processor.tokenizer)
 
         def answer_format(head: Head, generation: Generation) -> ChatFormat:
             reasons = template_reasons(template)

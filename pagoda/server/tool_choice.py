@@ -8,6 +8,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.generic_tools import lacks_tools
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, MAX_CALLS, Tool
+from pagoda.engine.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.state import ServerState
@@ -44,7 +45,7 @@ class ToolUse:
             raise ApiError(400, "tool_choice: this server reads no tool calls (--tool-call-parser)", "tool_choice")
         return cls(tools, parser, is_generic, is_forced)
 
-    def constrain(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
+    def constrain(self, body: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """Return params with the grammar of the calls, where there is one.
 
         It is there if a call is forced, if a tool is `strict`, and for the generic format. Raises RequestError for a
@@ -64,9 +65,18 @@ class ToolUse:
             name, most = body.tool_choice.function["name"], 1
             tools = [tool for tool in tools if tool.name == name]
         form = CALL_FORMATS[self.parser]
+        marker_id = _special_token(tokenizer, form.list_marker)
         if self.is_forced:
-            text = form.forced(tools, most)
+            text = form.forced(tools, most, marker_id)
         else:
             loose = [] if self.is_generic else [tool.name for tool in tools if tool.name not in strict]
-            text = form.free(tools, loose, most)
+            text = form.free(tools, loose, most, marker_id)
         return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=text, source="tools"))
+
+
+def _special_token(tokenizer: Tokenizer, text: str | None) -> int | None:
+    """Return the special token of this text, or None."""
+    if text is None:
+        return None
+    written = text.encode()
+    return next((i for i in sorted(tokenizer.facts.special_token_ids) if tokenizer.token_bytes(i) == written), None)

@@ -31,7 +31,14 @@ def tools_of(*names: str, strict: bool | None = None) -> list[Any]:
     return [{"type": "function", "function": one} for one in functions]
 
 
-TEMPLATES = {"generic": {}, "hermes": {"chat_template": HERMES}, "llama_json": {"chat_template": LLAMA}}
+BARE = HERMES.replace("</tool_call>", "")
+TEMPLATES = {
+    "generic": {},
+    "hermes": {"chat_template": HERMES},
+    "llama_json": {"chat_template": LLAMA},
+    "mistral": {"chat_template": BARE.replace("<tool_call>", "[TOOL_CALLS]")},
+    "granite": {"chat_template": BARE.replace("<tool_call>", "<|tool_call|>")},
+}
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Zürich?"}], "max_tokens": 900, "temperature": 0.7}
 
 

@@ -47,6 +47,7 @@ class CallFormat:
     opening, closing: text around one call.   separator: between two calls.   name_key, arguments_key: of its JSON.
     starts_answer: a call is not introduced by `opening` in the middle of a text, but is the answer from its first
         character on.
+    list_marker: the calls are one JSON list after this text, or after the special token of this text. Or None.
     """
 
     opening: str
@@ -54,17 +55,31 @@ class CallFormat:
     separator: str
     arguments_key: str
     starts_answer: bool = False
+    list_marker: str | None = None
 
-    def forced(self, tools: Sequence[Tool], max_calls: int) -> str:
-        """Return the grammar of an answer of 1 to `max_calls` calls and nothing else."""
-        return "\n".join([f"start: {self._calls(max_calls)}", *self._call_rules(tools, (), with_opening=True)])
+    def forced(self, tools: Sequence[Tool], max_calls: int, marker_id: int | None = None) -> str:
+        """Return the grammar of an answer of 1 to `max_calls` calls and nothing else.
 
-    def free(self, tools: Sequence[Tool], loose: Sequence[str], max_calls: int) -> str:
+        marker_id: the special token that `list_marker` is in this vocabulary, if it is one.
+        """
+        start = self._calls(max_calls)
+        if self.list_marker is not None:
+            start = f"{self._marker(marker_id)} calls"
+        return "\n".join([f"start: {start}", *self._call_rules(tools, (), max_calls, with_opening=True)])
+
+    def free(self, tools: Sequence[Tool], loose: Sequence[str], max_calls: int, marker_id: int | None = None) -> str:
         """Return the grammar of an answer in which calls may occur. loose: names of tools with any arguments."""
+        if self.list_marker is not None:
+            opened = f"TEXT? {self._marker(marker_id)}" if marker_id is not None else "opened"
+            rules = [f"start: {opened} calls | TEXT", _TEXT]
+            if marker_id is None:
+                rules.append(f"opened[lazy]: TEXT {literal(self.list_marker)}")
+            return "\n".join([*rules, *self._call_rules(tools, loose, max_calls, with_opening=True)])
         if self.starts_answer:
             calls = self._calls(max_calls)
             text = r"OTHER: /[^{](.|\n)*/"
-            return "\n".join([f"start: OTHER | {calls}", text, *self._call_rules(tools, loose, with_opening=True)])
+            rules = self._call_rules(tools, loose, max_calls, with_opening=True)
+            return "\n".join([f"start: OTHER | {calls}", text, *rules])
         many = f"{{0,{max_calls}}}"
         return "\n".join(
             [
@@ -72,7 +87,7 @@ class CallFormat:
                 "tail: TEXT",
                 f"opened[lazy]: TEXT {literal(self.opening.rstrip())}",
                 _TEXT,
-                *self._call_rules(tools, loose, with_opening=False),
+                *self._call_rules(tools, loose, max_calls, with_opening=False),
             ]
         )
 
@@ -80,7 +95,13 @@ class CallFormat:
         more = f" ({literal(self.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
         return f"call{more}"
 
-    def _call_rules(self, tools: Sequence[Tool], loose: Sequence[str], *, with_opening: bool) -> list[str]:
+    def _marker(self, marker_id: int | None) -> str:
+        assert self.list_marker is not None
+        return literal(self.list_marker) if marker_id is None else f"<[{marker_id}]>"
+
+    def _call_rules(
+        self, tools: Sequence[Tool], loose: Sequence[str], max_calls: int, *, with_opening: bool
+    ) -> list[str]:
         opening = literal(self.opening) if with_opening and self.opening else ""
         closing = literal(self.closing) if self.closing else ""
         if not with_opening:  # in free text, the white space inside the tags is the model's choice
@@ -89,6 +110,8 @@ class CallFormat:
             f"call: {opening} ({' | '.join(f'tool{i}' for i in range(len(tools)))}) {closing}",
             r"WS: /[ \n]{1,2}/",
         ]
+        if self.list_marker is not None:
+            rules.append(f'calls: WS? "[" {self._calls(max_calls)} "]"')
         for i, tool in enumerate(tools):
             begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments_key}": '
             rules.append(f"tool{i}: {literal(begin)} arguments{i} {literal('}')}")
@@ -101,5 +124,7 @@ CALL_FORMATS: Registry[CallFormat] = Registry(
     {
         "hermes": CallFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
         "llama_json": CallFormat("", "", "; ", "parameters", starts_answer=True),
+        "mistral": CallFormat("", "", ", ", "arguments", list_marker="[TOOL_CALLS]"),
+        "granite": CallFormat("", "", ", ", "arguments", list_marker="<|tool_call|>"),
     },
 )

@@ -7,13 +7,13 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.byte_tokenizer import ByteTokenizer
+from pagoda.engine.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
 from pagoda.server.tool_parsers import TOOL_PARSERS
-from tests.engine.grammars.matching import accepts
+from tests.engine.grammars.matching import accepts, allowed, ready
 
 CITY = {
     "type": "object",
@@ -35,6 +35,13 @@ FORCED: dict[str, tuple[list[str], list[str]]] = {
         ["", "text", f"{LLAMA} and", LLAMA.replace("Zürich", "Rom"), "{}"],
     ),
 }
+LIST = '[{"name": "weather", "arguments": {"city": "Bern"}}]'
+PAIR = LIST.replace("}}]", '}}, {"name": "now", "arguments": {}}]')
+for name, marker in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>")):
+    FORCED[name] = (
+        [marker + LIST, f"{marker} {PAIR}"],
+        ["", "text", LIST, marker + LIST + "x", marker + LIST.replace("Bern", "Rom"), f"{marker}[]"],
+    )
 FREE: dict[str, tuple[list[str], list[str]]] = {
     "hermes": (
         ["", "text", f"text {HERMES}", f"{HERMES} {HERMES_NOW} text", "a <tool b", HERMES.replace("\n", "")],
@@ -42,6 +49,11 @@ FREE: dict[str, tuple[list[str], list[str]]] = {
     ),
     "llama_json": (["text", LLAMA, f"{LLAMA}; {LLAMA}"], [LLAMA.replace("Zürich", "Rom"), '{"text": 1}']),
 }
+for name, marker in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>")):
+    FREE[name] = (
+        ["", "text", marker + LIST, f"text {marker}{PAIR}", "[1, 2]"],
+        [marker + LIST.replace("Bern", "Rom"), f"{marker}text"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +84,8 @@ def test_forced_calls(backend: LlguidanceBackend, name: str) -> None:
             call in [("weather", {"city": c}) for c in ("Bern", "Zürich")] or call == ("now", {}) for call in calls
         )
     many = CALL_FORMATS[name].separator.join([good[0]] * 4)
+    if CALL_FORMATS[name].list_marker is not None:
+        many = good[0].replace("]", ", ".join(["", *[LIST[1:-1]] * 3]) + "]", 1 if name == "granite" else 2)
     assert not accepts(backend, ByteTokenizer(), grammar, many)
     single = text_of(CALL_FORMATS[name].forced(TOOLS, 1))
     assert not accepts(backend, ByteTokenizer(), single, good[-1])
@@ -87,6 +101,47 @@ def test_calls_in_text(backend: LlguidanceBackend, name: str) -> None:
         assert len(calls_in(name, text)) == text.count('"name"')
     loose = text_of(CALL_FORMATS[name].free(TOOLS, ["weather"], 3))
     assert accepts(backend, ByteTokenizer(), loose, bad[0])
+
+
+@pytest.mark.parametrize("name", ["mistral", "granite"])
+def test_a_marker_that_is_a_special_token(backend: LlguidanceBackend, name: str) -> None:
+    """It is asked for by its id, and text cannot stand for it."""
+    forced = ready(backend, text_of(CALL_FORMATS[name].forced(TOOLS, 1, BOS)))
+    assert allowed(backend, forced) == {BOS}
+    forced.advance([BOS, *LIST.encode()])
+    assert forced.error == ""
+    assert allowed(backend, forced) == {EOS}
+    assert calls_in(name, LIST) == [("weather", {"city": "Bern"})]
+    free = ready(backend, text_of(CALL_FORMATS[name].free(TOOLS, [], 1, BOS)))
+    assert {BOS, EOS, ord("a")} <= allowed(backend, free)
+    free.advance([*b"text ", BOS])
+    assert ord("[") in allowed(backend, free)
+    assert ord("a") not in allowed(backend, free)
+
+
+@pytest.mark.parametrize("name", ["mistral", "granite"])
+def test_lists_that_are_no_calls_stay_text(name: str) -> None:
+    marker = str(CALL_FORMATS[name].list_marker)
+    for text in (
+        "[1, 2] and more",
+        '[{"a": 1}]',
+        f"a {marker}",
+        f"b {marker} nothing",
+        f"{marker}[1]",
+        marker[:-1],
+        "[",
+        " ",
+    ):
+        for pieces in (list(text), [text]):
+            parser = TOOL_PARSERS[name]()
+            parsed = [*map(parser.feed, pieces), parser.end()]
+            assert [call for one in parsed for call in one.calls] == []
+            content = "".join(one.content for one in parsed)
+            assert content == text
+    parser = TOOL_PARSERS[name]()
+    parsed = [*map(parser.feed, f"Look. {marker} {PAIR} Done"), parser.end()]
+    assert "".join(one.content for one in parsed).replace(" ", "") == "Look.Done"
+    assert [call.name for one in parsed for call in one.calls] == ["weather", "now"]
 
 
 def test_a_name_is_written_as_json_writes_it(backend: LlguidanceBackend) -> None:
