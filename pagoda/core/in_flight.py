@@ -36,13 +36,14 @@ class StepsInFlight:
             self.last_prompt_step_s = result.duration_s or clock.now() - planned_at_s
 
     def departed(self, sequence: Sequence) -> int:
-        """The sequence leaves its row. Return the last step that may name the row, 0 if none does."""
-        row = sequence.row
+        """The sequence leaves its row. Return the last step in flight that names the row, 0 if none does."""
+        row, last_step = sequence.row, 0
         for output in self.outputs:
             if (output.rows == row).any() or (output.sample_rows == row).any():
                 self._steps_of.setdefault(sequence, set()).add(output.step)
                 self._departed.setdefault(output.step, []).append(sequence)
-        return self.outputs[-1].step if self.outputs else 0
+                last_step = output.step
+        return last_step
 
     def unpin(self, step: int) -> None:
         """The results of `step` are committed: sequences that left its rows no longer wait for it."""

@@ -17,6 +17,7 @@ from pagoda.engine.template_process import ProtectedRenderer, TemplateLimits, Te
 MARKS = SpecialMarks(["<|im_start|>", "<|im_end|>"])
 LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 LIMITS = TemplateLimits(timeout_s=1.0, memory_bytes=256 * 2**20)
+PATIENT = TemplateLimits(timeout_s=20.0, memory_bytes=256 * 2**20)  # for what must end by another limit
 
 
 def job(text: str, is_own: bool = False, **more: Any) -> TemplateJob:
@@ -27,6 +28,13 @@ def job(text: str, is_own: bool = False, **more: Any) -> TemplateJob:
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
     process = TemplateProcess(LIMITS)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[TemplateProcess]:
+    process = TemplateProcess(PATIENT)
     yield process
     process.close()
 
@@ -42,30 +50,35 @@ def test_it_renders_what_is_rendered_here(process: TemplateProcess) -> None:
     )
 
 
+@pytest.mark.parametrize("text", [LOOP, "{{ 9 ** (9 ** (9 ** 9)) }}"])
+def test_what_does_not_end_is_ended(process: TemplateProcess, text: str) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(RequestError, match="stopped after 1 s"):
+        process.render(job(text))
+    assert time.monotonic() - began_s < 8
+    assert process.render(job("{{ messages[0].content }}")) == "hi"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (LOOP, "stopped after 1 s"),
         ("{{ 'a'|center(5000000000) }}", "memory"),
         ("{{ 'a' * 5000000000 }}", "memory"),
         ("{% set n = messages|length * 5000000000 %}{{ 'a'|center(n) }}", "memory"),
         ("{{ ('a' * 1000000) * 1000000 }}", "memory"),
         ("{% for a in range(100) %}{{ 'a' * 100000000 }}{% endfor %}", "memory"),
-        ("{{ 9 ** (9 ** (9 ** 9)) }}", "stopped after 1 s"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ range(10**9) | list }}", "Range too big"),
         ("{{ raise_exception('a' * 10000000) }}", "10000000 characters"),
         ("{{ '(' * 100 }}" + "{{ " + "(" * 20000 + ")" * 20000 + " }}", "nested too deeply"),
     ],
 )
-def test_what_does_not_end_is_ended(process: TemplateProcess, text: str, said: str) -> None:
-    began_s = time.monotonic()
+def test_what_grows_too_large_is_ended(patient: TemplateProcess, text: str, said: str) -> None:
     # Which recursion runs out first, jinja's or the compiler's, depends on the version of Python; both are a 400.
     with pytest.raises((RequestError, ConfigError), match=said) as caught:
-        process.render(job(text))
+        patient.render(job(text))
     assert len(str(caught.value)) < 1000
-    assert time.monotonic() - began_s < 8
-    assert process.render(job("{{ messages[0].content }}")) == "hi"
+    assert patient.render(job("{{ messages[0].content }}")) == "hi"
 
 
 def test_a_template_that_is_not_jinja(process: TemplateProcess) -> None:
