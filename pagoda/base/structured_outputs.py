@@ -25,6 +25,8 @@ class StructuredOutputsParams:
     disable_additional_properties: objects of a JSON schema without `additionalProperties` take no other properties.
     whitespace_pattern: a regular expression for the white space between the tokens of JSON; at most one match stands
         in each place. By default a space, or a line break and its indentation.
+    reasoning_end: what ends the model's reasoning, as text or as the id of a special token; free text up to it comes
+        first. None: the form holds from the first token on.
     source: the field of the caller's request that this was made from, for errors.
     """
 
@@ -37,12 +39,15 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    reasoning_end: str | int | None = None
     source: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # normalise the fields of the frozen record during construction
         for name in ("json", "structural_tag"):
             put(self, name, _json_text(name, getattr(self, name)))
+        if not isinstance(self.reasoning_end, int):
+            _check_text("reasoning_end", self.reasoning_end)
         for name in ("regex", "grammar", "whitespace_pattern"):
             _check_text(name, getattr(self, name))
         if self.choice is not None:

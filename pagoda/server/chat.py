@@ -1,5 +1,6 @@
 """POST /v1/chat/completions"""
 
+import dataclasses
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,11 +31,12 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.logprobs import chat_logprobs, prompt_logprobs_in_slices
 from pagoda.server.protocol import ChatCompletionRequest
+from pagoda.server.reasoning import CLOSE as REASONING_END
 from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning, template_reasons
 from pagoda.server.respond import Head, Prepared, respond
 from pagoda.server.state import ServerState
 from pagoda.server.streams import cancel_on_disconnect
-from pagoda.server.tool_choice import ToolUse
+from pagoda.server.tool_choice import ToolUse, special_token
 from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser
 
 router = APIRouter()
@@ -76,7 +78,12 @@ class ChatApi:
         prompt = await cancel_on_disconnect(http, rendering)
         top = (body.top_logprobs or 0) if body.logprobs else None
         plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
-        params = use.constrain(body, plain, state.generator.llm.input_processor.tokenizer)
+        tokenizer = state.generator.llm.input_processor.tokenizer
+        params = use.constrain(body, plain, tokenizer)
+        if params.structured_outputs is not None and template_reasons(template) and opens_reasoning(prompt.text):
+            end: str | int | None = special_token(tokenizer, REASONING_END)
+            form = dataclasses.replace(params.structured_outputs, reasoning_end=REASONING_END if end is None else end)
+            params = dataclasses.replace(params, structured_outputs=form)
 
         def answer_format(head: Head, generation: Generation) -> ChatFormat:
             reasons = template_reasons(template)

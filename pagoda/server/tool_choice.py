@@ -65,7 +65,7 @@ class ToolUse:
             name, most = body.tool_choice.function["name"], 1
             tools = [tool for tool in tools if tool.name == name]
         form = CALL_FORMATS[self.parser]
-        marker_id = _special_token(tokenizer, form.list_marker)
+        marker_id = special_token(tokenizer, form.list_marker)
         if self.is_forced:
             text = form.forced(tools, most, marker_id)
         else:
@@ -74,7 +74,7 @@ class ToolUse:
         return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=text, source="tools"))
 
 
-def _special_token(tokenizer: Tokenizer, text: str | None) -> int | None:
+def special_token(tokenizer: Tokenizer, text: str | None) -> int | None:
     """Return the special token of this text, or None."""
     if text is None:
         return None

@@ -123,6 +123,19 @@ def test_what_is_not_a_form_is_refused(fake_server: LiveServer, fields: dict[str
             assert said in answer["error"]["message"]
 
 
+def test_a_model_that_is_thinking_may_finish_its_thought(fake_server: LiveServer) -> None:
+    """The prompt ends with an open <think>: the form holds from </think> on."""
+    template = "{{ messages[0].content }}{# </think> #}<think>\n"
+    body = {**CHAT, "chat_template": template, "guided_choice": ["yes"], "max_tokens": 12}
+    status, answer = fake_server.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    assert len(message["reasoning_content"]) > 12
+    assert message["content"] == ""
+    closed = {**body, "chat_template": "{{ messages[0].content }}{# </think> #}"}
+    assert fake_server.post("/v1/chat/completions", closed)[1]["choices"][0]["message"]["content"] == "yes"
+
+
 def test_one_prompt_after_another_and_many_at_once(fake_server: LiveServer) -> None:
     """New grammars compile while others run; nobody gets another's."""
 

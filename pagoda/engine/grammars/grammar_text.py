@@ -3,6 +3,7 @@
 `json_rule` and `literal` are the pieces that tool calls are made of too (`tool_grammar.py`).
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
 go on with white space for ever."""
 _FIELD = "structured_outputs"
+_SEVERAL = '{"grammars": ['
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,25 @@ def grammar_text(params: StructuredOutputsParams, field_name: str = _FIELD) -> G
 
     field_name: the request's field that the parameters come from, for errors.
     """
-    return _BUILDERS[params.kind](params, field_name)
+    grammar = _BUILDERS[params.kind](params, field_name)
+    if params.reasoning_end is None:
+        return grammar
+    return dataclasses.replace(grammar, text=_after_reasoning(grammar.text, params.reasoning_end))
+
+
+def library_form(text: str) -> str:
+    """Return a grammar's text as the library takes it: one grammar, or a list of them that name each other."""
+    return text if text.startswith(_SEVERAL) else json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _after_reasoning(text: str, end: str | int) -> str:
+    """Return a grammar of free text up to `end`, then of `text`, which keeps its own names."""
+    if isinstance(end, int):
+        before = [f"reasoning: TEXT? <[{end}]>", r"TEXT: /(.|\n)*/"]
+    else:
+        before = [rf"reasoning[lazy]: /(.|\n)*/ {literal(end)}"]
+    first = "\n".join(["start: reasoning SPACE? @answer", *before, r"SPACE: /[ \n]{1,4}/"])
+    return json.dumps({"grammars": [{"lark_grammar": first}, {"name": "answer", "lark_grammar": text}]})
 
 
 def literal(text: str) -> str:
@@ -104,6 +124,8 @@ def _of_regex(params: StructuredOutputsParams, field_name: str) -> GrammarText:
 def _of_grammar(params: StructuredOutputsParams, field_name: str) -> GrammarText:
     assert params.grammar is not None
     text = params.grammar
+    if text.lstrip().startswith("{"):  # the library would take it for its own JSON form, with options of its own
+        raise RequestError(f"{field_name}: a grammar is rules in Lark's syntax or GBNF, not JSON", field_name)
     if _GBNF_RULE.search(text):
         text = _gbnf_to_lark(text, field_name)
     return GrammarText(_with_json_rewritten(text, field_name, JsonStyle.of(params)))

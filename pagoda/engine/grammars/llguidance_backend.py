@@ -12,6 +12,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from pagoda.base.errors import PagodaError
 from pagoda.core.grammar import GrammarMatcher, MaskWork
+from pagoda.engine.grammars.grammar_text import library_form
 from pagoda.engine.grammars.vocabulary import LibraryVocabulary, Vocabulary
 from pagoda.engine.tokenizer import Tokenizer
 
@@ -32,7 +33,7 @@ def library_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]]
 
 def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     """Return a matcher at the beginning of a grammar; look at its `get_error`. Releases the GIL."""
-    return LLMatcher(tokenizer, LLMatcher.grammar_from_lark(text), log_level=_QUIET, limits=LIMITS)
+    return LLMatcher(tokenizer, library_form(text), log_level=_QUIET, limits=LIMITS)
 
 
 class LlguidanceMatcher:

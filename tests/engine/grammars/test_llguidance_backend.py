@@ -11,7 +11,7 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork, num_mask_words
-from pagoda.engine.byte_tokenizer import EOS, ByteTokenizer
+from pagoda.engine.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import MAX_GRAMMARS, LlguidanceBackend
 from pagoda.engine.load_tokenizer import load_tokenizer
@@ -86,6 +86,26 @@ def test_real_vocabularies(name: str) -> None:
     start = allowed(backend, matcher, vocab)
     assert {tokenizer.token_bytes(token)[:1] for token in start} == {b"{"}
     assert accepts(backend, tokenizer, text_of(regex="[a-zé ]{3,40}"), "une journée à été"[:11], vocab)
+
+
+def test_reasoning_comes_first_and_is_free(backend: LlguidanceBackend) -> None:
+    grammar = text_of(json=SCHEMA, reasoning_end="</think>")
+    tokenizer = ByteTokenizer()
+    for text in ('Let me see. {"a": 5}\n</think>\n\n{"a":"x"}', '</think>{"a":"x"}'):
+        assert accepts(backend, tokenizer, grammar, text)
+    for text in ('{"a":"x"}', 'Hm.</think>{"a":"z"}', "Hm.</think>"):
+        assert not accepts(backend, tokenizer, grammar, text)
+    by_id = ready(backend, text_of(choice=["yes"], reasoning_end=BOS))
+    by_id.advance([*b"Hm. ", BOS])
+    assert allowed(backend, by_id) == {ord("y"), ord(" "), ord("\n")}
+
+
+def test_a_grammar_in_the_librarys_own_form_is_refused() -> None:
+    """It could carry options, such as one that ignores unknown keywords."""
+    own = json.dumps({"grammars": [{"json_schema": {"x-guidance": {"lenient": True}, "not": {}}}]})
+    for text in (own, f"\n {own}"):
+        with pytest.raises(RequestError, match="not JSON"):
+            text_of(grammar=text)
 
 
 def test_masks_of_drafts_equal_those_of_single_steps(backend: LlguidanceBackend) -> None:
