@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
-from pagoda.base.model_spec import ModelSpec
 from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.json_file import read_json_object
@@ -30,11 +29,6 @@ class WeightSummary:
     num_bytes: int
     num_parameters: int
     bytes_by_type: dict[str, int]
-
-
-def read_model_spec(files: ModelFiles) -> ModelSpec:
-    """Return the shapes of a model. Raises ConfigError that names what is unsupported, missing or malformed."""
-    return read_architecture(files)[1].spec
 
 
 def read_model(files: ModelFiles) -> Model:
@@ -64,11 +58,6 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
             sizes[entry.dtype] += entry.num_bytes
             num_parameters += _count(entry.shape)
     return WeightSummary(sizes.total(), num_parameters, dict(sizes.most_common()))
-
-
-def weight_bytes(files: ModelFiles) -> int:
-    """Return the bytes of a checkpoint's weights on disk, from its headers alone."""
-    return summarize_weights(files).num_bytes
 
 
 def _count(shape: tuple[int, ...]) -> int:

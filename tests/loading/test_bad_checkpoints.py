@@ -16,7 +16,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.kernels.select import select_ops
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.loader import load_model
-from pagoda.loading.model_config import read_model_spec, weight_bytes
+from pagoda.loading.model_config import read_architecture, summarize_weights
 from pagoda.loading.model_files import ModelFiles, identify
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model, save
@@ -143,12 +143,12 @@ def test_stacked_experts_of_another_number(tmp_path: Path):
 def test_corrupt_config_json(folder: Path, text: str):
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="config.json: (corrupt JSON|expected a JSON object)"):
-        read_model_spec(identify(folder))
+        read_architecture(identify(folder))
 
 
 def test_generation_config_has_the_last_word_on_end_tokens(folder: Path):
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 2, 5]}')
-    assert read_model_spec(identify(folder)).eos_token_ids == (5, 2)
+    assert read_architecture(identify(folder))[1].spec.eos_token_ids == (5, 2)
 
 
 def test_truncated_safetensors(folder: Path):
@@ -185,7 +185,8 @@ def test_shards(tmp_path: Path):
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 3
     load(folder)
-    assert weight_bytes(identify(folder)) == 4 * sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert summarize_weights(identify(folder)).num_bytes == 4 * num_parameters
 
     (folder / "consolidated.safetensors").write_bytes(b"a copy in another form")
     load(folder)  # the index does not name it

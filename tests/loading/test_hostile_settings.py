@@ -15,7 +15,7 @@ from pagoda.engine.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizer_regexes import check_regexes
 from pagoda.loading.fetch_hub import HubModel, is_complete
 from pagoda.loading.gguf_file import GGUFFile
-from pagoda.loading.model_config import read_model_spec
+from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.safetensors_header import shard_files
@@ -100,7 +100,7 @@ def test_config_json(folder: Path, key: str, literal: str, words: str) -> None:
     if key == "layer_types":
         setting(folder, '["Qwen2ForCausalLM"]', "architectures")
     setting(folder, literal, key)
-    message = refusal(read_model_spec, identify(folder))
+    message = refusal(read_architecture, identify(folder))
     assert words in message
     assert "config.json" in message
 
@@ -110,13 +110,13 @@ def test_gemma_scales(folder: Path, value: float) -> None:
     setting(folder, '["Gemma3ForCausalLM"]', "architectures")
     setting(folder, '"gelu_pytorch_tanh"', "hidden_activation")
     setting(folder, json.dumps(value), "query_pre_attn_scalar")
-    assert "query_pre_attn_scalar = " in refusal(read_model_spec, identify(folder))
+    assert "query_pre_attn_scalar = " in refusal(read_architecture, identify(folder))
 
 
 @pytest.mark.parametrize("text", [NESTED, '{"eos_token_id": [[1]]}', '{"eos_token_id": -5}', "\xff"])
 def test_generation_config(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_bytes(text.encode("latin-1"))
-    assert "generation_config.json" in refusal(read_model_spec, identify(folder))
+    assert "generation_config.json" in refusal(read_architecture, identify(folder))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from pagoda.base.errors import ConfigError
 from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile, StringArray
-from pagoda.loading.model_config import read_architecture, read_model_spec
+from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.decoder_config import DecoderConfig
 
@@ -142,4 +142,4 @@ def test_no_torch_is_needed(tmp_path: Path):
     )
     answer = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["32", "False"]
-    assert read_model_spec(ModelFiles("m", tmp_path, "safetensors")).head_dim == 32
+    assert read_architecture(ModelFiles("m", tmp_path, "safetensors"))[1].spec.head_dim == 32

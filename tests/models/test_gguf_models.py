@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from pagoda.base.model_spec import ModelSpec
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
-from pagoda.loading.model_config import read_architecture, summarize_weights, weight_bytes
+from pagoda.loading.model_config import read_architecture, summarize_weights
 from pagoda.loading.model_files import identify
 from pagoda.worker.forward_pass import EagerForward
 from tests.models.gguf_writer import write_gguf
@@ -107,7 +107,7 @@ def test_weights_are_weighed_without_being_read(tmp_path: Path):
     model = make_model("llama")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     folder = identify(save(model, tmp_path / "folder"))
-    assert weight_bytes(folder) == 4 * num_parameters
+    assert summarize_weights(folder).num_bytes == 4 * num_parameters
     assert summarize_weights(folder).bytes_by_type == {"F32": 4 * num_parameters}
     write_gguf(model, tmp_path / "model.gguf", Kind.Q8_0)
     summary = summarize_weights(identify(tmp_path / "model.gguf"))
