@@ -1,0 +1,60 @@
+"""The server over SmolLM2 in bf16, with drafts: every number is what it is without, also after a kill under load."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cached_models import cached_model
+from tests.server.live import LiveServer, serving
+from tests.server.test_real_model import asks_with_numbers
+from tests.server.test_replay import ask_all
+
+FLAGS = ("--dtype", "bfloat16", "--max-model-len", "1024", "--num-blocks", "400")
+METHODS: dict[str, dict[str, object]] = {
+    "suffix": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
+    "int8 draft model": {
+        "model": "smollm2-135m",
+        "quantization": "int8",
+        "num_speculative_tokens": 3,
+        "adaptive": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
+    cached_model("smollm2-135m")
+    with serving(tmp_path_factory.mktemp("plain"), *FLAGS) as live:
+        return asyncio.run(ask_all(live, asks_with_numbers()))
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    config = json.dumps(METHODS[request.param])
+    with serving(tmp_path_factory.mktemp("drafting"), *FLAGS, "--speculative-config", config) as live:
+        yield live
+
+
+def test_drafts_change_no_number(server: LiveServer, undisturbed: object) -> None:
+    assert asyncio.run(ask_all(server, asks_with_numbers())) == undisturbed
+
+
+def test_timings_and_metrics_tell_what_was_accepted(server: LiveServer) -> None:
+    text = "one two three four five six seven eight nine ten, "
+    body = {"prompt": text * 6, "max_tokens": 40, "temperature": 0, "return_timings": True}
+    timings = server.post("/v1/completions", body)[1]["timings"]
+    assert 0 < timings["accepted_draft_tokens"] <= timings["draft_tokens"]
+    page = server.get("/metrics")[1]
+    per_pos = re.findall(r'spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d)"\} (\S+)', page)
+    total = re.search(r"spec_decode_num_accepted_tokens_total\{.*\} (\S+)", page)
+    assert total is not None
+    assert [int(position) for position, _ in per_pos] == list(range(len(per_pos)))
+    assert sum(float(count) for _, count in per_pos) == float(total[1]) > 0
+
+
+def test_a_kill_changes_no_number(server: LiveServer, undisturbed: object) -> None:
+    assert asyncio.run(ask_all(server, asks_with_numbers(), kill_after=(60,))) == undisturbed
+    assert server.wait_idle()["engine_restarts"] == 1
