@@ -114,8 +114,8 @@ class DraftController:
 
         rows: all that decode.   lengths: of their drafts (int32), 0 for none.   grades: int [num_rows].
         """
-        curve = self._curve(len(rows), lengths)
-        if curve is None or not lengths.any():
+        curve = self._curve(len(rows), lengths) if lengths.any() else None
+        if curve is None:
             return np.zeros(len(rows), np.int32)
         survival = self._acceptance.of(rows)[np.arange(len(rows)), np.minimum(grades, NUM_GRADES - 1)]
         chosen = best_lengths(survival, lengths, curve, min_gain=self._min_gain)

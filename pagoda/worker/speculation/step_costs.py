@@ -47,12 +47,17 @@ def size_class(count: int) -> int:
 
 
 class _Shape:
-    """Steps with about the same number of rows.   samples: by size class of the number of drafts: (drafts, seconds)."""
+    """Steps with about the same number of rows.
+
+    samples: by size class of the number of drafts: (drafts, seconds).   medians: of both, by size class.
+    points: ascending (drafts, seconds), monotone; None: to be computed.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.samples: dict[int, deque[tuple[int, float]]] = {}
-        self.points: list[tuple[float, float]] | None = None  # ascending and monotone; None: to be computed
+        self.medians: dict[int, tuple[float, float]] = {}
+        self.points: list[tuple[float, float]] | None = None
 
 
 class StepCosts:
@@ -64,8 +69,10 @@ class StepCosts:
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """A step in which `num_rows` rows decoded and `num_drafts` drafts were verified took `seconds`."""
         shape = self._shapes.setdefault(size_class(num_rows), _Shape(num_rows))
-        samples = shape.samples.setdefault(size_class(num_drafts), deque(maxlen=_KEPT))
+        size = size_class(num_drafts)
+        samples = shape.samples.setdefault(size, deque(maxlen=_KEPT))
         samples.append((num_drafts, seconds))
+        shape.medians[size] = (median([each[0] for each in samples]), median([each[1] for each in samples]))
         shape.points = None
 
     def num_plain_steps(self, num_rows: int) -> int:
@@ -92,8 +99,7 @@ class StepCosts:
     def _points(self, shape: _Shape) -> list[tuple[float, float]]:
         """Return (drafts, seconds) by size class, medians; a step with more drafts is never taken to be faster."""
         points: list[tuple[float, float]] = []
-        for _, samples in sorted(shape.samples.items()):
-            x, y = median(each[0] for each in samples), median(each[1] for each in samples)
+        for _, (x, y) in sorted(shape.medians.items()):
             points.append((x, max(y, points[-1][1]) if points else y))
         shape.points = points
         return points
