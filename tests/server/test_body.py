@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.body import body_schemas, parse_body
+from pagoda.server.body import json_schemas, parse_body
 from pagoda.server.protocol import (
     AbortRequest,
     Body,
@@ -117,7 +117,7 @@ def test_messages_keep_the_fields_that_templates_may_read() -> None:
 
 
 def test_every_reference_on_the_openapi_page_is_defined() -> None:
-    schemas = body_schemas()
+    schemas = json_schemas()
     text = json.dumps(schemas)
     for name in text.split('"#/components/schemas/')[1:]:
         assert name.partition('"')[0] in schemas
