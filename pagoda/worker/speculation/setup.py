@@ -58,12 +58,15 @@ def resolve_drafting(
             "drafts would follow is known"
         )
         return None
+    runs_model = speculative.method in ("layer_skip", "draft_model")
+    if runs_model and config.debug.distributed_executor_backend == "fake":
+        raise ConfigError(
+            f"speculative_config.method={speculative.method} needs an executor with a model; take ngram or suffix"
+        )
     if speculative.method == "layer_skip":
         return DraftSetup(speculative, num_layers=_num_draft_layers(speculative, spec))
     if speculative.method != "draft_model":
         return DraftSetup(speculative)
-    if config.debug.distributed_executor_backend == "fake":
-        raise ConfigError("speculative_config.method=draft_model needs a real executor; take ngram or suffix")
     return _with_draft_model(speculative, config, spec, dtype, packed, max_model_len)
 
 

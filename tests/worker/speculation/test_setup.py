@@ -1,0 +1,55 @@
+"""What speculative_config is refused for, once the model is known, and what a draft model takes of the memory."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from pagoda.assemble import resolve_engine, weights_in_memory
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError
+from tests.engine.driver import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def config(model: Path, speculative: dict[str, object], **options: object) -> EngineConfig:
+    return EngineConfig.from_options(model=str(model), device="cpu", speculative_config=speculative, **options)
+
+
+def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    other = write_tiny_llama(tmp_path / "other")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 161}))
+    with pytest.raises(ConfigError, match="161 token ids, the model 160"):
+        resolve_engine(config(model, {"model": str(other)}))
+
+
+@pytest.mark.parametrize("speculative", [{"method": "layer_skip"}, {"method": "draft_model", "model": "x"}])
+def test_an_executor_without_a_model_runs_no_model(model: Path, speculative: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="take ngram or suffix"):
+        resolve_engine(config(model, speculative, distributed_executor_backend="fake"))
+
+
+def test_all_layers_are_too_many(model: Path) -> None:
+    with pytest.raises(ConfigError, match="num_draft_layers=2 must be less than the model's 2 layers"):
+        resolve_engine(config(model, {"method": "layer_skip", "num_draft_layers": 2}))
+
+
+def test_asynchronous_scheduling_drafts_nothing_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        setup = resolve_engine(config(model, {"method": "ngram"}, async_scheduling=True))
+    assert setup.drafting is None
+    assert "no effect with async_scheduling" in caplog.text
+
+
+def test_a_draft_model_counts_as_memory(model: Path) -> None:
+    plain = resolve_engine(config(model, {}))
+    drafting = resolve_engine(config(model, {"model": str(model)}))
+    # Its weights once more, and the KV of two sequences of full length.
+    kv_bytes = 2 * 512 * 2 * 2 * 2 * 16 * 4
+    assert weights_in_memory(drafting) > 2 * weights_in_memory(plain) + kv_bytes
