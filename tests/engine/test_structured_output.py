@@ -128,18 +128,21 @@ def test_what_ends_is_valid(expected: Trace, tokenizer: Tokenizer) -> None:
 
 
 def test_random_schedules_give_the_same_bits(model: Path, expected: Trace) -> None:
-    """Batches, chunks, forks, preemption, swap, steps in flight, prefix hits and cache resets, in random mixtures."""
+    """Batches, chunks, forks, preemption, swap, steps in flight, prefix hits, resets and drafts, in random mixtures."""
     counts: Counter[str] = Counter()
     watched = watched_requests()
     for seed in range(12):
         rng = np.random.default_rng([9, seed])
         drawn = random_options(rng, MAX_MODEL_LEN)
+        if seed % 2 and not drawn["async_scheduling"]:
+            method = "suffix" if seed % 4 == 1 else "ngram"
+            drawn["speculative_config"] = {"method": method, "num_speculative_tokens": 4}
         script = random_script(rng, watched, 259, 10, 12)
         core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **drawn})
         play(core, trace, script)
         stats = core.make_stats()
         core.shutdown()
-        counts.update({"preempted": stats.preemptions, "swapped": stats.swap_outs})
+        counts.update({"preempted": stats.preemptions, "swapped": stats.swap_outs, "drafted": stats.drafted_tokens})
         counts["in flight"] += bool(drawn["async_scheduling"])
         assert not differences(expected, trace, script.requests), f"schedule {seed}: {drawn}"
     assert not {"chunks", "forks", "preempted", "swapped", "in flight"} - set(+counts), counts
