@@ -89,18 +89,18 @@ def settings_page() -> str:
         "## Groups\n\nEach field of a group has a flag of its own, `--prefill.prefill-beside-decodes 8`; "
         "`--prefill '{\"prefill_beside_decodes\": 8}'` sets several at once. In Python\na group is a dictionary, "
         '`LLM(prefill={"prefill_beside_decodes": 8})`, or its dataclass. Fields that are not given keep '
-        "their defaults.\nFlags without a dot are names that users of vLLM know; `LLM(max_num_partial_prefills=2)` "
+        "their defaults.\nSome fields also have vLLM's flag, without a dot; `LLM(max_num_partial_prefills=2)` "
         "works too.\nThe fields of `request_limits` are in [limits.md](limits.md); `--max-logprobs` is one of them."
     )
-    debug = f"## {PANELS[PARTS['debug']]}\n\nA deployment needs none of these.\n\n"
+    debug = f"## {PANELS[PARTS['debug']]}\n\nNot needed in production.\n\n"
     planned = [
         (f"`{name}`", f"`{_flags(flags[name])[0]}`", f"{only}", f"{why}.") for name, (only, why) in PLANNED.items()
     ]
-    later = "## Planned\n\nThese are accepted only with the value that changes nothing.\n\n"
+    later = "## Planned\n\nOnly the value that has no effect is accepted.\n\n"
     intro = (
         "A setting has one name everywhere: `max_num_seqs` is the keyword argument `LLM(max_num_seqs=64)` and the flag "
-        "`--max-num-seqs 64`.\nSettings under *Server* belong to `pagoda serve` alone. Unknown names are errors that "
-        "suggest the nearest known one.\nNumbers of bytes take units (`512MiB`, `2GiB`)."
+        "`--max-num-seqs 64`.\nSettings under *Server* apply only to `pagoda serve`. An unknown name is an error that "
+        "suggests the closest known one.\nSizes in bytes accept units (`512MiB`, `2GiB`)."
     )
     return _page(
         "Settings",
@@ -211,16 +211,16 @@ def http_page() -> str:
     for name in bodies:  # grows while it is read: a body's fields name further schemas
         bodies += [ref for ref in dict.fromkeys(_references(schemas[name])) if ref not in bodies]
     intro = (
-        "`pagoda serve` describes itself at `/openapi.json` and `/docs`; this page is made from the same description. "
-        "Bounds on counts and sizes are in [limits.md](limits.md).\nErrors have OpenAI's shape: "
+        "`pagoda serve` describes itself at `/openapi.json` and `/docs`; this page is generated from the "
+        "same description. Limits on counts and sizes are in [limits.md](limits.md).\nErrors have OpenAI's shape: "
         '`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`.'
     )
     later = "## Planned routes\n\nThese answer 501: " + ", ".join(planned) + "."
     routes = "## Routes\n\n" + _table(("route", "body", "answer", "what it does"), served)
     requests = "## Requests\n\n" + "\n\n".join(_body_part(name, schemas[name]) for name in bodies)
     answered = (
-        "## Answers\n\nA stream is a sequence of server-sent events, each with a chunk. A field that is not always "
-        "sent is left out, not null.\n\n"
+        "## Answers\n\nA stream is a sequence of server-sent events, each with one chunk. A field that is not always "
+        "sent is left out rather than null.\n\n"
     )
     answered += "\n\n".join(_answer_part(name, schemas[name]) for name in answers)
     return _page("HTTP API", intro, routes, requests, answered, later)
@@ -250,7 +250,7 @@ def _body_part(name: str, schema: dict[str, Any]) -> str:
     text = f"### {name}\n\n" + _table(("field", "type", "default"), rows)
     if unserved:
         text += (
-            "\n\nAccepted only at a value that asks for nothing (`null`, mostly), and refused otherwise:\n"
+            "\n\nAccepted only with a value that has no effect (usually `null`), and refused otherwise:\n"
             + ", ".join(unserved)
             + "."
         )
@@ -324,7 +324,7 @@ def python_page() -> str:
 
     parts = [_python_part(name, home) for home, names in pagoda._HOMES.items() for name in names]
     intro = (
-        "`from pagoda import ...`: these names are the public ones; everything else may change. "
+        "`from pagoda import ...`: these names are public; everything else may change. "
         "Settings (`**options`) are listed in [settings.md](settings.md)."
     )
     return _page("Python", intro, *parts)

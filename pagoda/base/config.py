@@ -54,14 +54,14 @@ class ModelConfig:
     dtype: Annotated[
         str,
         Setting(
-            "Compute type; auto takes the checkpoint's, and bfloat16 for float16 checkpoints on a CPU.",
+            "Compute type; auto: the checkpoint's, but bfloat16 for float16 checkpoints on a CPU.",
             words=("auto", "bfloat16", "float16", "float32"),
         ),
     ] = "auto"
     quantization: Annotated[
         str | None,
         Setting(
-            "int8 quantizes the weights while loading; gguf computes with a GGUF file's own codes.",
+            "int8: quantize the weights while loading; gguf: compute with a GGUF file's quantized weights.",
             unset="none",
             words=("int8", "gguf"),
         ),
@@ -74,13 +74,13 @@ class ModelConfig:
         str | None, Setting("Jinja file or text to use as the chat template.", unset="the model's own")
     ] = None
     parse_special_tokens_in_chat: Annotated[
-        bool, Setting("Treat special tokens spelled in messages as special, as vLLM does; off: as plain text.")
+        bool, Setting("Parse special tokens in messages, as vLLM does; off: treat them as plain text.")
     ] = False
     served_model_name: Annotated[
         tuple[str, ...], Setting("Name that clients use for the model.", unset="the value of model")
     ] = ()
     request_limits: Annotated[
-        RequestLimits, Setting("Bounds on what a single request may ask for; see docs/reference/limits.md.")
+        RequestLimits, Setting("Limits on what a single request may ask for; see docs/reference/limits.md.")
     ] = field(default_factory=RequestLimits)
 
 
@@ -92,14 +92,14 @@ class CacheConfig:
     kv_cache_memory: Annotated[
         int | None,
         Setting(
-            "Size of the KV cache in bytes, or as 512MiB, 2GiB.",
-            unset="a share of the free memory, gpu_memory_utilization",
+            "Size of the KV cache, in bytes or as 512MiB, 2GiB.",
+            unset="gpu_memory_utilization of the free memory",
             at_least=1,
             is_size=True,
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Setting("Share of the free memory (of the GPU, or of the cgroup) that the KV cache takes.")
+        float, Setting("Fraction of the free memory (of the GPU, or of the cgroup) for the KV cache.")
     ] = 0.5
     swap_space: Annotated[float, Setting("Host memory for the KV blocks of swapped requests, in GiB.", at_least=0)] = (
         0.0
@@ -107,13 +107,13 @@ class CacheConfig:
     kv_cache_dtype: Annotated[
         str,
         Setting(
-            "Type of the KV cache; auto is the compute type; other types than that and int8 need kernels=torch.",
+            "Type of the KV cache; auto: the compute type. Other types except int8 need kernels=torch.",
             words=("auto", "bfloat16", "float16", "float32", "int8"),
         ),
     ] = "auto"
-    enable_prefix_caching: Annotated[bool, Setting("Reuse the KV blocks of prompts that begin alike.")] = True
+    enable_prefix_caching: Annotated[bool, Setting("Reuse the KV blocks of prompts with the same beginning.")] = True
     watermark: Annotated[
-        float, Setting("Share of the KV blocks kept free when a request is admitted next to running ones.")
+        float, Setting("Fraction of the KV blocks that must stay free when a request is admitted while others run.")
     ] = 0.01
 
 
@@ -123,17 +123,24 @@ class PrefillConfig:
 
     admit_whole_prompt: Annotated[bool, Setting("Admit a prompt only if blocks for all of its tokens are free.")] = True
     max_num_partial_prefills: Annotated[
-        int, Setting("Maximum prompts in the middle of prefill (0: no limit).", at_least=0, flat=True)
+        int, Setting("Maximum partially computed prompts at a time (0: no limit).", at_least=0, flat=True)
     ] = 0
     long_prefill_token_threshold: Annotated[
-        int, Setting("Maximum tokens per step of a prompt longer than this (0: no limit).", at_least=0, flat=True)
+        int,
+        Setting(
+            "Longer prompts are computed in chunks of at most this many tokens (0: no limit).", at_least=0, flat=True
+        ),
     ] = 0
     prefill_beside_decodes: Annotated[
         int, Setting("Maximum prompt tokens in a step that also decodes (0: no limit).", at_least=0)
     ] = 0
     scheduler_delay_factor: Annotated[
         float,
-        Setting("Wait for more prompts this many times as long as the last prompt step took.", at_least=0, flat=True),
+        Setting(
+            "Wait for more prompts, up to this factor times the duration of the last prompt step.",
+            at_least=0,
+            flat=True,
+        ),
     ] = 0.0
 
 
@@ -156,14 +163,14 @@ class SchedulerConfig:
             "requests with several sequences)."
         ),
     ] = PreemptionMode.AUTO
-    enable_chunked_prefill: Annotated[bool, Setting("Compute long prompts in chunks, between decodes.")] = True
+    enable_chunked_prefill: Annotated[bool, Setting("Compute long prompts in chunks, alternating with decodes.")] = True
     prefill: Annotated[
         PrefillConfig, Setting("When a prompt is admitted, and how many of its tokens are computed per step.")
     ] = field(default_factory=PrefillConfig)
     speculative_config: Annotated[
-        SpeculativeConfig, Setting("Speculative decoding: several tokens per step, the same output.")
+        SpeculativeConfig, Setting("Speculative decoding: generate several tokens per step, with the same output.")
     ] = field(default_factory=SpeculativeConfig)
-    async_scheduling: Annotated[bool, Setting("Schedule the next step while one runs.")] = False
+    async_scheduling: Annotated[bool, Setting("Schedule the next step while the current one runs.")] = False
     evict_for_priority: Annotated[
         bool, Setting("Let a waiting request preempt a less urgent running one (priority policy).")
     ] = False
@@ -173,15 +180,13 @@ class SchedulerConfig:
 class ParallelConfig:
     """Devices, processes and threads."""
 
-    device: Annotated[str, Setting("Device that computes.", words=("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[str, Setting("Device to run the model on.", words=("auto", "cpu", "cuda"))] = "auto"
     threads: Annotated[
         int | None, Setting("Number of compute threads.", unset="as many cores as the process may use", at_least=1)
     ] = None
     kernels: Annotated[
         str,
-        Setting(
-            "Kernels that compute; auto takes the fastest that fit.", words=("auto", "native", "torch", "reference")
-        ),
+        Setting("Kernels to use; auto: the fastest available.", words=("auto", "native", "torch", "reference")),
     ] = "auto"
 
 
@@ -207,16 +212,16 @@ class DebugConfig:
     num_lookahead_slots: Annotated[int, Setting("KV slots reserved ahead of each sequence.", at_least=0)] = 0
     distributed_executor_backend: Annotated[
         str,
-        Setting("Where the workers run; fake computes nothing (for tests).", words=("in_process", "fake")),
+        Setting("Where the workers run; fake: no model (for tests).", words=("in_process", "fake")),
     ] = "in_process"
     check_invariants: Annotated[bool, Setting("Check the scheduler's invariants after each step (slow).")] = False
     decision_log_steps: Annotated[
-        int, Setting("Steps whose scheduling decisions are kept for explain (0: none).", at_least=0)
+        int, Setting("Number of steps whose scheduling decisions are kept for explain (0: none).", at_least=0)
     ] = 0
 
 
 RETIRED: Mapping[str, str] = {
-    "pin_threads": "an engine process pins its threads when they are as many as the cores",
+    "pin_threads": "the engine process pins its threads if there is one per core",
     "encoder_budget": "there is no model with an encoder yet",
     "encoder_cache_tokens": "there is no model with an encoder yet",
     "no_partial_media": "there is no model with an encoder yet",
@@ -248,10 +253,10 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> "EngineConfig":
         """Make a config from flat options (`max_num_seqs=8, block_size=16`).
 
-        Enum fields take their words, string fields a path, fields that hold several strings a single one or a list,
-        byte counts a size ("1GiB"), dtypes their usual short names ("half", "bf16"). A group takes its dataclass, a
-        mapping of names to values or that as JSON; one field of a group is named "group.field", or by its name alone if
-        it is declared flat.
+        Enum fields accept their values as strings, string fields also a Path, fields with several strings a single one
+        or a list, byte counts a size ("1GiB"), and dtypes their usual short names ("half", "bf16"). A group is its
+        dataclass, a mapping of names to values, or a JSON object. A single field of a group is named "group.field";
+        its name alone suffices if it is declared flat.
 
         Raises ConfigError for an unknown name (with the nearest known one) or an unknown word. Values are checked when
         the config is resolved.
@@ -260,7 +265,7 @@ class EngineConfig:
 
     @classmethod
     def for_engine(cls, **options: Any) -> "EngineConfig":
-        """As `from_options`, for an engine without a server: options of the HTTP server are refused."""
+        """As `from_options`, for an engine without a server: refuse options of the HTTP server."""
         server = _names_of(ServerConfig)
         for name in options:
             if name in server:

@@ -27,29 +27,29 @@ class SamplingParams:
     """How output tokens are chosen and when they end.
 
     Every field is checked when the object is made; RequestError names the field, its value and what is allowed.
-    Lists are taken where the field is a tuple, a single string for `stop` and `bad_words`, a mapping for `logit_bias`;
-    the fields always hold the normal form written below.
+    Tuple fields also accept lists, `stop` and `bad_words` a single string, and `logit_bias` a mapping; they are
+    converted to the types below.
 
     n: output sequences of one prompt.   temperature: 0 is greedy.
-    top_p in (0, 1], top_k (0, -1: off), min_p in [0, 1].
-    seed: makes the output repeatable, alone or in any batch; branch i of n uses seed + i.
-    max_tokens: longest output; None means as long as the model allows.   min_tokens: no end before so many.
-    presence_penalty, frequency_penalty in [-2, 2] look at the output; repetition_penalty > 0 at prompt and output.
-    logit_bias: token id -> added to its logit, in [-100, 100].   allowed_token_ids: nothing else can be sampled.
-    bad_words: texts never produced; the engine adds their token ids as `bad_words_token_ids`.
-    stop: texts that end the output (cut off unless include_stop_str_in_output).   stop_token_ids: ids that end it.
+    top_p: in (0, 1].   top_k: 0 or -1 is off.   min_p: in [0, 1].
+    seed: makes the output repeatable, in any batch; output i of n uses seed + i.
+    max_tokens: maximum output tokens; None: as many as the model allows.   min_tokens: minimum output tokens.
+    presence_penalty, frequency_penalty: in [-2, 2], count the output.   repetition_penalty: > 0, prompt and output.
+    logit_bias: token id -> bias added to its logit, in [-100, 100].   allowed_token_ids: sample only these tokens.
+    bad_words: strings that are never generated; the engine adds their token ids as `bad_words_token_ids`.
+    stop: strings that end the output; cut off unless include_stop_str_in_output.   stop_token_ids: ids that end it.
     logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing).
-    detokenize: False leaves the text empty.   spaces_between_special_tokens: kept for compatibility, text is the same.
-    truncate_prompt_tokens: keep only the last so many prompt tokens (-1: as many as the model takes).
-    structured_outputs: the form that the output must have, StructuredOutputsParams or a mapping of its fields; the
-        engine replaces it by `grammar`, its own text of it.
+    detokenize: False leaves the text empty.   spaces_between_special_tokens: has no effect.
+    truncate_prompt_tokens: keep only this many tokens from the end of the prompt (-1: as many as fit).
+    structured_outputs: constrains the output; StructuredOutputsParams or a mapping of its fields. The engine replaces
+        it by `grammar`, its own representation.
     """
 
     n: int = 1
     temperature: Annotated[float, Setting("0 always takes the most likely token; higher is more varied.")] = 1.0
     top_p: Annotated[float, Setting("Sample from the smallest set of tokens with this much probability.")] = 1.0
     top_k: Annotated[int, Setting("Sample from the k most likely tokens (0: all).")] = 0
-    min_p: Annotated[float, Setting("Leave out tokens less likely than this share of the most likely one.")] = 0.0
+    min_p: Annotated[float, Setting("Exclude tokens less likely than this fraction of the most likely one.")] = 0.0
     seed: int | None = None
     max_tokens: Annotated[int | None, Setting("Maximum number of output tokens.")] = 16
     min_tokens: int = 0
@@ -61,11 +61,11 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    presence_penalty: Annotated[float, Setting("Make tokens of the output less likely, -2 to 2.")] = 0.0
-    frequency_penalty: Annotated[float, Setting("Make tokens of the output less likely, per occurrence, -2 to 2.")] = (
-        0.0
-    )
-    repetition_penalty: Annotated[float, Setting("Divide the scores of tokens in prompt and output; 1 is off.")] = 1.0
+    presence_penalty: Annotated[float, Setting("Make tokens that the output already has less likely, -2 to 2.")] = 0.0
+    frequency_penalty: Annotated[float, Setting("The same for each occurrence of a token, -2 to 2.")] = 0.0
+    repetition_penalty: Annotated[
+        float, Setting("Above 1, make tokens of prompt and output less likely; 1 is off.")
+    ] = 1.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -113,7 +113,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings are looked for in the text: they need detokenize=True", "stop")
+            raise RequestError("stop strings need detokenize=True, because they are searched for in the text", "stop")
 
     def with_lengths(self, max_tokens: int, min_tokens: int) -> "SamplingParams":
         """Return a copy with other lengths, which must be valid. Its lists are shared and not validated again."""

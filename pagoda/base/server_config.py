@@ -8,55 +8,64 @@ from pagoda.base.setting import Setting
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What clients may send and hold at once. 0 switches a limit off where it says so."""
+    """What clients may send and hold at once. 0 disables a limit where its text says so."""
 
     max_queued_requests: Annotated[
         int, Setting("Maximum concurrent requests; further requests get 429 (0: no limit).", at_least=0)
     ] = 1024
     max_queued_tokens: Annotated[
         int,
-        Setting("Maximum prompt and requested output tokens of all requests; then 429 (0: no limit).", at_least=0),
+        Setting(
+            "Maximum prompt plus requested output tokens of all requests; further requests get 429 (0: no limit).",
+            at_least=0,
+        ),
     ] = 2_000_000
     max_queued_bytes: Annotated[
-        int, Setting("Maximum bytes of all request bodies; then 429 (0: no limit).", at_least=0, is_size=True)
+        int,
+        Setting(
+            "Maximum total size of request bodies; further requests get 429 (0: no limit).", at_least=0, is_size=True
+        ),
     ] = 256 * 2**20
     max_requests_per_key: Annotated[
         int, Setting("Maximum concurrent requests per API key (0: no limit).", at_least=0)
     ] = 0
     requests_per_minute_per_key: Annotated[
-        int, Setting("Requests that an API key may start per minute (0: no limit).", at_least=0)
+        int, Setting("Maximum requests per minute per API key (0: no limit).", at_least=0)
     ] = 0
     max_body_bytes: Annotated[
-        int, Setting("Largest request body in bytes; larger ones get 413.", at_least=1, is_size=True)
+        int, Setting("Maximum size of a request body in bytes; larger ones get 413.", at_least=1, is_size=True)
     ] = 16 * 2**20
     max_header_bytes: Annotated[
-        int, Setting("Largest request head in bytes; larger ones get 431.", at_least=1, is_size=True)
+        int, Setting("Maximum size of request headers in bytes; larger ones get 431.", at_least=1, is_size=True)
     ] = 64 * 2**10
     max_connections: Annotated[
         int, Setting("Maximum open connections; further connections get 503 (0: no limit).", at_least=0)
     ] = 4096
     template_memory_bytes: Annotated[
-        int, Setting("Memory in bytes for rendering one chat template; then 400.", at_least=2**20, is_size=True)
+        int,
+        Setting("Memory limit in bytes for rendering a chat template; beyond it 400.", at_least=2**20, is_size=True),
     ] = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTimeouts:
-    """How long the server waits, in seconds. 0 switches a timeout off where it says so."""
+    """How long the server waits, in seconds. 0 disables a timeout where its text says so."""
 
     header_timeout_s: Annotated[
-        float, Setting("Until a request's headers are complete; then 408 (0: no limit).", at_least=0)
+        float, Setting("Time to receive a request's headers; after that 408 (0: no limit).", at_least=0)
     ] = 20.0
     body_timeout_s: Annotated[
-        float, Setting("From the headers until the body is complete; then 408 (0: no limit).", at_least=0)
+        float, Setting("Time to receive the body after the headers; after that 408 (0: no limit).", at_least=0)
     ] = 120.0
     send_timeout_s: Annotated[
         float, Setting("Drop a client that stops reading its response for this long (0: no limit).", at_least=0)
     ] = 120.0
-    drain_timeout_s: Annotated[float, Setting("For running requests to finish after SIGTERM.", at_least=0)] = 30.0
-    template_timeout_s: Annotated[float, Setting("For rendering one chat template; then 400.", at_least=0.001)] = 10.0
+    drain_timeout_s: Annotated[float, Setting("Time for running requests to finish after SIGTERM.", at_least=0)] = 30.0
+    template_timeout_s: Annotated[float, Setting("Time to render a chat template; after that 400.", at_least=0.001)] = (
+        10.0
+    )
     step_timeout_s: Annotated[
-        float, Setting("For one step of the engine; then the engine process is restarted.", at_least=0)
+        float, Setting("Time for one step of the engine; after that the engine process is restarted.", at_least=0)
     ] = 120.0
 
 
@@ -66,21 +75,23 @@ class ServerConfig:
 
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Setting("Port to listen on (0: any free port).", at_least=0)] = 8000
-    api_keys: Annotated[tuple[str, ...], Setting("Key that clients must send.", unset="the server is open")] = ()
+    api_keys: Annotated[tuple[str, ...], Setting("Key that clients must send.", unset="no key needed")] = ()
     admin_api_key: Annotated[
         str | None,
         Setting(
-            "Key for every route; once set, the only key for operations (caches, everybody's requests).",
+            "Key required for operations (resetting caches, aborting other keys' requests); valid for all routes.",
             unset="any API key",
         ),
     ] = None
     ssl_certfile: Annotated[str | None, Setting("TLS certificate, a PEM file.", unset="plain HTTP")] = None
-    ssl_keyfile: Annotated[str | None, Setting("TLS key, a PEM file.", unset="it is in ssl_certfile")] = None
-    cors_origins: Annotated[tuple[str, ...], Setting("Origin that browsers may call from.", unset="CORS is off")] = ()
+    ssl_keyfile: Annotated[str | None, Setting("TLS key, a PEM file.", unset="read from ssl_certfile")] = None
+    cors_origins: Annotated[
+        tuple[str, ...], Setting("Origin that browsers may send requests from.", unset="CORS is off")
+    ] = ()
     tool_call_parser: Annotated[
         str, Setting("How tool calls are read: auto (by the chat template), hermes, llama_json, none.")
     ] = "auto"
-    trust_request_chat_template: Annotated[bool, Setting("Render chat templates that requests bring.")] = False
+    trust_request_chat_template: Annotated[bool, Setting("Accept chat templates in requests.")] = False
     server_limits: Annotated[ServerLimits, Setting("What clients may send and hold at once.")] = field(
         default_factory=ServerLimits
     )

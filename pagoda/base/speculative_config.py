@@ -19,33 +19,37 @@ class SpeculativeConfig:
     ] = None
     num_speculative_tokens: Annotated[int, Setting("Maximum draft tokens per sequence and step.", at_least=1)] = 8
     adaptive: Annotated[
-        bool, Setting("Draft only as much as is faster; off: always num_speculative_tokens, as vLLM does.")
+        bool, Setting("Draft only as many tokens as make it faster; off: always num_speculative_tokens, as in vLLM.")
     ] = True
-    prompt_lookup_max: Annotated[int, Setting("ngram: most tokens compared with earlier text.", at_least=1)] = 16
-    prompt_lookup_min: Annotated[int, Setting("ngram: fewest tokens that must match.", at_least=1)] = 2
+    prompt_lookup_max: Annotated[
+        int, Setting("ngram: maximum length of the match with earlier text, in tokens.", at_least=1)
+    ] = 16
+    prompt_lookup_min: Annotated[int, Setting("ngram: minimum length of the match, in tokens.", at_least=1)] = 2
     suffix_decoding_max_tree_depth: Annotated[
-        int, Setting("suffix: most tokens compared with earlier text.", at_least=1)
+        int, Setting("suffix: maximum length of the match with earlier text, in tokens.", at_least=1)
     ] = 24
     suffix_decoding_max_cached_requests: Annotated[
-        int, Setting("suffix: finished outputs that are searched too (0: none).", at_least=0)
+        int, Setting("suffix: number of finished outputs to search as well (0: none).", at_least=0)
     ] = 10_000
     suffix_decoding_max_spec_factor: Annotated[
-        float, Setting("suffix: maximum draft tokens per token that matched.", at_least=0)
+        float, Setting("suffix: maximum draft tokens per matched token.", at_least=0)
     ] = 1.0
     suffix_decoding_min_token_prob: Annotated[
-        float, Setting("suffix: end a draft where fewer of its continuations than this share agree.", at_least=0)
+        float,
+        Setting("suffix: end a draft at a token less likely than this among the known continuations.", at_least=0),
     ] = 0.1
     model: Annotated[
-        str | None, Setting("draft_model: the model that drafts, with the same vocabulary.", unset="none")
+        str | None, Setting("draft_model: the draft model, which must have the same vocabulary.", unset="none")
     ] = None
     revision: Annotated[
         str | None, Setting("draft_model: branch, tag or commit of a hub model.", unset="the hub's default")
     ] = None
     quantization: Annotated[
-        str | None, Setting("draft_model: as quantization, for its weights.", unset="none", words=("int8", "gguf"))
+        str | None, Setting("draft_model: quantization of its weights.", unset="none", words=("int8", "gguf"))
     ] = None
     num_draft_layers: Annotated[
-        int | None, Setting("layer_skip: first layers that draft.", unset="a third of the model's", at_least=1)
+        int | None,
+        Setting("layer_skip: number of first layers used for drafting.", unset="a third of the model's", at_least=1),
     ] = None
 
 

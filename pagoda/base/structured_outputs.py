@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the form that a request's output must have."""
+"""StructuredOutputsParams: what a request's output is constrained to."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,20 +14,20 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """Constrain the output to a form; exactly one of the first six fields is given. The names are vLLM's.
+    """Constrain the output; set exactly one of the first six fields. The names are vLLM's.
 
-    json: a JSON schema, as an object or as text.   regex: a regular expression that the whole output matches.
+    json: a JSON schema, as a mapping or a string.   regex: a regular expression that the whole output matches.
     choice: strings, one of which is the output.   grammar: a context-free grammar in Lark's syntax, or in GBNF (EBNF
         with `::=` and the start rule `root`).
     json_object: True for any JSON object.
-    structural_tag: text with JSON in tags, as an object or text (see docs/howto/structured-output.md).
-    disable_any_whitespace: no white space between the tokens of JSON.
-    disable_additional_properties: objects of a JSON schema without `additionalProperties` take no other properties.
-    whitespace_pattern: a regular expression for the white space between the tokens of JSON; at most one match stands
-        in each place. By default a space, or a line break and its indentation.
-    reasoning_end: what ends the model's reasoning, as text or as the id of a special token; free text up to it comes
-        first. None: the form holds from the first token on.
-    source: the field of the caller's request that this was made from, for errors.
+    structural_tag: text with JSON in tags, as a mapping or a string (see docs/howto/structured-output.md).
+    disable_any_whitespace: no whitespace between the tokens of JSON.
+    disable_additional_properties: objects without `additionalProperties` in the schema accept no other properties.
+    whitespace_pattern: a regular expression for the whitespace between the tokens of JSON, at most one match
+        in each place. By default a space, or a line break with indentation.
+    reasoning_end: what ends the model's reasoning, as a string or the id of a special token; the text up to it is
+        unconstrained. None: the constraint applies from the first token.
+    source: the field of the request that this comes from, for error messages.
     """
 
     json: str | dict[str, Any] | None = None

@@ -24,8 +24,10 @@ _ISA_REASONS = {
 
 
 def doctor(
-    cache_dir: Annotated[str | None, typer.Option("--cache-dir", help="Where fetched models are kept.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    cache_dir: Annotated[
+        str | None, typer.Option("--cache-dir", help="Folder where downloaded models are kept.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON object.")] = False,
 ) -> None:
     """Report hardware and selected kernels.
 
@@ -152,7 +154,7 @@ def openmp_line() -> str:
 
     found = openmp_runtimes()
     if len(found) > 1:
-        raise RuntimeError(f"{len(found)} runtimes in one process, which fight for the cores: {', '.join(found)}")
+        raise RuntimeError(f"{len(found)} runtimes in one process, which compete for the cores: {', '.join(found)}")
     return f"one runtime, torch's: {found[0]}" if found else "none"
 
 

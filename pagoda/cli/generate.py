@@ -38,13 +38,17 @@ class Figures:
 @sampling_options(max_tokens=256)
 @engine_options()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; '-' or nothing reads standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; if missing or '-', it is read from standard input.")
+    ] = None,
     *,
     options: dict[str, object],
     sampling: dict[str, object],
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user message, with the model's chat template.")
+    ] = False,
     system: Annotated[str | None, typer.Option("--system", help="System message (with --chat).")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line of figures.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print statistics.")] = False,
 ) -> None:
     """Answer one prompt on standard output.
 
@@ -52,7 +56,7 @@ def generate(
     """
     text = read_prompt(prompt)
     if system is not None and not chat:
-        raise RequestError("--system needs --chat: without a chat template there is no place for it", "system")
+        raise RequestError("--system needs --chat: a system message is only used with a chat template", "system")
 
     from pagoda.base.sampling_params import SamplingParams
     from pagoda.cli.console import for_stream

@@ -1,4 +1,4 @@
-"""The `pagoda` command. What a subcommand needs is imported when it runs, so `pagoda --help` answers at once."""
+"""The `pagoda` command. Each subcommand imports what it needs when it runs, so `pagoda --help` is fast."""
 
 import logging
 import sys
@@ -46,13 +46,13 @@ def configure(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
 ) -> None:
-    """What holds for every subcommand: log lines go to standard error."""
+    """Set up logging to standard error, for every subcommand."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("pagoda").setLevel(logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command line and exit: 0 done, 2 wrong input, 1 anything else, 130 interrupted. Errors are one line."""
+    """Run one command line and exit: 0 done, 2 wrong input, 1 anything else, 130 interrupted. An error is one line."""
     given = sys.argv[1:] if arguments is None else arguments
     sys.exit(_run(given))
 

@@ -1,4 +1,4 @@
-"""`pagoda models`: what can be called by name, and what is fetched already."""
+"""`pagoda models`: list models by name, and fetch them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,15 +9,15 @@ import typer
 
 app = typer.Typer(help="List and fetch models.", no_args_is_help=True, rich_markup_mode=None)
 
-CacheDir = Annotated[str | None, typer.Option("--cache-dir", help="Where fetched models are kept.")]
+CacheDir = Annotated[str | None, typer.Option("--cache-dir", help="Folder where downloaded models are kept.")]
 
 
 @app.command("list")
 def list_models(
     cache_dir: CacheDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON object.")] = False,
 ) -> None:
-    """Print the models that go by a short name, and all that the cache holds."""
+    """List the models of the catalog and all models in the cache."""
     from pagoda.base.config import ModelConfig
     from pagoda.loading.resolve import cache_dir_of
 
@@ -82,13 +82,15 @@ def find_models(root: Path) -> list[ListedModel]:
 @app.command("pull")
 def pull(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL", help="What to fetch (default: the default model).")
+        list[str] | None, typer.Argument(metavar="MODEL", help="Model to fetch (default: the default model).")
     ] = None,
     cache_dir: CacheDir = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    source: Annotated[str, typer.Option(help="Hub for ids: huggingface or modelscope.")] = "huggingface",
+    source: Annotated[
+        str, typer.Option(help="Hub that model ids refer to: huggingface or modelscope.")
+    ] = "huggingface",
 ) -> None:
-    """Fetch models into the cache and print where they are. What is there already needs no network."""
+    """Fetch models into the cache and print their folders. Cached models need no network."""
     from pagoda.base.config import ModelConfig
     from pagoda.cli.console import fetching
     from pagoda.loading.resolve import resolve_model

@@ -140,7 +140,7 @@ def _help_of(item: DescribedSetting, default: str) -> str:
 def _fields_of_group(item: DescribedSetting) -> str:
     """Say how the fields of a group are set, and list them unless they are many."""
     flag, first = flag_of(item.name), item.fields[0]
-    how = f"Each field is a flag of its own, such as {flag}.{dashed(first.name)}"
+    how = f"Each field has its own flag, such as {flag}.{dashed(first.name)}"
     if len(item.fields) > _MOST_LISTED_FIELDS:
         return f"{how}."
     # With underscores, at which the help is not broken into lines; flags take them too.

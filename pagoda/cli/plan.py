@@ -45,8 +45,8 @@ class Plan:
 @engine_options()
 def plan(
     options: dict[str, object],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
-    pull: Annotated[bool, typer.Option("--pull", help="Fetch the model first if it is not there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON object.")] = False,
+    pull: Annotated[bool, typer.Option("--pull", help="Fetch the model first if it is not cached.")] = False,
 ) -> None:
     """Print what a model and settings need.
 

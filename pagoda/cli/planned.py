@@ -1,4 +1,4 @@
-"""Commands that are planned: they are listed, and say so when they are called."""
+"""Planned commands: listed in the help; calling one prints that it is planned."""
 
 from typing import Annotated
 
@@ -20,7 +20,7 @@ PLANNED = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the planned commands to `app`, hidden from nobody: help marks them."""
+    """Add the planned commands to `app`. They are visible; their help says that they are planned."""
     for name, (summary, missing) in PLANNED.items():
         app.command(
             name,

@@ -1,4 +1,4 @@
-"""Tools for a model whose chat template has no place for them: as text in its messages.
+"""Tools for a model whose chat template does not support them, as text in its messages.
 
 Calls are written as Hermes and Qwen write them, which the parser "hermes" reads.
 """
@@ -14,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def lacks_tools(template: str) -> bool:
-    """Return whether a chat template has no place for tools."""
+    """Return whether a chat template does not support tools."""
     return "tools" not in template
 
 

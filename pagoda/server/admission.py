@@ -54,7 +54,7 @@ class Admission:
         bounds = (limits.max_requests, limits.max_requests_per_key, limits.requests_per_minute_per_key)
         most = min((bound for bound in bounds if bound), default=num_requests)
         if num_requests > most:
-            raise RequestError(f"{num_requests} outputs are more than this server admits at once ({most})", "prompt")
+            raise RequestError(f"{num_requests} outputs are more than this server can admit at once ({most})", "prompt")
 
     @contextmanager
     def admit(self, num_requests: int, num_tokens: int, key: str) -> Iterator[None]:

@@ -46,7 +46,7 @@ class ServerState:
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
         if self.has_admin_key and not http.scope["state"]["is_admin"]:
-            raise ApiError(403, "this affects all users of the server: send the admin key (--admin-api-key)")
+            raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
 
     def check_template(self, template: str | None) -> None:
         """Raise ApiError (400) for a caller's template if those are not trusted: the sandbox does not prevent loops."""

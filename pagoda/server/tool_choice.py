@@ -1,4 +1,4 @@
-"""Which tools an answer may or must call, and the grammar that sees to it."""
+"""Which tools an answer may or must call, and the grammar that enforces it."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _GENERIC = "hermes"
 class ToolUse:
     """tools: for the chat template.   parser: a name in TOOL_PARSERS, None for plain text.
 
-    is_generic: the template has no place for tools; they are described in a message.
+    is_generic: the template does not support tools, so they are described in a message.
     """
 
     tools: list[dict[str, Any]]
@@ -30,7 +30,7 @@ class ToolUse:
 
     @classmethod
     def of(cls, body: ChatCompletionRequest, state: ServerState, template: str | None) -> "ToolUse":
-        """Raises ApiError (400) for a choice that cannot be: of an unknown tool, or where no calls are parsed."""
+        """Raises ApiError (400) for an unknown tool, or if a call is required and calls are not parsed."""
         tools = [tool.as_dict() for tool in body.tools or []] if body.tool_choice != "none" else []
         is_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
         is_generic = bool(tools) and template is not None and lacks_tools(template)
@@ -42,13 +42,15 @@ class ToolUse:
             if name not in [tool["function"]["name"] for tool in tools]:
                 raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}", "tool_choice")
         if is_forced and parser is None:
-            raise ApiError(400, "tool_choice: this server reads no tool calls (--tool-call-parser)", "tool_choice")
+            raise ApiError(
+                400, "tool_choice: this server does not parse tool calls (--tool-call-parser)", "tool_choice"
+            )
         return cls(tools, parser, is_generic, is_forced)
 
     def constrain(self, body: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-        """Return params with the grammar of the calls, where there is one.
+        """Return params, with the grammar of the calls if there is one.
 
-        It is there if a call is forced, if a tool is `strict`, and for the generic format. Raises RequestError for a
+        There is one if a call is forced, if a tool is `strict`, and for the generic format. Raises RequestError for a
         tool's schema that is not supported.
         """
         given = body.tools or []

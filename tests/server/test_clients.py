@@ -144,7 +144,7 @@ def test_the_load_generator_draws_what_it_measured(fake_server: LiveServer, tmp_
         (("--model", "x", "--num-prompts", "2", "--json"), ""),
         (("--request-rate", "0"), "above 0"),
         (("--plot", "/nowhere/run.png"), "no folder"),
-        (("--goodput", "speed:3"), "the measure is one of"),
+        (("--goodput", "speed:3"), "the metric must be one of"),
     ],
 )
 def test_the_load_generator_says_in_one_line_why_there_is_no_measurement(flags: tuple[str, ...], said: str) -> None:

@@ -6,7 +6,7 @@ from pagoda.cli.bench import latency, serve, startup, throughput
 from pagoda.cli.help_format import command
 
 app = typer.Typer(
-    help="Measure throughput, latency, start, server and scheduler.", no_args_is_help=True, rich_markup_mode=None
+    help="Measure throughput, latency, startup, server and scheduler.", no_args_is_help=True, rich_markup_mode=None
 )
 command(app, "throughput")(throughput.throughput)
 command(app, "latency")(latency.latency)

@@ -17,9 +17,9 @@ def latency(
     batch_size: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 1,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
-    iterations: Annotated[int, typer.Option(min=1, help="Batches that are measured.")] = 10,
-    warm_up: Annotated[int, typer.Option(min=0, help="Batches before them.")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
+    iterations: Annotated[int, typer.Option(min=1, help="Measured batches.")] = 10,
+    warm_up: Annotated[int, typer.Option(min=0, help="Unmeasured batches to run first.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
 ) -> None:
     """Time of a batch of equal requests: median, p90, p99. Prompts are new and random each time: none is cached."""
     from pagoda.cli.session import load

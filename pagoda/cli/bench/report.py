@@ -50,11 +50,11 @@ def parse_goodput(targets: Sequence[str]) -> dict[str, float]:
     for target in targets:
         name, _, value = target.partition(":")
         if name not in _MEASURES:
-            raise ConfigError(f"--goodput {target!r}: the measure is one of {', '.join(_MEASURES)}, as in ttft:500")
+            raise ConfigError(f"--goodput {target!r}: the metric must be one of {', '.join(_MEASURES)}, as in ttft:500")
         try:
             parsed[name] = float(value)
         except ValueError:
-            raise ConfigError(f"--goodput {target!r}: {value!r} is no number of milliseconds") from None
+            raise ConfigError(f"--goodput {target!r}: {value!r} is not a number of milliseconds") from None
     return parsed
 
 
@@ -104,9 +104,9 @@ def check_plot(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib")
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+        raise ConfigError(f"--plot {path}: folder {path.parent} does not exist")
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {path}: the name ends with .png, .svg or .pdf")
+        raise ConfigError(f"--plot {path}: the name must end with .png, .svg or .pdf")
 
 
 def plot(records: Sequence[RequestRecord], path: Path) -> None:

@@ -59,19 +59,21 @@ def register(app: typer.Typer) -> None:
 
 
 def bench_scheduler(
-    num_seqs: Annotated[list[int] | None, typer.Option(help="Running sequences; may be given several times.")] = None,
+    num_seqs: Annotated[list[int] | None, typer.Option(help="Running sequences. May be repeated.")] = None,
     prompt: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,
     steps: Annotated[int, typer.Option(help="Decode steps timed in each case.")] = 60,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line a case.")] = False,
-    curves: Annotated[bool, typer.Option(help="Cost over waiting requests and pool size instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line per case.")] = False,
+    curves: Annotated[
+        bool, typer.Option(help="Measure the cost by number of waiting requests and by pool size instead.")
+    ] = False,
     compare: Annotated[
-        Path | None, typer.Option(help="A Python that has vLLM: its scheduler is timed beside ours.")
+        Path | None, typer.Option(help="Python interpreter with vLLM installed: also time its scheduler.")
     ] = None,
     compare_model: Annotated[
-        Path | None, typer.Option(help="With --compare: a folder with a Llama-type config.json.")
+        Path | None, typer.Option(help="With --compare: folder with the config.json of a Llama model.")
     ] = None,
     compare_file: Annotated[
-        Path | None, typer.Option(help="JSON lines of vLLM's figures, instead of --compare.")
+        Path | None, typer.Option(help="File with vLLM's results as JSON lines, instead of --compare.")
     ] = None,
 ) -> None:
     """Time the scheduler alone: schedule + update_from_output per decode step, and add_request."""

@@ -16,28 +16,31 @@ def register(app: typer.Typer) -> None:
 
 
 def bench_serve(
-    base_url: Annotated[str, typer.Option(help="Server, without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Model name; default: the first the server lists.")] = None,
-    workload: Annotated[Path | None, typer.Option(help="JSON list of prompt_token_ids, max_tokens, arrival_s.")] = None,
-    request_rate: Annotated[
-        float | None, typer.Option(help="Poisson arrivals per second (inf: all at once); overrides the file's times.")
+    base_url: Annotated[str, typer.Option(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name (default: the first that the server lists).")] = None,
+    workload: Annotated[
+        Path | None, typer.Option(help="JSON file: a list of objects with prompt_token_ids, max_tokens, arrival_s.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Random prompts, where no workload is given.")] = 64,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(help="Mean requests per second, Poisson arrivals (inf: all at once); overrides arrival_s."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Number of random prompts if no workload is given.")] = 64,
     input_len: Annotated[int, typer.Option(help="Tokens per random prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Output tokens per random prompt.")] = 64,
-    vocab: Annotated[int, typer.Option(help="Random token ids are below this.")] = 32000,
-    max_concurrency: Annotated[int, typer.Option(help="Requests open at once; 0: no limit (open loop).")] = 0,
+    vocab: Annotated[int, typer.Option(help="Exclusive upper bound of random token ids.")] = 32000,
+    max_concurrency: Annotated[int, typer.Option(help="Maximum concurrent requests (0: no limit, open loop).")] = 0,
     seed: int = 0,
     goodput: Annotated[
-        list[str] | None, typer.Option(help="Latency target in ms, as ttft:500; may be repeated.")
+        list[str] | None, typer.Option(help="Latency target in ms, such as ttft:500. May be repeated.")
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for exactly max_tokens (a field of this family of servers).")
+        bool, typer.Option(help="Generate exactly max_tokens (a field of vLLM's API and ours).")
     ] = True,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per request.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of the run.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Timeout per request in seconds.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of the run to this file.")] = None,
 ) -> None:
     """Load a running server; report throughput, TTFT, ITL, TPOT, E2E percentiles and goodput."""
     from pagoda.cli.bench import load, report
@@ -82,7 +85,7 @@ def _first_model(base_url: str, api_key: str | None) -> str:
         with urllib.request.urlopen(request, timeout=10) as response:
             return str(json.load(response)["data"][0]["id"])
     except (OSError, ValueError, LookupError) as error:
-        raise ConfigError(f"--base-url {base_url}: no model list there ({error}); is the server up?") from error
+        raise ConfigError(f"--base-url {base_url}: cannot list its models ({error}); is the server running?") from error
 
 
 def _print_table(result: "report.LoadReport", errors: list[str]) -> None:  # type: ignore[name-defined]  # noqa: F821

@@ -28,11 +28,11 @@ class Start:
 
 
 def startup(
-    runs: Annotated[int, typer.Option(min=1, help="Fresh processes.")] = 5,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="As for `pagoda generate`.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 16,
+    runs: Annotated[int, typer.Option(min=1, help="Number of processes to start.")] = 5,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model, as for `pagoda generate`.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens.")] = 16,
     serve: Annotated[bool, typer.Option("--serve", help="Time `pagoda serve` until it is ready.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
 ) -> None:
     """Time from the command to the first text (--serve: until ready) and to the end of a short answer.
 

@@ -25,12 +25,12 @@ WARM_UP_TOKENS = 8
 @engine_options()
 def throughput(
     options: dict[str, object],
-    workload: Annotated[Path, typer.Option("--workload", help="Requests as benchmarks/workload.py writes them.")],
+    workload: Annotated[Path, typer.Option("--workload", help="Workload file written by benchmarks/workload.py.")],
     arrivals: Annotated[
-        bool, typer.Option("--arrivals", help="Let requests come at their arrival_s instead of all at once.")
+        bool, typer.Option("--arrivals", help="Send requests at their arrival_s instead of all at once.")
     ] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of the steps went.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on standard output, nothing else.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show how much time each part of a step takes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
 ) -> None:
     """Output tokens per second on a workload. Outputs have exactly max_tokens tokens: all engines do the same work.
 
