@@ -24,7 +24,7 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError("an API key is empty: give a key, or leave the option out")
     if server.admin_api_key in server.api_keys:
         raise ConfigError(
-            "admin_api_key must not be one of api_keys, or all users of that key would be administrators; choose another"
+            "admin_api_key must not be one of api_keys, or all users of that key would be administrators; use another"
         )
     if server.port > 65535:
         raise ConfigError(f"port={server.port} must be in 0 .. 65535 (0: any free port)")

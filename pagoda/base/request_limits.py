@@ -37,7 +37,8 @@ class RequestLimits:
     tokenized_chars: Annotated[
         int,
         Setting(
-            "characters of text to tokenize whatever its length (`/tokenize`, `truncate_prompt_tokens`)", at_least=0
+            "characters in a text that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`)",
+            at_least=0,
         ),
     ] = 1_048_576
     stop_strings: Annotated[int, Setting("strings in `stop`", at_least=0)] = 64
@@ -88,14 +89,14 @@ class RequestLimits:
         int, Setting("characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)", at_least=0)
     ] = 256
     body_values: Annotated[int, Setting("JSON values in a body (token ids count)", at_least=0)] = 1_000_000
-    body_objects: Annotated[int, Setting("objects, lists and keys of objects in a body", at_least=0)] = 100_000
+    body_objects: Annotated[int, Setting("objects, lists and object keys in a body", at_least=0)] = 100_000
     body_exponents: Annotated[
         int, Setting("numbers with an exponent of three digits or more in a body", at_least=0)
     ] = 1_024
     json_depth: Annotated[
-        int, Setting("levels of nesting in a field of free form (messages, tools, `metadata`, ...)", at_least=0)
+        int, Setting("levels of nesting in a free-form field (messages, tools, `metadata`, ...)", at_least=0)
     ] = 64
-    json_values: Annotated[int, Setting("values in the fields of free form together", at_least=0)] = 131_072
+    json_values: Annotated[int, Setting("values in all free-form fields together", at_least=0)] = 131_072
 
     def __post_init__(self) -> None:
         for name, _, _ in describe_limits():
