@@ -25,7 +25,7 @@ from pagoda.llm import LLM
 from tests.engine.test_process_client import collect, run, tokens
 from tests.fake_engine import byte_inputs, fake_core
 
-STEP_TIMEOUT_S = 0.6
+STEP_TIMEOUT_S = 2.0
 MODULE = "tests.engine.faulty_engine"
 Work = Callable[[AsyncEngine, ProcessClient], Awaitable[None]]
 

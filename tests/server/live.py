@@ -57,7 +57,7 @@ class LiveServer:
             assert time.monotonic() < end, f"the server does not come to rest: {load}"
             time.sleep(0.05)
 
-    def wait_restarted(self, timeout_s: float = 30.0) -> None:
+    def wait_restarted(self, timeout_s: float = 90.0) -> None:
         """After a kill: until that was seen, and the next engine is up."""
         for truth in (503, 200):
             end = time.monotonic() + timeout_s
