@@ -1,6 +1,16 @@
-"""`python -m pagoda` is the `pagoda` command."""
+"""The `pagoda` command, also as `python -m pagoda`: an interrupt ends it without a traceback, even while it imports."""
 
-from pagoda.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the command line of this process and exit; see `pagoda.cli.main`."""
+    try:
+        from pagoda.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,6 @@ It blocks while there is no work, handles messages between steps, and exits when
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -106,8 +105,6 @@ class EngineServer:
 
 def main() -> None:
     """Read the EngineConfig from standard input, build the engine, and serve on the socket in the folder in argv."""
-    for name in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent handles them
-        signal.signal(name, signal.SIG_IGN)
     place = RendezvousDir(sys.argv[1])
     stdin = sys.stdin.buffer
     size = int.from_bytes(stdin.read(8), "little")

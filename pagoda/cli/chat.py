@@ -55,7 +55,7 @@ def chat(
     console.print(
         f"{session.model_name}, {temperature}; /help shows the commands, Ctrl-D leaves", style="dim", markup=False
     )
-    Conversation(session, params, console, system).run(_line_reader())
+    Conversation(session, params, console, system).run(_line_reader("1" if console.no_color else "1;32"))
 
 
 class Conversation:
@@ -172,11 +172,14 @@ def read_message(read_line: Callable[[str], str]) -> str:
     return "\n".join(lines)
 
 
-def _line_reader() -> Callable[[str], str]:
-    """input() with line editing and history in a terminal, and no prompts when lines come from a pipe."""
+def _line_reader(style: str) -> Callable[[str], str]:
+    """Return input() with line editing and history in a terminal, and without prompts when lines come from a pipe.
+
+    style: of the prompt, the parameters of an SGR escape sequence.
+    """
     if not sys.stdin.isatty():
         return lambda _prompt: input()
     import readline  # noqa: F401 - importing it is what gives input() its editing
 
-    # \001 and \002 tell readline that the colour codes between them take no room.
-    return lambda prompt: input(f"\001\033[1;32m\002{prompt}\001\033[0m\002")
+    # \001 and \002 tell readline that the escape sequences between them take no room.
+    return lambda prompt: input(f"\001\033[{style}m\002{prompt}\001\033[0m\002")

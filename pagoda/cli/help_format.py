@@ -4,11 +4,13 @@ from collections.abc import Collection
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from pagoda.base.config import RETIRED
 from pagoda.base.errors import ConfigError
 from pagoda.cli.options import PANEL_ORDER
+
+_ANY_LENGTH = 10_000
 
 
 class Command(TyperCommand):
@@ -46,6 +48,16 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=34)
+
+
+class Group(TyperGroup):
+    """A group whose help gives each command's first sentence whole, wrapped where a terminal is narrow."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, one.get_short_help_str(_ANY_LENGTH)) for name, one in commands if one and not one.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def _with_dashes(argument: str, flags: Collection[str]) -> str:

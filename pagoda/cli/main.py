@@ -10,12 +10,13 @@ import typer
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, NotSupportedError, PagodaError, RequestError
 from pagoda.cli import bench, chat, doctor, generate, models, plan, planned, serve
-from pagoda.cli.help_format import command
+from pagoda.cli.help_format import Group, command
 
 _LONGEST_MESSAGE = 2000  # characters: an error is a message, never a dump of its input
 
 app = typer.Typer(
     name="pagoda",
+    cls=Group,
     help="Run, serve and measure large language models.",
     no_args_is_help=True,
     add_completion=False,

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="List and fetch models.", no_args_is_help=True, rich_markup_mode=None)
+from pagoda.cli.help_format import Group
+
+app = typer.Typer(cls=Group, help="List and fetch models.", no_args_is_help=True, rich_markup_mode=None)
 
 CacheDir = Annotated[str | None, typer.Option("--cache-dir", help="Folder where downloaded models are kept.")]
 

@@ -12,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from pagoda.base.child_signals import signals_blocked
 from pagoda.base.config import EngineConfig
 from pagoda.engine.flight_recorder import FlightRecorder
 
@@ -45,7 +46,8 @@ class EngineProcess:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
         self.socket.bind(self.place.address)
-        self.process = subprocess.Popen([sys.executable, "-m", module, self.place.folder], stdin=subprocess.PIPE)
+        with signals_blocked(signal.SIGINT, signal.SIGTERM):  # the parent handles them
+            self.process = subprocess.Popen([sys.executable, "-m", module, self.place.folder], stdin=subprocess.PIPE)
         assert self.process.stdin is not None
         data = msgspec.msgpack.encode(config, enc_hook=str)
         self.process.stdin.write(len(data).to_bytes(8, "little") + data)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from pagoda.base.child_signals import signals_blocked
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.template_job import InProcessRenderer, TemplateJob
 from pagoda.engine.template_worker import (
@@ -145,7 +147,7 @@ class _Worker:
 
     def __init__(self, memory_bytes: int, niceness: int) -> None:
         self._connection, theirs = socket.socketpair()
-        with theirs:
+        with theirs, signals_blocked(signal.SIGINT):  # Ctrl-C is for the parent
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "pagoda.engine.template_worker"),

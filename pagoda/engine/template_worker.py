@@ -122,7 +122,6 @@ def _exit_with(parent: int) -> None:
 
 def main() -> None:
     memory_bytes, niceness, parent = map(int, sys.argv[1:4])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, even inside a long C call
     os.nice(niceness)
     connection = socket.socket(fileno=os.dup(0))

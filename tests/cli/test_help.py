@@ -112,6 +112,15 @@ def test_in_a_terminal_of_80_columns() -> None:
     assert max(len(line.rstrip("\r")) for line in text.split("\n")) <= 80
 
 
+@pytest.mark.usefixtures("_columns")
+@pytest.mark.parametrize("group", ["", "bench", "models"])
+def test_lists_of_commands_have_whole_sentences(capsys: pytest.CaptureFixture[str], group: str) -> None:
+    printed = help_of(capsys, *group.split())
+    commands = printed.partition("Commands:\n")[2]
+    assert commands.rstrip().endswith(".")
+    assert "..." not in commands
+
+
 @pytest.mark.parametrize("command", PLANNED)
 def test_planned_commands_say_so(capsys: pytest.CaptureFixture[str], command: str) -> None:
     for arguments in ([], ["some.file", "--flag", "x"]):

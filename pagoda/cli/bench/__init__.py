@@ -3,10 +3,13 @@
 import typer
 
 from pagoda.cli.bench import latency, serve, startup, throughput
-from pagoda.cli.help_format import command
+from pagoda.cli.help_format import Group, command
 
 app = typer.Typer(
-    help="Measure throughput, latency, startup, server and scheduler.", no_args_is_help=True, rich_markup_mode=None
+    cls=Group,
+    help="Measure throughput, latency, startup, server and scheduler.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 command(app, "throughput")(throughput.throughput)
 command(app, "latency")(latency.latency)

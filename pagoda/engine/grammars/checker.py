@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagoda.base.child_signals import signals_blocked
 from pagoda.base.errors import RequestError
 from pagoda.engine.grammars.checker_worker import READY, receive, send
 from pagoda.engine.grammars.grammar_text import GrammarText, JsonStyle, schema_grammar
@@ -168,7 +170,7 @@ class _Worker:
 
     def __init__(self, vocabulary: Vocabulary, memory_bytes: int) -> None:
         self._connection, theirs = socket.socketpair()
-        with theirs:
+        with theirs, signals_blocked(signal.SIGINT):  # Ctrl-C is for the parent
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "pagoda.engine.grammars.checker_worker"),

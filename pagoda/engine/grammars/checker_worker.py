@@ -10,7 +10,6 @@ import contextlib
 import os
 import pickle
 import resource
-import signal
 import socket
 import struct
 import sys
@@ -69,7 +68,6 @@ def _exit_with(parent: int) -> None:
 
 def main() -> None:
     memory_bytes, parent = map(int, sys.argv[1:3])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     connection = socket.socket(fileno=os.dup(0))
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     threading.stack_size(_STACK_BYTES)

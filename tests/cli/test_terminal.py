@@ -1,0 +1,135 @@
+"""Commands in a pseudo-terminal of 80 columns, as a person runs them."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.cached_models import cached_model
+
+_TIMEOUT_S = 60.0
+CHAT = ("chat", "--max-model-len", "512", "--kv-cache-memory", "64MiB", "--threads", "1")
+
+
+class Terminal:
+    """A `pagoda` command and the terminal that it runs in."""
+
+    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+        pid, self._leader = pty.fork()
+        if pid == 0:
+            command = [sys.executable, "-m", "pagoda", *arguments]
+            os.execvpe(command[0], command, {**os.environ, "TERM": "xterm-256color", **environment})
+        self._pid = pid
+        self._status: int | None = None
+        self.printed = ""
+        self._read_to = 0
+        fcntl.ioctl(self._leader, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+
+    def expect(self, text: str) -> None:
+        """Wait until the command prints `text`, after what was expected before."""
+        end_s = time.monotonic() + _TIMEOUT_S
+        while (at := self.printed.find(text, self._read_to)) < 0:
+            assert time.monotonic() < end_s, f"no {text!r} in {self.printed!r}"
+            assert self._read(), f"it ended without {text!r}: {self.printed!r}"
+        self._read_to = at + len(text)
+
+    def type(self, text: str) -> None:
+        os.write(self._leader, text.encode())
+
+    def wait(self) -> int:
+        """Return the exit code (negative: the signal) after reading everything."""
+        end_s = time.monotonic() + _TIMEOUT_S
+        while self._read():
+            assert time.monotonic() < end_s, f"it does not end: {self.printed!r}"
+        self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self._status
+
+    def _read(self) -> bool:
+        """Read what there is. Return False if the command has closed the terminal."""
+        if select.select([self._leader], [], [], 0.5)[0]:
+            try:
+                self.printed += os.read(self._leader, 65536).decode(errors="replace")
+            except OSError:  # Linux's way to say that the other end is closed
+                return False
+        return True
+
+    def close(self) -> None:
+        if self._status is None:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        os.close(self._leader)
+
+
+@contextmanager
+def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
+    opened = Terminal(arguments, environment)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_chat() -> None:
+    """An answer, Ctrl-C at the prompt (which goes on), Ctrl-C during an answer, Ctrl-D."""
+    cached_model("smollm2-135m")
+    with terminal(*CHAT, "--ignore-eos", "--temperature", "0") as at:
+        at.expect("Ctrl-D leaves")
+        at.expect("> ")
+        at.type("half a line\x03")
+        at.expect("Ctrl-D or /exit leaves")
+        at.expect("> ")
+        at.type("Tell me a story.\n")
+        at.expect("story.\r\n")
+        at.expect(" ")
+        at.type("\x03")
+        at.expect("(stopped)")
+        at.expect("> ")
+        at.type("\x04")
+        assert at.wait() == 0
+    assert "Traceback" not in at.printed
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|[\x01\x02]", "", at.printed)
+    assert max(len(line) for line in re.split(r"\r?\n|\r", plain)) <= 80
+
+
+def test_chat_without_colour() -> None:
+    cached_model("smollm2-135m")
+    with terminal(*CHAT, NO_COLOR="1") as at:
+        at.expect("> ")
+        at.type("\x04")
+        assert at.wait() == 0
+    assert not re.search(r"\x1b\[(\d+;)*[349]\d(;\d+)*m", at.printed), at.printed
+
+
+def test_an_interrupt_during_the_first_imports_leaves_no_traceback(tmp_path: Path) -> None:
+    """The import that is interrupted is one of the command's own, before it can handle anything."""
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    with terminal("plan", PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}") as at:
+        at.expect("importing")
+        at.type("\x03")
+        assert at.wait() == 130
+    assert "Traceback" not in at.printed
+
+
+def test_an_interrupt_while_the_engine_process_imports_leaves_no_traceback(tmp_path: Path) -> None:
+    """Ctrl-C goes to every process of the terminal, but the engine process leaves it to its parent."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "if 'pagoda.engine_process' in sys.orig_argv:\n"
+        "    print('importing', flush=True)\n"
+        "    time.sleep(2)\n"
+    )
+    flags = ("--distributed-executor-backend", "fake", "--num-blocks", "64", "--max-model-len", "512", "--port", "0")
+    with terminal("serve", *flags, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}") as at:
+        at.expect("importing")
+        at.type("\x03")
+        assert at.wait() == 130
+    assert "Traceback" not in at.printed, at.printed
