@@ -1,6 +1,7 @@
 """Send cases by name, to a server of their own or to one at a URL: `python -m tests.hostile 7:1234 field:55 --url URL`.
 
---show prints what would be sent.   --seed N --count M runs that many cases as the tests do, and says what failed.
+--show prints what would be sent.   --shrink looks for a smaller case that fails in the same way, and prints it.
+   --seed N --count M runs that many cases as the tests do, and says what failed.
 """
 
 import argparse
@@ -10,12 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.hostile.campaign import Campaign
+from tests.hostile.campaign import KIND_CHARS, Campaign
+from tests.hostile.case import Case
 from tests.hostile.cases import case_names, make_case
 from tests.hostile.checks import problems
 from tests.hostile.client import send_case
 from tests.hostile.healthy import healthy_client
-from tests.hostile.serving import FAKE_FLAGS, KEY, load, watched_serving
+from tests.hostile.serving import FAKE_FLAGS, KEY, load
+from tests.hostile.shrink import shrink
+from tests.server.live import LiveServer
+from tests.server.stall_watch import StallReader, watched_serving
 
 
 def main() -> None:
@@ -23,6 +28,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--url")
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--without", nargs="*", default=[], help="kinds of cases to leave out")
@@ -33,6 +39,10 @@ def main() -> None:
     if given.show:
         for name in names:
             print(make_case(name))
+        return
+    if given.shrink:
+        for name in names:
+            _shrink(make_case(name))
         return
     if given.url:
         for name in names:
@@ -65,6 +75,25 @@ def _send_one(name: str, port: int) -> None:
     for answer in outcome.answers:
         print(f"  {answer.status} {answer.headers} {answer.body[:500]!r}")
     print(f"  closed: {outcome.was_closed}, {outcome.took_s:.3f} s, {problems(case, outcome) or 'fine'}")
+
+
+def _shrink(case: Case) -> None:
+    """Print a small case that fails as this one does. A server that a case ends is started again."""
+    with contextlib.ExitStack() as stack:
+        serving: list[tuple[LiveServer, StallReader]] = []
+
+        def failure(case: Case) -> str:
+            if not serving or serving[0][0].process.poll() is not None:
+                stack.close()
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                serving[:] = [stack.enter_context(watched_serving(folder, *FAKE_FLAGS))]
+            return Campaign(*serving[0]).failure_alone(case)
+
+        first = failure(case)
+        print(f"{case}\n  {first or 'does not fail'}")
+        if first:
+            kind = first[:KIND_CHARS]
+            print(shrink(case, lambda smaller: failure(smaller)[:KIND_CHARS] == kind))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ from tests.hostile.cases import make_case
 from tests.hostile.checks import problems
 from tests.hostile.client import NO_ANSWER, send_case
 from tests.hostile.serving import load
-from tests.hostile.stall_watch import LoopStuck, StallReader
 from tests.server.live import LiveServer
+from tests.server.stall_watch import LoopStuck, StallReader
 
 MAX_STALL_S = 0.1
 VOLLEY = 48
 AT_ONCE = 8
 BIG_BYTES = 2**18  # such cases are sent one at a time: the bound is on what one body costs
 MAX_FAILURES = 25  # then enough is known
+KIND_CHARS = 40  # failures are alike if so much of their texts is equal
 MAX_ALIKE = 3  # failures that begin with the same words are kept so often
 
 
@@ -46,7 +47,7 @@ class Report:
 
     def add(self, case: Case, problem: str) -> None:
         """Keep a failure, unless enough like it are known."""
-        kind = problem[:40]
+        kind = problem[:KIND_CHARS]
         self.num_alike[kind] += 1
         if self.num_alike[kind] <= MAX_ALIKE:
             self.failures.append(Failure(case, problem))
@@ -78,6 +79,15 @@ class Campaign:
             if len(self.report.failures) >= MAX_FAILURES or not self.is_alive():
                 break
         return self.report
+
+    def failure_alone(self, case: Case) -> str:
+        """Send one case; return what is wrong, or an empty string. The server may have ended afterwards."""
+        self._num_restarts = load(self._server)["engine_restarts"]
+        self._stalls.take()
+        found = problems(case, asyncio.run(send_case(case, self._port)), self._may_be_down)
+        if not found and not self._ended([case]) and (stall_s := self._stalls.take()) > MAX_STALL_S:
+            found = [f"the event loop was busy, for {stall_s:.2f} s"]
+        return (found or [failure.problem for failure in self.report.failures] or [""])[0]
 
     def is_alive(self) -> bool:
         return self._server.process.poll() is None

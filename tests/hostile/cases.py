@@ -25,6 +25,7 @@ _WIRE: tuple[tuple[Callable[[random.Random, str], Case], int], ...] = (
     (wire_cases.leavers, 8),
     (wire_cases.slow, 2),
     (wire_cases.pipelines, 6),
+    (wire_cases.long_pipelines, 1),
     (wire_cases.same_ids, 5),
 )
 

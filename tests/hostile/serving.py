@@ -1,14 +1,10 @@
-"""A watched server: two API keys, short deadlines, and a StallWatch on its event loop."""
+"""The flags of the servers under attack (two API keys, short deadlines), and requests of the healthy client."""
 
-import contextlib
 import http.client
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from tests.hostile.stall_watch import StallReader
-from tests.server.live import FAKE_ENGINE, LiveServer, serving
+from tests.server.live import FAKE_ENGINE, LiveServer
 
 KEY = "healthy"
 _KEYS = ("--api-key", KEY, "--api-key", "attacker", "--admin-api-key", "admin")
@@ -23,14 +19,6 @@ _DEADLINES = (
 _LIMITS = (*_KEYS, *_DEADLINES, "--trust-request-chat-template")
 FAKE_FLAGS = (*FAKE_ENGINE, *_LIMITS)
 REAL_FLAGS = ("--num-blocks", "512", "--max-model-len", "2048", *_LIMITS)
-
-
-@contextlib.contextmanager
-def watched_serving(folder: Path, *flags: str) -> Iterator[tuple[LiveServer, StallReader]]:
-    """A server as `serving` starts it, and what reads its stalls."""
-    stalls = StallReader(folder)
-    with serving(folder, *flags, program=("tests.hostile.watched_server", str(folder), "--debug")) as server:
-        yield server, stalls
 
 
 def get(server: LiveServer, path: str) -> str:

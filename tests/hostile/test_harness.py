@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.case import Case, Expect, Leave
+from tests.hostile.case import Case, Expect, Leave, request
 from tests.hostile.cases import NUM_SINGLE_FIELDS, case_names, make_case
 from tests.hostile.checks import problems
 from tests.hostile.client import Answer, Outcome
 from tests.hostile.json_text import Deep, Flood, FloodOfKeys, Pairs, Raw, write
-from tests.hostile.stall_watch import StallReader, StallWatch
+from tests.hostile.shrink import shrink
+from tests.server.stall_watch import StallReader, StallWatch
 
 GOOD_ERROR = b'{"error":{"message":"no","type":"invalid_request_error","param":null,"code":400}}'
 CASE = Case("0:0", "", "", (b"",))
@@ -156,3 +158,25 @@ def test_a_census_counts_what_containers_hold(tmp_path: Path) -> None:
     assert counts["tasks"] >= 1
     assert counts["threads"] >= threading.active_count() - 3
     del journal
+
+
+def test_a_failing_case_shrinks_to_what_makes_it_fail() -> None:
+    body = {"prompt": "x" * 500 + "\ud800" + "y" * 300, "stop": ["a", "b"], "n": 2, "nested": {"list": list(range(50))}}
+    case = Case("0:0", "", "", (request("/v1/completions", write(body), b"X-Extra: 1"),))
+
+    def fails(case: Case) -> bool:
+        head, _, sent = b"".join(case.pieces).partition(b"\r\n\r\n")
+        assert b"Content-Length: %d" % len(sent) in head or b"Content-Length:" not in head
+        return b"\\ud800" in sent and b"Authorization" in head
+
+    small = shrink(case, fails)
+    assert small.num_bytes < 60
+    head, _, sent = small.pieces[0].partition(b"\r\n\r\n")
+    assert (b"Authorization" in head, json.loads(sent)) == (True, {"prompt": "\ud800"})
+
+
+def test_a_body_that_is_not_json_shrinks_by_bytes() -> None:
+    case = Case("0:0", "", "", (request("/", b"[" * 3_000 + b"\x00" + b"]" * 3_000),))
+    small = shrink(case, lambda case: b"\x00" in b"".join(case.pieces))
+    assert small.num_bytes < 10
+    assert shrink(case, lambda _: True, max_tries=3).num_bytes > 500

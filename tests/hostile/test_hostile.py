@@ -20,9 +20,9 @@ from tests.hostile.cases import NUM_SINGLE_FIELDS, case_names, make_case
 from tests.hostile.checks import answer_problems
 from tests.hostile.client import send_case
 from tests.hostile.healthy import Health, HealthyClient, healthy_client
-from tests.hostile.serving import FAKE_FLAGS, KEY, REAL_FLAGS, get, load, watched_serving
-from tests.hostile.stall_watch import StallReader
+from tests.hostile.serving import FAKE_FLAGS, KEY, REAL_FLAGS, get, load
 from tests.server.live import LiveServer
+from tests.server.stall_watch import StallReader, watched_serving
 
 # The first requests of a server fill caches and pools; growth is counted from here on.
 NUM_WARM_UP = 400

@@ -227,6 +227,16 @@ def pipelines(draw: random.Random, name: str) -> Case:
     return Case(name, "pipelines", str(garbage[:30]), (data,), leave=leave, expect=Expect.ANSWERS_OR_CLOSE)
 
 
+def long_pipelines(draw: random.Random, name: str) -> Case:
+    """A thousand requests or two at once on one connection; the client reads all answers, or leaves at once."""
+    num_requests = draw.choice((1_000, 2_000))
+    path = draw.choice(("/health", "/version", "/nowhere"))
+    data = request(path, method="GET", content_type=None) * num_requests
+    if draw.random() < 0.3:
+        return Case(name, "long pipelines", f"{path}, leaves", (data,), leave=Leave.AT_ONCE, expect=Expect.NOTHING)
+    return Case(name, "long pipelines", f"{num_requests} times {path}", (data,), num_answers=num_requests)
+
+
 def same_ids(draw: random.Random, name: str) -> Case:
     """Requests and aborts under a few ids that others use at the same time."""
     which = draw.choice(("1", "2", "healthy", "cmpl-1", "attacker-1"))

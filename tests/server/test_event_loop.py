@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
-from tests.server.serve_probed import LoopProbe
+from tests.server.stall_watch import StallReader, watched_serving
 
 MOST_CPU_S = 0.25
 """Of the loop's thread at a stretch. The aim is 0.1 s on an idle machine; what this file prevents took 2 s to 17 s."""
@@ -98,31 +98,28 @@ CASES: dict[str, tuple[str, bytes, int]] = {
 
 
 @pytest.fixture(scope="module")
-def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, LoopProbe]]:
-    folder = tmp_path_factory.mktemp("probed")
-    probe = folder / "probe"
-    program = ("tests.server.serve_probed", str(probe))
-    with serving(folder, *FAKE_FLAGS, "--num-blocks", "4096", program=program) as server:
-        yield server, LoopProbe(probe)
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, StallReader]]:
+    with watched_serving(tmp_path_factory.mktemp("watched"), *FAKE_FLAGS, "--num-blocks", "4096") as both:
+        yield both
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_large_request_does_not_keep_the_loop(probed: tuple[LiveServer, LoopProbe], name: str) -> None:
-    server, probe = probed
+def test_a_large_request_does_not_keep_the_loop(watched: tuple[LiveServer, StallReader], name: str) -> None:
+    server, stalls = watched
     path, body, expected = CASES[name]
-    probe.reset()
+    stalls.take()
     status, answer = server.post(path, body)
     assert status == expected, str(answer)[:500]
     time.sleep(0.05)  # what is freed after the answer counts as well
-    cpu_s, wall_s = probe.worst()
+    stall_s, cpu_s = stalls.take(), stalls.cpu_s()
     most_s = MOST_CPU_OF_TEXT_S if name in ("a long text", "spaces") else MOST_CPU_S
-    assert 0 < cpu_s < most_s, f"the loop was busy for {cpu_s:.3f} s ({wall_s:.3f} s on the clock)"
+    assert 0 < cpu_s < most_s, f"the loop was busy for {cpu_s:.3f} s ({stall_s:.3f} s with its waits for locks)"
     if status == 400:
         assert len(answer["error"]["message"]) < 500
 
 
-def test_memory_comes_back(probed: tuple[LiveServer, LoopProbe]) -> None:
-    server, _ = probed
+def test_memory_comes_back(watched: tuple[LiveServer, StallReader]) -> None:
+    server, _ = watched
 
     def resident_mb() -> int:
         status = Path(f"/proc/{server.process.pid}/status").read_text()

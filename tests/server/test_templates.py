@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, serving
-from tests.server.serve_probed import LoopProbe
+from tests.server.stall_watch import StallReader, watched_serving
 
 USER = {"role": "user", "content": "x"}
 LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
@@ -22,11 +22,11 @@ CHAT = {"messages": [USER], "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, LoopProbe]]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, StallReader]]:
     folder = tmp_path_factory.mktemp("templates")
-    program = ("tests.server.serve_probed", str(folder / "probe"))
-    with serving(folder, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "1.5", program=program) as server:
-        yield server, LoopProbe(folder / "probe")
+    folder = tmp_path_factory.mktemp("templates")
+    with watched_serving(folder, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "1.5") as both:
+        yield both
 
 
 @contextlib.contextmanager
@@ -66,18 +66,19 @@ def cpu_ticks(pid: int) -> int:
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_a_template_that_does_not_end_is_ended(
-    server: tuple[LiveServer, LoopProbe], template: str, said: str, path: str
+    server: tuple[LiveServer, StallReader], template: str, said: str, path: str
 ) -> None:
-    live, probe = server
-    probe.reset()
+    live, stalls = server
+    stalls.take()
     status, answer = live.post(path, {"messages": [USER], "chat_template": template})
     assert (status, said in answer["error"]["message"]) == (400, True), answer
-    cpu_s, _ = probe.worst()
+    stalls.take()
+    cpu_s = stalls.cpu_s()
     assert cpu_s < 0.25
     assert live.post("/v1/chat/completions", CHAT)[0] == 200
 
 
-def test_looping_templates_of_callers_delay_only_each_other(server: tuple[LiveServer, LoopProbe]) -> None:
+def test_looping_templates_of_callers_delay_only_each_other(server: tuple[LiveServer, StallReader]) -> None:
     live, _ = server
     with contextlib.ExitStack() as stack:
         for _ in range(6):
@@ -140,14 +141,14 @@ def test_a_models_own_template_that_loops_is_ended_as_well(tmp_path: Path) -> No
         assert live.post("/v1/chat/completions", CHAT)[0] == 200
 
 
-def test_a_killed_renderer_is_replaced(server: tuple[LiveServer, LoopProbe]) -> None:
+def test_a_killed_renderer_is_replaced(server: tuple[LiveServer, StallReader]) -> None:
     live, _ = server
     for pid in renderers(live):
         os.kill(pid, signal.SIGKILL)
     assert live.post("/v1/chat/completions", CHAT)[0] == 200
 
 
-def test_chats_at_once_are_all_rendered(server: tuple[LiveServer, LoopProbe]) -> None:
+def test_chats_at_once_are_all_rendered(server: tuple[LiveServer, StallReader]) -> None:
     live, _ = server
     statuses: list[int] = []
     times: list[float] = []

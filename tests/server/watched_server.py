@@ -1,4 +1,4 @@
-"""`pagoda serve` with a StallWatch on its event loop: `python -m tests.hostile.watched_server FOLDER serve FLAGS...`"""
+"""`pagoda serve` with a StallWatch on its event loop: `python -m tests.server.watched_server FOLDER serve FLAGS...`"""
 
 import asyncio
 import resource
@@ -10,7 +10,7 @@ from typing import Any
 import uvloop
 
 from pagoda.cli.main import main
-from tests.hostile.stall_watch import StallWatch
+from tests.server.stall_watch import StallWatch
 
 # What no request may need; beyond it the server meets a MemoryError, and the machine's other processes nothing.
 MAX_ADDRESS_BYTES = 6 * 2**30

@@ -3,9 +3,11 @@
 Wall time says little on shared cores: the process waits for a core while others run. So a beat on the loop reads, next
 to the wall clock, how long its thread waited for a core (/proc/.../schedstat), and subtracts that. What is left beyond
 the beat's own interval is a stall: the thread computed, or waited for a lock that a thread of its own process held.
+The longest CPU time between two beats is measured too: it leaves out waits for such locks.
 """
 
 import asyncio
+import contextlib
 import gc
 import json
 import mmap
@@ -16,18 +18,20 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
+from tests.server.live import LiveServer, serving
+
 BEAT_S = 0.01
 _STACK_AFTER_S = 0.08  # a stall this long has its stack written down
-_SLOTS = struct.Struct("<5d")
-_ASKED, _ANSWERED, _LONGEST, _CENSUS_ASKED, _CENSUS_DONE = range(5)
+_SLOTS = struct.Struct("<6d")
+_ASKED, _ANSWERED, _LONGEST, _LONGEST_CPU, _CENSUS_ASKED, _CENSUS_DONE = range(6)
 
 
 class _Shared:
-    """Five numbers in a mapped file: each has one writer."""
+    """Six numbers in a mapped file: each has one writer."""
 
     def __init__(self, path: Path, create: bool = False) -> None:
         if create:
@@ -73,31 +77,36 @@ class StallWatch:
         self._main = threading.get_ident()
         self._last_s = time.monotonic()
         self._last_waited_s = 0.0
+        self._last_cpu_s = 0.0
         self._longest_s = 0.0
+        self._longest_cpu_s = 0.0
         self._stack: list[str] = []
 
     async def run(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
         loop = asyncio.get_running_loop()
         self._last_s, self._last_waited_s = time.monotonic(), self._waited_s()
+        self._last_cpu_s = time.thread_time()
         loop.call_later(BEAT_S, self._beat, loop)
 
     def _waited_s(self) -> float:
         return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        now_s, waited_s = time.monotonic(), self._waited_s()
+        now_s, waited_s, cpu_s = time.monotonic(), self._waited_s(), time.thread_time()
         stall_s = now_s - self._last_s - (waited_s - self._last_waited_s) - BEAT_S
         self._longest_s = max(self._longest_s, stall_s)
+        self._longest_cpu_s = max(self._longest_cpu_s, cpu_s - self._last_cpu_s)
         if (asked := self._shared.get(_ASKED)) != self._shared.get(_ANSWERED):
             self._shared.set(_LONGEST, self._longest_s)
+            self._shared.set(_LONGEST_CPU, self._longest_cpu_s)
             self._shared.set(_ANSWERED, asked)
-            self._longest_s = 0.0
+            self._longest_s = self._longest_cpu_s = 0.0
         if stall_s > _STACK_AFTER_S:
             stall = {"at_s": self._last_s, "stall_ms": round(stall_s * 1e3), "stack": self._stack}
             print(json.dumps(stall), file=self._log, flush=True)
         self._stack = []
-        self._last_s, self._last_waited_s = now_s, waited_s
+        self._last_s, self._last_waited_s, self._last_cpu_s = now_s, waited_s, cpu_s
         loop.call_later(BEAT_S, self._beat, loop)
 
     def _main_stack(self) -> list[str]:
@@ -129,9 +138,13 @@ class StallReader:
         self._shared = _Shared(folder / "stall", create=True)
 
     def take(self) -> float:
-        """The longest stall since the last call, in seconds. Waits for the one that goes on now."""
+        """Return the longest stall since the last call, in seconds. Waits for a stall in progress to end."""
         self._ask(_ASKED, _ANSWERED)
         return self._shared.get(_LONGEST)
+
+    def cpu_s(self) -> float:
+        """Return the longest CPU time of the loop's thread between two beats, in the period of the last `take`."""
+        return self._shared.get(_LONGEST_CPU)
 
     def census(self) -> dict[str, int]:
         """See _census."""
@@ -152,3 +165,11 @@ class StallReader:
             if time.monotonic() > end_s:
                 raise LoopStuck(f"the server's event loop does not answer for {timeout_s:g} s")
             time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def watched_serving(folder: Path, *flags: str) -> Iterator[tuple[LiveServer, StallReader]]:
+    """Start a server as `serving` does, with a StallWatch on its event loop; yield it and the reader of its stalls."""
+    stalls = StallReader(folder)
+    with serving(folder, *flags, program=("tests.server.watched_server", str(folder), "--debug")) as server:
+        yield server, stalls
