@@ -1,6 +1,6 @@
 """Engines side by side on one workload file: alternating runs, medians, ratios, and the memory bandwidth around them.
 
-An engine is a command that prints the benchmark's JSON line (see README.md beside this file). pagoda is always one of
+An engine is a command that prints the benchmark's JSON line (see README.md in this folder). pagoda is always one of
 them:
 
     python benchmarks/compare.py --workload offline64.json --rounds 3 \\

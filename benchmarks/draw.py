@@ -3,8 +3,8 @@
 
 usage: draw.py [RESULTS.jsonl] [PICTURE.svg]
 
-One group a workload, one bar an engine: its output tokens a second as a multiple of that of the first engine
-that is not pagoda: workloads of very different speeds then stand on one scale. A bar's whisker spans its runs.
+One group per workload, one bar per engine: its output tokens per second as a multiple of those of the first engine
+that is not pagoda: workloads of very different speeds then share one scale. A bar's whisker spans its runs.
 """
 
 import json

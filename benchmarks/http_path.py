@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The HTTP path alone: streamed tokens a second from one API process, over an engine that computes nothing.
+"""The HTTP path alone: streamed tokens per second from one API process, over an engine that computes nothing.
 
 usage: http_path.py [--streams 64] [--tokens 1500] [--profile FILE] [-- flags of `pagoda serve`]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def decode_speed(llm: "LLM", items: list[WorkItem]) -> tuple[float, float]:
-    """Mean over the first arrivals of output tokens a second, and the second at which the last of all ended."""
+    """Return the mean output tokens per second of the first arrivals, and when the last request ended, in s."""
     engine = llm.engine
     waiting = sorted(items, key=lambda item: item.arrival_s)
     first = {f"early{i}" for i, item in enumerate(waiting) if item.arrival_s == 0.0}

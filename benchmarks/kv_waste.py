@@ -4,7 +4,7 @@
 usage: kv_waste.py WORKLOAD.json [--block-size 16] [--num-blocks 512] [--max-num-seqs 256]
 
 The scheduler alone, without a model: all requests of the workload wait from the start, so the pool stays as full as it
-can be kept. Counted over the steps in which somebody waits.
+can be kept. Counted over the steps in which a request waits.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     unfilled, held = shares(read_workload(args.workload), args.block_size, args.num_blocks, args.max_num_seqs)
     if not unfilled:
-        parser.error(f"nobody ever waited: {args.num_blocks} blocks hold the whole workload; give fewer")
+        parser.error(f"no request ever waited: {args.num_blocks} blocks hold the whole workload; use fewer")
     print(
         f"{len(unfilled)} steps with a full pool: {np.mean(unfilled):.1%} of it unfilled slots "
         f"(at most {max(unfilled):.1%}), {np.mean(held):.1%} held"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a checkpoint of a known shape with random weights: speed at sizes that nobody needs to download.
+"""Write a checkpoint of a known shape with random weights: for measuring speed at sizes without a download.
 
 usage: make_random_model.py SHAPE FOLDER [--seed 0]
 

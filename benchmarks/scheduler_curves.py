@@ -4,7 +4,7 @@ python benchmarks/scheduler_curves.py [--vllm FILE]      measure, write results/
 python benchmarks/scheduler_curves.py --draw-only        draw results/scheduler.jsonl again
 
 --vllm takes JSON lines of vLLM's figures (`python - MODEL_DIR 8 64 256 1024 < pagoda/cli/bench/vllm_peer.py`, by a
-Python that has vLLM, on the same machine in the same sitting); they are kept in the results and drawn beside ours.
+Python that has vLLM, on the same machine in the same sitting); they are kept in the results and drawn next to ours.
 """
 
 import argparse

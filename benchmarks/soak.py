@@ -110,7 +110,7 @@ def engine_pid(server: int) -> int | None:
 
 
 def resident_mib(pid: int | None) -> int | None:
-    """None: there is no such process now (it was killed a moment ago)."""
+    """None if the process does not exist (it was just killed)."""
     try:
         return round(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
     except (OSError, IndexError):

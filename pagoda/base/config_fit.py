@@ -30,7 +30,7 @@ def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple
     """Return the config with defaults adjusted to the options that were given, and the max_model_len to use.
 
     max_model_len: what was given, else the model's own limit. Options that were both given and contradict each other
-    stay as they are; whoever checks them raises.
+    stay as they are; their own check raises.
     """
     given = config.given or ()
     scheduler = config.scheduler
@@ -62,7 +62,7 @@ def _fit_kernels(config: EngineConfig) -> EngineConfig:
     if config.parallel.kernels != "auto" or config.cache.block_size % _NATIVE_BLOCK_MULTIPLE == 0:
         return config
     logger.warning(
-        "block_size=%d is no multiple of %d: torch's kernels run, which are slower than the native ones",
+        "block_size=%d is not a multiple of %d: using torch's kernels, which are slower than the native ones",
         config.cache.block_size,
         _NATIVE_BLOCK_MULTIPLE,
     )

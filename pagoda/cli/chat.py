@@ -123,7 +123,7 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": answer})
 
     def _fitting_prompt(self) -> list[int]:
-        """Token ids of the conversation; the oldest exchanges are dropped until an answer fits behind it."""
+        """Return the token ids of the conversation, without its oldest turns if an answer would not fit after it."""
         while True:
             system = [{"role": "system", "content": self._system}] if self._system else []
             token_ids = self._session.encode_chat([*system, *self.turns])

@@ -12,7 +12,7 @@ from rich.console import Console
 
 
 def stdout_console() -> Console:
-    """For answers and tables. No colour when the output is no terminal."""
+    """Return the console for answers and tables; without colour if the output is not a terminal."""
     return Console(file=sys.stdout, highlight=False)
 
 

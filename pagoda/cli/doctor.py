@@ -1,4 +1,4 @@
-"""`pagoda doctor`: what the machine has, which kernels will run and why, and what the cache holds."""
+"""`pagoda doctor`: report the hardware, the selected kernels and why, and the cached models."""
 
 import json
 import os
@@ -14,9 +14,9 @@ import typer
 # Instruction sets that the kernels have code for, as /proc/cpuinfo spells them, best last.
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "transformers")
-# Why the kernels were compiled for what they were.
+# Why this instruction set was chosen for the kernels.
 _ISA_REASONS = {
-    "avx512_bf16": "the best there is code for",
+    "avx512_bf16": "the best that is supported",
     "avx512": "since the CPU or the compiler lacks AVX-512-BF16",
     "avx2": "since the CPU or the compiler lacks AVX-512",
     "portable": "since the CPU or the compiler has neither AVX-512 nor AVX2",
@@ -31,7 +31,7 @@ def doctor(
 ) -> None:
     """Report hardware and selected kernels.
 
-    Exit code 1 when the engine cannot run here.
+    Exit with code 1 if the engine cannot run here.
     """
     found: list[tuple[str, str, bool]] = []  # name, text, broken
     sections: list[tuple[str, Callable[[], str]]] = [
@@ -49,7 +49,7 @@ def doctor(
     for name, describe in sections:
         try:
             found.append((name, describe(), False))
-        except Exception as error:  # whatever is broken here is what the user wants to read
+        except Exception as error:  # report anything that is broken, and continue
             found.append((name, f"broken: {type(error).__name__}: {error}", True))
     broken = [name for name, _, is_broken in found if is_broken]
     if as_json:
@@ -75,7 +75,7 @@ def _print(found: list[tuple[str, str, bool]]) -> None:
 
 
 def cpu_line(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Model name and the instruction sets that matter."""
+    """Return the model name and the relevant instruction sets."""
     try:
         lines = cpuinfo.read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
@@ -130,7 +130,7 @@ def gpu_line() -> str:
 
 
 def kernels_line() -> str:
-    """What `kernels="auto"` selects here, compiled on the spot if need be."""
+    """Return what `kernels="auto"` selects here; compile the kernels if necessary."""
     import torch
 
     from pagoda.base.config import ParallelConfig
@@ -144,12 +144,12 @@ def kernels_line() -> str:
     try:
         library = load()
     except NativeUnavailable as error:
-        return f"torch (slower), because the native ones cannot be had: {error}"
+        return f"torch (slower), because the native kernels are not available: {error}"
     return f"native, compiled for {library.isa}, {_ISA_REASONS[library.isa]}, by {library.compiler}: {library.path}"
 
 
 def openmp_line() -> str:
-    """With torch and the kernels loaded. The kernels have threads of their own, so torch's runtime is the only one."""
+    """Name the loaded OpenMP runtimes. Only torch's is expected, because the kernels use their own threads."""
     from pagoda.kernels.native.threads import openmp_runtimes
 
     found = openmp_runtimes()

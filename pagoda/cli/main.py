@@ -72,7 +72,7 @@ def _run(arguments: list[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; Python would complain while it flushes
+        sys.stderr.close()  # the reader of our output is gone; flushing would make Python print an error
         return 1
     except PagodaError as error:
         if "--debug" in arguments:

@@ -56,7 +56,7 @@ class ChunkLimit:
 class LongPromptCap(ChunkLimit):
     """`long_prefill_token_threshold` tokens per row. A request that is alone delays no other, and is not capped.
 
-    Drafts are no prompt: a row gets all of them. whole_items: a media item above the threshold is computed whole.
+    Drafts are not prompt tokens: a row gets all of them. whole_items: compute media items above the threshold whole.
     """
 
     threshold: int

@@ -22,13 +22,13 @@ class StepsInFlight:
         self.last_prompt_step_s = 0.0
 
     def opened(self, output: SchedulerOutput, prompts_planned_at_s: float | None) -> None:
-        """The step was submitted. prompts_planned_at_s: when it was planned, if it computes prompt tokens."""
+        """Record a submitted step. prompts_planned_at_s: when it was planned, if it computes prompt tokens."""
         self.outputs.append(output)
         if prompts_planned_at_s is not None:
             self._prompt_steps[output.step] = prompts_planned_at_s
 
     def completed(self, output: SchedulerOutput, result: ModelRunnerOutput, clock: Clock) -> None:
-        """The oldest step's result is back."""
+        """Record that the oldest step's result is back."""
         oldest = self.outputs.popleft()
         assert oldest.step == output.step == result.step, "results must come in the order of planning"
         planned_at_s = self._prompt_steps.pop(output.step, None)
@@ -36,7 +36,7 @@ class StepsInFlight:
             self.last_prompt_step_s = result.duration_s or clock.now() - planned_at_s
 
     def departed(self, sequence: Sequence) -> int:
-        """The sequence leaves its row. Return the last step in flight that names the row, 0 if none does."""
+        """Record that the sequence leaves its row. Return the last step in flight that names the row, or 0."""
         row, last_step = sequence.row, 0
         for output in self.outputs:
             if (output.rows == row).any() or (output.sample_rows == row).any():
@@ -46,7 +46,7 @@ class StepsInFlight:
         return last_step
 
     def unpin(self, step: int) -> None:
-        """The results of `step` are committed: sequences that left its rows no longer wait for it."""
+        """Stop waiting for `step`, whose results are committed, for the sequences that left its rows."""
         for sequence in self._departed.pop(step, ()):
             self._forget(sequence, step)
 
@@ -57,11 +57,11 @@ class StepsInFlight:
             self._steps_of.pop(sequence, None)
 
     def disown(self, sequence: Sequence) -> None:
-        """Tokens of the sequence that are in flight will be dropped."""
+        """Forget the sequence: its tokens in flight will be dropped."""
         self._steps_of.pop(sequence, None)
 
     def has_late_tokens(self, request: RequestState) -> bool:
-        """Whether a sequence left its row while a step that names it was in flight, and the step still is."""
+        """Return whether a sequence left its row while a step that names the row is still in flight."""
         return bool(self._steps_of) and any(sequence in self._steps_of for sequence in request.sequences)
 
     def num_drafts(self) -> dict[int, int]:

@@ -27,7 +27,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """Return what clients are told: stop, length, abort or error; None while unfinished."""
+        """Return the finish reason for clients: stop, length, abort or error; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 

@@ -1,4 +1,4 @@
-"""SchedulerOptions: all that a scheduler can be told, including features that no executor offers yet."""
+"""SchedulerOptions: all options of a scheduler, including features that no executor offers yet."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""Kernels: the ops a model is made of, one folder an op, the slow obvious reference beside the fast versions."""
+"""Kernels: the ops of a model, one folder per op, with a slow, obvious reference next to the fast versions."""

@@ -1,4 +1,4 @@
-"""The page "the scheduler" walks a preemption, a copy-on-write and a prefix hit: what it shows is what happens."""
+"""Run the examples of docs/internals/scheduler.md: a preemption, a copy-on-write and a prefix hit."""
 
 import doctest
 from pathlib import Path

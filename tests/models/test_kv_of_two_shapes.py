@@ -1,4 +1,4 @@
-"""A layer may have two attentions, and KV groups may differ in shape: chunks, windows and shared blocks still agree."""
+"""Layers with two attentions, KV groups of different shapes: results do not depend on chunks, windows or sharing."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ SPEC = ModelSpec("two", VOCAB, HIDDEN, 1, 2, 4, 2, 16, 64, (0, 0))
 
 
 class TwoAttentions(Module):
-    """One sees everything through two KV heads of 16, one a window of 5 through one of 48."""
+    """One attends to everything with two KV heads of 16, the other to a window of 5 with one KV head of 48."""
 
     def __init__(self) -> None:
         self.norm = RMSNorm(HIDDEN, 1e-5)

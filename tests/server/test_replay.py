@@ -114,7 +114,7 @@ def num_computed(server: LiveServer) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith("vllm:iteration_tokens_total_sum"))
 
 
-def test_kills_change_nothing_of_what_is_told(tmp_path: Path) -> None:
+def test_kills_do_not_change_the_outputs(tmp_path: Path) -> None:
     with serving(tmp_path, *FLAGS, env={"PYTHONPATH": os.getcwd()}, engine="tests.engine.slow_engine") as server:
         without = asyncio.run(ask_all(server, [("/v1/completions", plain(i)) for i in range(24)]))
         asks = asks_that_end_in_many_ways(without)

@@ -1,4 +1,4 @@
-"""`pagoda bench latency`: how long one batch takes, from its arrival to its last token."""
+"""`pagoda bench latency`: measure the time of a batch, from arrival to last token."""
 
 import time
 from typing import Annotated
@@ -21,7 +21,7 @@ def latency(
     warm_up: Annotated[int, typer.Option(min=0, help="Unmeasured batches to run first.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
 ) -> None:
-    """Time of a batch of equal requests: median, p90, p99. Prompts are new and random each time: none is cached."""
+    """Measure the time of a batch of equal requests: median, p90, p99. Prompts are random, so none is cached."""
     from pagoda.cli.session import load
 
     llm = load(options)

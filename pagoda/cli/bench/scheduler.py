@@ -44,7 +44,7 @@ class SchedulerFigures:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Cost of a step with 64 running sequences beside `num_waiting` waiting ones, in a pool of `num_blocks` blocks."""
+    """Cost of a step with 64 running and `num_waiting` waiting sequences, in a pool of `num_blocks` blocks."""
 
     num_waiting: int
     num_blocks: int
@@ -147,7 +147,7 @@ def make_request(number: int, num_tokens: int, generator: random.Random) -> Requ
 
 
 def made_up(output: SchedulerOutput) -> ModelRunnerOutput:
-    """What a model would answer, if it said the same token to everybody."""
+    """Return a result in which every row samples the same token."""
     count = len(output.sample_rows)
     return ModelRunnerOutput(output.step, np.full((count, 1), 7, np.int32), np.ones(count, np.int32))
 
@@ -197,7 +197,7 @@ def run_peer(python: Path | None, model: Path | None, sizes: tuple[int, ...]) ->
         raise ConfigError(
             "--compare needs --compare-model: a folder with a Llama-type config.json (no weights are read)"
         )
-    # Through stdin: run by its path, Python would find the modules beside it first.
+    # Through stdin: if run by its path, Python would find the modules in the same folder first.
     script = Path(__file__).with_name("vllm_peer.py").read_text()
     command = [str(python), "-", str(model), *map(str, sizes)]
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
@@ -239,7 +239,7 @@ def _line(figures: SchedulerFigures) -> str:
     caching = "on " if figures.prefix_caching else "off"
     return (
         f"{figures.num_seqs:5d} sequences, prefix caching {caching}: schedule {figures.schedule_us:7.1f} us, "
-        f"update {figures.update_us:7.1f} us, {figures.per_seq_us:.3f} us a sequence, "
+        f"update {figures.update_us:7.1f} us, {figures.per_seq_us:.3f} us per sequence, "
         f"add_request {figures.add_request_us:.1f} us"
     )
 

@@ -1,4 +1,4 @@
-"""FinishPlan: the counts advance, sequences fork and join, and everything that workers must be told joins the plan."""
+"""FinishPlan: advance the counts, fork and join sequences, and add notifications for workers to the plan."""
 
 from dataclasses import dataclass
 

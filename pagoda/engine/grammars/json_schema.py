@@ -16,7 +16,7 @@ from pagoda.engine.grammars.schema_logic import Schema, SchemaLogic, types_of
 from pagoda.engine.grammars.schema_refs import SchemaRefs, escape
 
 MAX_DEPTH = 64
-_MAX_ONE_OF = 8  # alternatives that are told apart by negations: their number is squared
+_MAX_ONE_OF = 8  # alternatives that are distinguished by negations, whose number is squared
 _KEPT = frozenset(
     {"type", "required", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
     | {"multipleOf", "minItems", "maxItems", "minProperties", "maxProperties", "pattern"}

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 NO_BASE = "http://schema.invalid/"
 """The URI of a document without one."""
 _INSTANCES = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def escape(name: object) -> str:

@@ -10,7 +10,7 @@ from pagoda.kernels.native.library import NativeLibrary
 
 
 class NativeSampling:
-    """`sample` as reference.sample defines it, and the argmax it starts from, on `threads` threads."""
+    """`sample` as defined by reference.sample, and the argmax that it needs, on `threads` threads."""
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self._library, self._threads = library, threads
