@@ -1,6 +1,6 @@
-"""An engine killed in mid-stream, request by request: clients receive exactly what they would have received.
+"""Kill the engine in mid-stream: every client receives exactly what it would have received without the kill.
 
-Here over the fake executor, many requests and kills; with a model's numbers in test_real_model.py.
+Many requests and kills, with the fake executor; test_real_model.py does this with a real model.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Ask = tuple[str, dict[str, Any]]
 
 
 async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -> dict[str, Any]:
-    """All that one request's answer says, its chunks put together; `so_far` counts tokens while they come."""
+    """Send a request and return its whole answer, with chunks joined; `so_far` counts tokens as they arrive."""
     path, body = ask
     if not body.get("stream", True):
         async with session.post(path, json=body) as response:
@@ -42,7 +42,7 @@ async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -
 
 
 def _counts(usage: dict[str, Any] | None) -> dict[str, Any]:
-    """Without what the cache had just then."""
+    """Return usage without the cached tokens, which depend on timing."""
     return {name: count for name, count in (usage or {}).items() if name != "prompt_tokens_details"}
 
 
@@ -66,7 +66,7 @@ def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
 
 
 async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Every request at once; the engine is killed whenever clients have so many tokens in all."""
+    """Send all requests at once; kill the engine when clients have received each of these total numbers of tokens."""
     so_far: Counter[str] = Counter()
     async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks = [asyncio.create_task(told(session, ask, so_far)) for ask in asks]
@@ -80,9 +80,9 @@ async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[
 
 
 def asks_that_end_in_many_ways(told_without: Sequence[dict[str, Any]]) -> list[Ask]:
-    """By length, a stop string (also of one sequence), a stop token, and with `min_tokens` forbidding the first.
+    """Return requests that end by length, stop string (also of one sequence), stop token, or later due to `min_tokens`.
 
-    told_without: what the same requests say that all end by length; their stops are taken from there.
+    told_without: answers of the same requests when all end by length, from which the stops are taken.
     """
     asks: list[Ask] = []
     for i, whole in enumerate(told_without):
