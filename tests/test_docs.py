@@ -13,7 +13,9 @@ import pagoda
 from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
-OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--task", "--weight-format"}  # pip's and optimum-cli's
+OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--task", "--weight-format", "--shrink"}
+"""Flags of pip, optimum-cli and `python -m tests.hostile`."""
+
 FOLDERS = ("docs", "benchmarks", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
 
