@@ -140,10 +140,10 @@ def test_the_load_generator_draws_what_it_measured(fake_server: LiveServer, tmp_
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "is the server up"),
+        ((), "is the server running"),
         (("--model", "x", "--num-prompts", "2", "--json"), ""),
         (("--request-rate", "0"), "above 0"),
-        (("--plot", "/nowhere/run.png"), "no folder"),
+        (("--plot", "/nowhere/run.png"), "does not exist"),
         (("--goodput", "speed:3"), "the metric must be one of"),
     ],
 )
