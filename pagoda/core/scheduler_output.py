@@ -108,8 +108,8 @@ class SchedulerOutput:
     """What one step does.
 
     A worker applies it in this order: `released`; `swap_out`, `swap_in`, `copies` (block moves, in that order);
-    `admitted`; `block_delta`; `forks`; encoder runs; then, layer by layer, writes all KV of the batch before it reads
-    any (a row may read blocks that another row fills in the same step); then samples.
+    `admitted`; `block_delta`; `forks`; `encoder_freed`, `encoder_runs`; then, layer by layer, writes all KV of the
+    batch before it reads any (a row may read blocks that another row fills in the same step); then samples.
 
     step: number of this step, counts from 1.
     rows, start, num_new: int32 [num_rows]; row `rows[i]` computes positions start[i] .. start[i] + num_new[i] - 1.
@@ -122,6 +122,7 @@ class SchedulerOutput:
     swap_out, swap_in: int32 [k, 2] (source block, destination block), device -> host and host -> device.
     copies: int32 [k, 2], device block -> device block (copy-on-write).
     released: rows the worker may forget; a row number may reappear in `admitted` or `forks` of this very step.
+    encoder_freed: content hashes of encoder outputs to drop; one of them may run again in this very step.
     num_common_prefix_blocks: per KV group, leading full blocks that all running rows share; 0 for a row alone.
     """
 

@@ -32,6 +32,23 @@ def test_space_is_reclaimed_only_when_it_is_needed() -> None:
     assert cache.take_evicted() == ()
 
 
+def test_an_output_that_is_evicted_and_run_again_in_one_step_is_reported() -> None:
+    """Otherwise a worker would encode an item that it still holds."""
+    cache = EncoderCache(9)
+    for request in (state("a", ("x", 0, 1)), state("b", ("y", 0, 5))):
+        assert cache.make_room(request.facts.media[0].length)
+        cache.add(request, 0)
+        cache.drop_all(request)
+    both = state("c", ("z", 0, 4), ("x", 4, 1))
+    assert cache.make_room(4)  # evicts x
+    assert not cache.touch(both, 1)
+    assert cache.make_room(5)  # evicts y
+    cache.add(both, 0)
+    cache.add(both, 1)
+    assert cache.take_evicted() == ("x", "y")
+    assert cache.take_evicted() == ()
+
+
 def test_a_repeated_item_is_held_to_its_last_place() -> None:
     cache = EncoderCache(8)
     one = state("one", ("x", 0, 2), ("x", 10, 2))

@@ -94,10 +94,11 @@ class EncoderCache:
         self._unreferenced.pop(content_hash, None)
 
     def take_evicted(self) -> tuple[str, ...]:
-        """Return hashes that workers must drop; each once, and not if it was encoded again meanwhile."""
-        if not self._evicted:
-            return ()
-        evicted = tuple(content_hash for content_hash in self._evicted if content_hash not in self._holders)
+        """Return hashes that workers must drop before this step's encoder runs; each once.
+
+        One that was evicted for another item of the same chunk may run again in this step.
+        """
+        evicted = tuple(dict.fromkeys(self._evicted))
         self._evicted.clear()
         return evicted
 
