@@ -74,6 +74,8 @@ class EngineCore:
         structure = request.sampling.structured_outputs if request.sampling is not None else None
         if structure is not None or (grammar is not None and self._grammars is None):
             raise RequestError("structured output is not available on this engine", "structured_outputs")
+        if grammar is not None and self._grammars is not None:
+            self._grammars.is_ready(grammar)  # begins to compile it; a gate holds the request until it is
         try:
             self._scheduler.add_request(request)
         except PagodaError:  # raised by checks, before anything has changed
@@ -81,8 +83,6 @@ class EngineCore:
         except Exception as error:
             self._remove_half_added(request, error)
             raise
-        if grammar is not None and self._grammars is not None:
-            self._grammars.is_ready(grammar)  # begins to compile it; a gate holds the request until it is
 
     def _remove_half_added(self, request: Request, cause: Exception) -> None:
         try:

@@ -1,5 +1,6 @@
 """ModelRunner: one SchedulerOutput in, one ModelRunnerOutput out."""
 
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.step_times import StepTimes
+
+logger = logging.getLogger("pagoda")
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
 _NO_COUNTS = np.empty(0, np.int32)
@@ -93,9 +96,7 @@ class ModelRunner:
         pooled = self._pool(inputs, hidden)
         drafts: dict[int, np.ndarray] = {}
         if self._speculator is not None:
-            drafts = self._speculator.finish_step(output, self._table, num_sampled, failed)
-            if self._grammars is not None and drafts:
-                drafts = self._grammars.allowed_drafts(self._table, drafts)
+            drafts = self._draft(self._speculator, output, num_sampled, failed)
             self.times.lap("drafting")
         return ModelRunnerOutput(
             step=output.step,
@@ -109,6 +110,20 @@ class ModelRunner:
             swap_s=swap_s,
             drafts=drafts,
         )
+
+    def _draft(
+        self, speculator: Speculator, output: SchedulerOutput, num_sampled: np.ndarray, failed: dict[int, str]
+    ) -> dict[int, np.ndarray]:
+        """Return drafts for the next step. The step's tokens are committed: an error must cost no more than drafts."""
+        try:
+            drafts = speculator.finish_step(output, self._table, num_sampled, failed)
+            if self._grammars is not None and drafts:
+                drafts = self._grammars.allowed_drafts(self._table, drafts)
+        except Exception:
+            logger.exception("drafting failed; this worker continues without speculation")
+            self._speculator = None
+            return {}
+        return drafts
 
     def _apply(self, output: SchedulerOutput) -> float:
         """Apply the step's events; return the seconds its swaps took. A partial apply corrupts the table: fatal."""
@@ -149,7 +164,8 @@ class ModelRunner:
         self._table.commit(rows, positions, drawn.tokens[accepted])
         failed: dict[int, str] = {}
         if not drawn.finite.all():
-            failed = dict.fromkeys(inputs.draw_rows[~drawn.finite].tolist(), _NOT_FINITE)
+            first = np.cumsum(inputs.num_draws) - inputs.num_draws
+            failed = dict.fromkeys(inputs.draw_rows[first[~drawn.finite[first]]].tolist(), _NOT_FINITE)
             if masks is not None:
                 failed |= masks.failed
         sampled, num_sampled = _by_sample(inputs.num_draws, drawn.tokens, accepted)
@@ -202,7 +218,8 @@ def accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) 
     """Return which draws are accepted: bool [num_draws].
 
     In a row with drafts: the draws up to and including the first that differs from the draft at its position. A draw's
-    random number depends on its position only, so these are the tokens that single steps would have sampled.
+    random number depends on its position only, so these are the tokens that single steps would have sampled. A draw
+    that is not finite ends them: its row only fails if it gets there without drafts, in a later step.
     """
     stands = drawn.finite.copy()
     if not output.drafts:
@@ -213,7 +230,7 @@ def accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) 
         drafts = output.drafts[int(output.rows[output.sample_index[j]])]
         agree = drawn.tokens[begin : begin + count - 1] == drafts
         stands[begin + 1 : begin + count] &= np.cumprod(agree).astype(bool)
-        stands[begin : begin + count] &= bool(drawn.finite[begin : begin + count].all())
+        stands[begin : begin + count] = np.cumprod(stands[begin : begin + count]).astype(bool)
     return stands
 
 

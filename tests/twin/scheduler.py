@@ -176,7 +176,12 @@ class TwinScheduler:
         victims = False
         self.memory.release_behind_windows(sequence)
         upto = min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
+        known = len(sequence.tokens) + sequence.placeholders
         while self.memory.growth_need(sequence, upto) > len(self.pool.free):
+            if self.running == [state] and sequence.computed + want > known:  # it drops its drafts
+                sequence.drafts, want = [], known - sequence.computed
+                upto = min(known + self.config.num_lookahead_slots, self.max_model_len)
+                continue
             if self.running == [state] or self._can_never_hold(state, upto):
                 self._outgrown(state, sequence)
                 return victims

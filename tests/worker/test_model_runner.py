@@ -1,5 +1,7 @@
 """Whole steps on a model whose tokens depend on every token its pages hold."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
@@ -118,6 +120,37 @@ def test_a_row_that_breaks_is_reported_alone() -> None:
     assert list(out.failed) == [0]
     assert out.num_sampled.tolist() == [0, 1]
     assert out.sampled[:, 0].tolist() == [-1, expected_next([5, 6])]
+
+
+def test_a_draft_that_is_rejected_cannot_fail_its_row() -> None:
+    run = runner(broken_token=66)
+    first = run.run(step(1, [(0, 0, 2)], admitted=(row_init(0, [5, 6], [1, 2]),)))
+    truth = continued([5, 6], 3)
+    assert first.sampled[0, 0] == truth[0]
+    out = run.run(step(2, [(0, 2, 3)], drafts={0: np.array([66, 7], np.int32)}))
+    assert not out.failed
+    assert out.sampled[0, : out.num_sampled[0]].tolist() == [truth[1]]
+
+
+def test_an_error_while_drafting_costs_no_token() -> None:
+    class Broken:
+        def apply(self, *_: object) -> None:
+            pass
+
+        def begin_step(self, *_: object) -> None:
+            pass
+
+        def finish_step(self, *_: object) -> dict[int, np.ndarray]:
+            raise RuntimeError("injected")
+
+    run = runner()
+    run._speculator = cast("Any", Broken())
+    for number, (start, count) in enumerate(((0, 2), (2, 1)), 1):
+        admitted = (row_init(0, [5, 6], [1, 2]),) if number == 1 else ()
+        out = run.run(step(number, [(0, start, count)], admitted=admitted))
+        assert not out.failed
+        assert not out.drafts
+        assert out.sampled[0, 0] == continued([5, 6], 2)[number - 1]
 
 
 def test_prompt_logprobs_cover_the_chunk_and_name_the_next_token() -> None:

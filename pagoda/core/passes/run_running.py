@@ -106,8 +106,12 @@ class RunRunning:
         if want <= 0:
             return True
         end = start + want
+        without_drafts = min(end, int(self.table.num_tokens[row] + self.table.num_pending[row]))
         while not self.kv.allocate_slots_for(row, end):
-            if self._has_outgrown_pool(request, row, end):
+            if len(self.batch.requests) == 1 and end > without_drafts:  # a preemption would not help
+                end, want = without_drafts, without_drafts - start
+                continue
+            if self._has_outgrown_pool(request, without_drafts):
                 message = f"the KV cache has {self.kv.num_blocks} blocks: too few for this request to go on"
                 finish = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
                 self.outbox.post_deferred(request, [finish])
@@ -121,9 +125,8 @@ class RunRunning:
         self.limits.commit(plan, request, row)
         return True
 
-    def _has_outgrown_pool(self, request: RequestState, row: int, end: int) -> bool:
-        """No preemption can help: even alone, and without its drafts, the row could not go on."""
-        must_end = min(end, int(self.table.num_tokens[row] + self.table.num_pending[row]))
-        if self.kv.sizing.blocks_for_request(must_end, request.facts.encoder_len) > self.kv.num_blocks:
+    def _has_outgrown_pool(self, request: RequestState, end: int) -> bool:
+        """No preemption can help: even alone, the row could not go on."""
+        if self.kv.sizing.blocks_for_request(end, request.facts.encoder_len) > self.kv.num_blocks:
             return True
-        return len(self.batch.requests) == 1 and len(request.unfinished) > 1 and must_end == end
+        return len(self.batch.requests) == 1 and len(request.unfinished) > 1

@@ -122,10 +122,10 @@ class LlguidanceBackend:
             if grammar in self._compiled:
                 return True
             if grammar not in self._compiling:
-                self._compiling.add(grammar)
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
-                self._pool.submit(self._compile, grammar)
+                self._pool.submit(self._compile, grammar)  # waits for the lock
+                self._compiling.add(grammar)
             return False
 
     def wait(self, timeout_s: float) -> None:
