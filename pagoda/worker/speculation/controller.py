@@ -74,7 +74,6 @@ class DraftController:
                 self._probe_after = _FIRST_PROBE_AFTER if gained_s > 0 else longer
         else:
             self._since_plain = 0
-            self._credit_s -= draft_s
         self._credit_s = min(max(self._credit_s, _LEAST_CREDIT_S), _MOST_CREDIT_S)
 
     def observe_drafting(self, num_tokens: int, seconds: float) -> None:

@@ -106,6 +106,15 @@ def test_costly_drafts_must_earn_their_time() -> None:
     assert dear.num_drafted < cheap.num_drafted / 4
 
 
+def test_the_time_to_decide_against_drafts_is_no_loss() -> None:
+    """It passes in every step. Counted as a loss it used up the credit, and next to nothing was drafted again."""
+    controller = DraftController(1, 8)
+    for _ in range(1000):
+        controller.observe_step(1, 0, 1, 0.01, 0.0003)
+    outcome = play(memory_bound, lambda _: 0.5, controller=controller, draft_s_per_token=0.0003)
+    assert outcome.speed > 1.4
+
+
 def test_probes_notice_that_the_text_has_changed() -> None:
     outcome = play(memory_bound, lambda step: 0.0 if step < 500 else 0.95, steps=1500)
     assert outcome.num_accepted > 1500
