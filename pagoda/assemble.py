@@ -130,7 +130,7 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
 
 
 def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) -> SchedulerOptions:
-    """Return what the scheduler is told: the settings, with what derives from them."""
+    """Return the scheduler's options: the settings, and the values derived from them."""
     scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
     depth = debug.pipeline_depth
     return SchedulerOptions(

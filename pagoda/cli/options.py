@@ -121,7 +121,7 @@ def _parameter(part: type, item: DescribedSetting, default: str, group: str = ""
 
 
 _DOT = "__"
-"""Stands for the dot of "group.field" in the names of Python parameters."""
+"""Replaces the dot of "group.field" in the names of Python parameters."""
 
 
 def _help_of(item: DescribedSetting, default: str) -> str:

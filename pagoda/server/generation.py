@@ -243,7 +243,7 @@ class Generator:
             engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
             preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, add_special_tokens, key)
             texts = [*params.bad_words, *(prompt for prompt in prompts if isinstance(prompt, str))]
-            # Short prompts are ready at once; longer ones may queue for a thread, which nobody should do in vain.
+            # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
             is_long = sum(map(len, texts)) >= LONG_TEXT_CHARS or params.structured_outputs is not None
             requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
             asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)

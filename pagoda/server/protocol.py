@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Flag = bool
     Priority = int
 else:
-    # null stands for the default: Body replaces it, so that readers never see None.
+    # null means the default: Body replaces it, so that readers never see None.
     Flag = bool | None
     Priority = Int32 | None
 

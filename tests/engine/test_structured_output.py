@@ -265,7 +265,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path) -> N
 
 
 class SlowTokenizer:
-    """A loader that waits until it is told to go on: the first grammar compiles as long."""
+    """A loader that waits for a signal: the first grammar compiles as long."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.may_load, self.is_loading = tokenizer, threading.Event(), threading.Event()

@@ -137,7 +137,7 @@ def test_a_model_that_is_thinking_may_finish_its_thought(fake_server: LiveServer
 
 
 def test_one_prompt_after_another_and_many_at_once(fake_server: LiveServer) -> None:
-    """New grammars compile while others run; nobody gets another's."""
+    """New grammars compile while others run; each request gets its own."""
 
     def ask(i: int) -> str:
         body = {**TEXT, "prompt": ["a", "b"], "guided_choice": [f"answer {i}"]}
