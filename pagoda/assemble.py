@@ -232,7 +232,7 @@ def _make_grammars(setup: EngineSetup) -> GrammarBackend:
     """Return the backend of structured output, which loads the tokenizer with the first grammar."""
     # Imported here because planning and resolving need neither.
     from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
-    from pagoda.engine.load_tokenizer import load_tokenizer
+    from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 
     threads = min(os.cpu_count() or 1, _MAX_MASK_THREADS)
     return LlguidanceBackend(

@@ -15,12 +15,12 @@ from pagoda.base.outputs import PoolingRequestOutput, RequestOutput
 from pagoda.base.planned import planned
 from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.chat_values import Message
-from pagoda.engine.input_processor import Prompt, build_input_processor, text_of
-from pagoda.engine.output_processor import OutputKind
-from pagoda.engine.prompt_kinds import check_conversation, check_prompt
-from pagoda.engine.thread_client import ThreadClient
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.clients.thread_client import ThreadClient
+from pagoda.engine.inputs.input_processor import Prompt, build_input_processor, text_of
+from pagoda.engine.inputs.prompt_kinds import check_conversation, check_prompt
+from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.wire import EngineStats
 
 

@@ -22,9 +22,9 @@ from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.request import RequestStatus
 from pagoda.engine import wire
+from pagoda.engine.clients.process_handle import RECORDER_ROWS, RendezvousDir
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder
-from pagoda.engine.process_handle import RECORDER_ROWS, RendezvousDir
 from pagoda.executors.recorded import RecordedExecutor
 
 logger = logging.getLogger("pagoda.engine")

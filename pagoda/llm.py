@@ -14,13 +14,13 @@ from pagoda.base.errors import CapacityError, RequestError
 from pagoda.base.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from pagoda.base.planned import planned
 from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from pagoda.engine.chat_values import Message
-from pagoda.engine.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
+from pagoda.engine.inputs.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
+from pagoda.engine.inputs.prompt_kinds import check_conversation, check_prompt, is_one_conversation, is_one_prompt
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.output_processor import OutputKind
-from pagoda.engine.prompt_kinds import check_conversation, check_prompt, is_one_conversation, is_one_prompt
+from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.shared_engine import Call, SharedEngine
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagoda")
 

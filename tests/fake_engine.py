@@ -6,9 +6,9 @@ from pagoda.core.executor import Executor
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.engine.byte_tokenizer import ByteTokenizer
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.input_processor import InputLimits, InputProcessor
+from pagoda.engine.inputs.input_processor import InputLimits, InputProcessor
+from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.engine.wire import EngineFacts
 from pagoda.executors.fake import FakeExecutor
 

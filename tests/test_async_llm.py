@@ -22,8 +22,8 @@ from pagoda import (
     UsageError,
 )
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.thread_client import ThreadClient
 from tests.cached_models import cached_model
 from tests.fake_engine import byte_inputs, fake_core
 

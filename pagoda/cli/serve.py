@@ -23,7 +23,7 @@ def serve(options: dict[str, object]) -> None:
 
 async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
-    from pagoda.engine.process_client import ProcessClient
+    from pagoda.engine.clients.process_client import ProcessClient
     from pagoda.server.listening import listen
 
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # while starting; then the server takes both

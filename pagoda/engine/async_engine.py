@@ -15,17 +15,17 @@ from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
-from pagoda.engine.chat_values import Message
-from pagoda.engine.core_client import EngineCoreClient
-from pagoda.engine.input_processor import InputProcessor, PreparedParams, Prompt, RenderedChat, text_of
-from pagoda.engine.logprob_entries import PromptLogprobs
-from pagoda.engine.mailbox import Mailbox
-from pagoda.engine.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor
-from pagoda.engine.template_job import InProcessRenderer
-from pagoda.engine.template_pool import TemplatePool
-from pagoda.engine.template_process import ForeignValues, TemplateLimits
+from pagoda.engine.clients.core_client import EngineCoreClient
+from pagoda.engine.inputs.input_processor import InputProcessor, PreparedParams, Prompt, RenderedChat, text_of
+from pagoda.engine.outputs.logprob_entries import PromptLogprobs
+from pagoda.engine.outputs.mailbox import Mailbox
+from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor
+from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.templates.job import InProcessRenderer
+from pagoda.engine.templates.pool import TemplatePool
+from pagoda.engine.templates.process import ForeignValues, TemplateLimits
 from pagoda.engine.text_threads import TextThreads
-from pagoda.engine.tokenizer import LONG_TEXT_CHARS
+from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")

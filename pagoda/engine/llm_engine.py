@@ -7,8 +7,8 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import RequestStatus
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.input_processor import InputProcessor, Prompt, text_of
-from pagoda.engine.output_processor import OutputKind, OutputProcessor
+from pagoda.engine.inputs.input_processor import InputProcessor, Prompt, text_of
+from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor
 
 
 class LLMEngine:

@@ -17,9 +17,9 @@ from types import FrameType
 from pagoda.base.errors import PagodaError, UsageError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine.input_processor import Prompt
+from pagoda.engine.inputs.input_processor import Prompt
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.output_processor import OutputKind
+from pagoda.engine.outputs.output_processor import OutputKind
 
 _RETRY_S = 1.0  # waiting calls check this often that a call drives, in case an exception lost a nudge
 

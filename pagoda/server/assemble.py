@@ -6,9 +6,9 @@ from pagoda.assemble import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.input_processor import build_input_processor
-from pagoda.engine.process_client import ProcessClient
-from pagoda.engine.template_process import TemplateLimits
+from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.inputs.input_processor import build_input_processor
+from pagoda.engine.templates.process import TemplateLimits
 from pagoda.engine.wire import EngineFacts
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits

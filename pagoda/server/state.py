@@ -8,7 +8,7 @@ from fastapi import Request
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.request_limits import RequestLimits
-from pagoda.engine.process_client import ProcessClient
+from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.server.draining import Drain
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator

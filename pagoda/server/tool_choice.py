@@ -6,9 +6,9 @@ from typing import Any
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.generic_tools import lacks_tools
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, MAX_CALLS, Tool
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.templates.generic_tools import lacks_tools
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.state import ServerState

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.make_random_model import SHAPES, make
-from pagoda.engine.byte_letters import BYTE_LETTERS
+from pagoda.engine.tokenizers.byte_letters import BYTE_LETTERS
 
 FIRST_BYTE = 3  # after <unk>, <s> and </s>
 EOS = 2

@@ -1,6 +1,6 @@
 """An engine process with faults on board: steps that contain certain requests kill it, or never end.
 
-`python -m tests.engine.poisoned_engine`, started by ProcessClient in test_process_client.py.
+`python -m tests.engine.poisoned_engine`, started by ProcessClient in clients/test_process_client.py.
 """
 
 import os

@@ -17,12 +17,12 @@ from pagoda.base.errors import ConfigError
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.byte_tokenizer import ByteTokenizer
+from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.mailbox import Mailbox
-from pagoda.engine.output_processor import OutputKind
-from pagoda.engine.thread_client import ThreadClient
+from pagoda.engine.outputs.mailbox import Mailbox
+from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core

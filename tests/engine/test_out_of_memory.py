@@ -10,8 +10,8 @@ import pytest
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import WorkerDied
 from pagoda.base.out_of_memory import describe_exit, is_out_of_memory
-from pagoda.engine import process_client
-from pagoda.engine.process_client import ProcessClient
+from pagoda.engine.clients import process_client
+from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.worker.memory import available_memory
 from tests.cached_models import cached_model
 

@@ -20,10 +20,10 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.request import RequestStatus
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.folder_tokenizer import load_folder_tokenizer
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.folder_tokenizer import load_folder_tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarRows
 from tests.engine.byte_llama import EOS, VOCAB, write_byte_llama

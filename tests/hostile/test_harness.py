@@ -141,7 +141,7 @@ def test_waiting_for_a_core_is_no_stall(tmp_path: Path) -> None:
 
 
 def test_a_census_counts_what_containers_hold(tmp_path: Path) -> None:
-    from pagoda.engine.journal import Journal
+    from pagoda.engine.clients.journal import Journal
 
     reader = StallReader(tmp_path)
     journal = Journal()

@@ -10,9 +10,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.engine.chat_template import ChatTemplate
-from pagoda.engine.load_tokenizer import load_tokenizer
-from pagoda.engine.tokenizer_regexes import check_regexes
+from pagoda.engine.templates.chat_template import ChatTemplate
+from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizers.tokenizer_regexes import check_regexes
 from pagoda.loading.fetch_hub import HubModel, is_complete
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.model_config import read_architecture
@@ -245,7 +245,7 @@ def test_the_deadline_ends_a_regex_that_is_slow_and_never_gives_up() -> None:
 
 def test_a_text_on_which_the_library_gives_up_is_a_refused_request(tmp_path: Path) -> None:
     """Llama 3's own pattern needs more steps than the library allows for 16 million spaces."""
-    from pagoda.engine.tokenizer_regexes import LLAMA3
+    from pagoda.engine.tokenizers.tokenizer_regexes import LLAMA3
 
     tokenizer = load(tmp_path, tokenizer_json(LLAMA3))
     with pytest.raises(RequestError, match="the tokenizer cannot split this text"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles

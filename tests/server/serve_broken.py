@@ -1,7 +1,7 @@
 """`pagoda serve` that cannot process what its engine sends: `python -m tests.server.serve_broken serve FLAGS...`"""
 
 from pagoda.cli.main import main
-from pagoda.engine.output_processor import OutputProcessor
+from pagoda.engine.outputs.output_processor import OutputProcessor
 
 
 def broken(*args: object) -> None:

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from pagoda.cli.main import main
-from pagoda.engine.process_client import ProcessClient
+from pagoda.engine.clients.process_client import ProcessClient
 
 if __name__ == "__main__":
     module = sys.argv.pop(1)

@@ -12,7 +12,7 @@ import pytest
 from pagoda import SamplingParams, WorkerDied
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.thread_client import ThreadClient
+from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.server.app import create_app
 from pagoda.server.draining import Drain
 from tests.fake_engine import byte_inputs, fake_core

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from tests.cached_models import cached_model
 from tests.server.live import LiveServer, serving
 

@@ -44,7 +44,7 @@ def renderers(server: LiveServer) -> list[int]:
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     threads = Path(f"/proc/{server.process.pid}/task").iterdir()
     found = children.read_text().split() + [pid for t in threads for pid in (t / "children").read_text().split()]
-    return [int(pid) for pid in set(found) if b"template_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in set(found) if b"templates.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def cpu_ticks(pid: int) -> int:

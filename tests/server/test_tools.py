@@ -10,7 +10,7 @@ import pytest
 
 from pagoda.assemble import resolve_engine
 from pagoda.base.config import EngineConfig
-from pagoda.engine.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 HERMES = """{% if tools %}<|im_start|>system

@@ -14,7 +14,7 @@ from pagoda.base.errors import PagodaError
 from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.grammars.grammar_text import library_form
 from pagoda.engine.grammars.vocabulary import LibraryVocabulary, Vocabulary
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagoda")
 

@@ -9,7 +9,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.checker import GrammarChecker, GrammarLimits
 from pagoda.engine.grammars.grammar_text import GrammarText, grammar_text
 from pagoda.engine.grammars.vocabulary import Vocabulary
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 _MAX_KNOWN = 256
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.base.errors import RequestError
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

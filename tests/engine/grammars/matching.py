@@ -4,7 +4,7 @@ import numpy as np
 
 from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 VOCAB = 258  # of the byte tokenizer
 

@@ -9,9 +9,9 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.byte_tokenizer import ByteTokenizer
 from pagoda.engine.grammars.checker import GrammarLimits
 from pagoda.engine.grammars.preparer import GrammarPreparer
+from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork, num_mask_words
-from pagoda.engine.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import MAX_GRAMMARS, LlguidanceBackend
-from pagoda.engine.load_tokenizer import load_tokenizer
-from pagoda.engine.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
+from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from tests.cached_models import cached_model
 from tests.engine.grammars.matching import accepts, allowed, ready
 

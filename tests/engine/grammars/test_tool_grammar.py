@@ -7,11 +7,11 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.byte_tokenizer import BOS, EOS, ByteTokenizer
-from pagoda.engine.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
+from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
+from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.server.tool_parsers import TOOL_PARSERS
 from tests.engine.grammars.matching import accepts, allowed, ready
 

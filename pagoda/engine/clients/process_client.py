@@ -1,0 +1,441 @@
+"""ProcessClient: run an engine core in a child process, and restart it if it dies, without losing a request.
+
+It starts the process, sends it requests, and records every token in the Journal before a client gets it. When the
+process ends or hangs, it starts another one and replays the running requests. Suspects (requests in the step during
+which the engine died) are replayed one at a time, each after the previous one has cleared itself, so that a request
+which kills the engine again is identified for certain; only that one is rejected. If no engine can be started any more,
+every caller gets WorkerDied.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq.asyncio
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.out_of_memory import describe_exit
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.engine import wire
+from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
+from pagoda.engine.clients.process_handle import EngineProcess
+from pagoda.engine.flight_recorder import FlightRecord, request_key
+
+logger = logging.getLogger("pagoda.engine")
+
+MAX_STRIKES = 2
+MAX_DEATHS = 5  # for kills from outside, and for requests that kill an engine later than strikes can tell
+MAX_FAILED_STARTS = 3
+WATCH_INTERVAL_S = 0.1
+START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
+FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessEnd:
+    """How an engine process ended."""
+
+    was_ready: bool
+    was_hung: bool
+
+
+class ProcessClient:
+    """An EngineCoreClient over a child process (ZeroMQ, msgpack).
+
+    step_timeout_s: a step that runs longer counts as a death, and so does an engine that has work and begins no step.
+    module: what the child process runs.
+    """
+
+    def __init__(
+        self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = "pagoda.engine_process"
+    ) -> None:
+        self._config = config
+        self._module = module
+        self._step_timeout_s = step_timeout_s
+        self._journal = Journal()
+        self._codec = wire.Codec(wire.FromEngine)
+        self._engine: EngineProcess | None = None
+        self._process_number = 0
+        self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
+        self._suspects: deque[str] = deque()  # in the step of a death: they re-enter one at a time
+        self._probe: str | None = None
+        self._stats = wire.EngineStats()
+        self._progress_at_s = 0.0
+        self._resets: dict[int, asyncio.Future[bool]] = {}
+        self._next_call = 0
+        self._num_sent = 0
+        self._num_handled_when_idle = 0
+        self._supervisor: asyncio.Task[None] | None = None
+        self._facts: asyncio.Future[wire.EngineFacts] | None = None
+        self._start_error: str | None = None  # the last engine process's error message if it could not start
+        self.died: WorkerDied | None = None
+        """Set once no engine can be started any more."""
+        self.num_deaths = 0
+        self.on_step: Callable[[int], object] = lambda _: None
+        """Called with the number of tokens of each step."""
+
+    # ---- what AsyncEngine calls
+
+    async def start(self) -> wire.EngineFacts:
+        """Start the engine; return its facts once it is ready.
+
+        Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
+        """
+        self._context = zmq.asyncio.Context()
+        self._facts = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._run_supervisor())
+        return await asyncio.shield(self._facts)
+
+    def add_request(self, request: Request) -> None:
+        if self.died is not None:
+            self._outputs.put_nowait(self.died)
+            return
+        entry = self._journal.open(request)
+        if self.is_up:
+            self._enter(entry)
+
+    def abort(self, request_ids: list[str]) -> None:
+        known = [request_id for request_id in request_ids if request_id in self._journal]
+        gone = [i for request_id in known for i in self._journal.engine_ids(request_id)]
+        for request_id in known:
+            self._journal.close(request_id)
+        if gone:
+            self._send(wire.AbortRequests(tuple(gone)))
+        self._probe_next()
+
+    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
+        engine_id, engine_sequence = self._journal.engine_sequence(request_id, sequence)
+        self._journal.end_sequence(request_id, sequence)
+        self._send(wire.FinishSequence(engine_id, engine_sequence, status))
+        self._probe_next()
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        item = await self._outputs.get()
+        if isinstance(item, WorkerDied):
+            raise item
+        return item
+
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Return False if blocks are in use. Return True while the engine is down: its cache is gone."""
+        if self.died is not None:
+            raise self.died
+        if not self.is_up:
+            return True
+        self._next_call += 1
+        reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets[self._next_call] = reply
+        self._send(wire.ResetPrefixCache(self._next_call, preempt_running))
+        return await reply
+
+    def stats(self) -> wire.EngineStats:
+        return self._stats
+
+    async def wait_until_gone(self) -> None:
+        """Wait until the supervisor has given up (see `died`) or has been shut down."""
+        if self._supervisor is not None:
+            await asyncio.wait({self._supervisor})
+
+    async def shutdown(self) -> None:
+        """End the engine process; running requests are dropped. Idempotent."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
+            if self._engine is not None:
+                await asyncio.to_thread(self._engine.close, 5.0)
+                self._engine = None
+            self._context.term()
+
+    # ---- state for operators
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine process has reported ready and is running."""
+        return self._engine is not None and self._engine.process.poll() is None
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.process.pid if self._engine is not None else None
+
+    def stuck_for_s(self) -> float:
+        """Seconds since the engine made progress, or 0 while it has no work."""
+        return time.monotonic() - self._progress_at_s if self._engine is not None else 0.0
+
+    # ---- supervision
+
+    async def _run_supervisor(self) -> None:
+        """Keep an engine process running; if that becomes impossible, fail every caller."""
+        try:
+            await self._supervise()
+        except ConfigError as error:
+            self._give_up(error)
+        except Exception as error:
+            logger.exception("the supervisor of the engine process failed")
+            self._give_up(WorkerDied(f"internal error in the server: {type(error).__name__}: {error}"))
+
+    async def _supervise(self) -> None:
+        """Run one engine process after another, until too many starts fail. Raises ConfigError for invalid settings."""
+        failed_starts = 0
+        while True:
+            self._process_number += 1
+            self._start_error = None
+            engine = EngineProcess(self._config, self._module, self._context)
+            try:
+                end = await self._run_until_death(engine)
+            except asyncio.CancelledError:
+                self._engine = engine
+                raise
+            except Exception:
+                self._engine = None
+                await asyncio.to_thread(engine.close)
+                raise
+            self._engine = None
+            self._stats = msgspec.structs.replace(
+                self._stats, num_running=0, num_swapped=0, kv_usage=0.0, num_waiting=len(self._journal)
+            )
+            flight = engine.recorder.read()
+            code = await asyncio.to_thread(engine.close)
+            self.num_deaths += 1
+            self._settle_resets()
+            failed_starts = 0 if end.was_ready else failed_starts + 1
+            if failed_starts >= MAX_FAILED_STARTS:
+                return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
+            logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
+            if end.was_ready:
+                self._assign_blame(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
+            else:
+                await asyncio.sleep(START_PAUSE_S * failed_starts)
+
+    async def _run_until_death(self, engine: EngineProcess) -> _ProcessEnd:
+        """Handle the messages of an engine process until it dies or hangs. Raises ConfigError for invalid settings."""
+        watch = asyncio.create_task(self._watch(engine))
+        was_ready = False
+        try:
+            while True:
+                receive = asyncio.ensure_future(engine.socket.recv())
+                await asyncio.wait({receive, watch}, return_when=asyncio.FIRST_COMPLETED)
+                if not receive.done():
+                    await asyncio.wait({receive}, timeout=FINAL_MESSAGES_S)
+                if not receive.done():
+                    receive.cancel()
+                    return _ProcessEnd(was_ready, was_hung=watch.result())
+                message = self._codec.decode(receive.result())
+                if isinstance(message, wire.Ready):
+                    was_ready = True
+                    self._begin(engine, message.facts)
+                else:
+                    self._handle(message)
+        finally:
+            watch.cancel()
+
+    async def _watch(self, engine: EngineProcess) -> bool:
+        """Wait until the process has ended (return False), or has work but makes no progress (return True)."""
+        steps_seen, was_late = (0, 0), False
+        while engine.process.poll() is None:
+            flight = engine.recorder.read()
+            steps = (flight.steps_begun, flight.steps_ended)
+            has_work = self._engine is engine and not self._engine_is_idle
+            if steps != steps_seen or not has_work:
+                self._progress_at_s, was_late = time.monotonic(), False
+            elif (stuck_s := self.stuck_for_s()) > self._step_timeout_s:
+                # Check twice: if this process was the slow one, it reads the engine's pending messages in between.
+                if was_late:
+                    logger.error("no progress for %.1f s: treating the engine as hung", stuck_s)
+                    return True
+                was_late = True
+            steps_seen = steps
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        return False
+
+    def _begin(self, engine: EngineProcess, facts: wire.EngineFacts) -> None:
+        """Replay all running requests to an engine that has become ready, suspects one at a time."""
+        self._engine = engine
+        self._num_sent = self._num_handled_when_idle = 0
+        engine.place.remove()  # both processes have its files open, so nothing stays on disk if one is killed
+        assert self._facts is not None
+        if not self._facts.done():
+            self._facts.set_result(facts)
+        self._journal.forget_aliases()
+        self._probe = None
+        self._suspects.clear()
+        for entry in list(self._journal):
+            if entry.is_on_probation:
+                self._suspects.append(entry.request.request_id)
+            else:
+                self._enter(entry)
+        self._probe_next()
+
+    def _assign_blame(self, flight: FlightRecord, killed_from_outside: bool) -> None:
+        """Give a strike to each request in the step of a death; end those with too many.
+
+        A SIGKILL from outside (or from the kernel, out of memory) says little about the requests in the step: they
+        become suspects, but only MAX_DEATHS such deaths end a request. A SIGKILL between two steps blames none.
+        """
+        if killed_from_outside and flight.steps_begun == flight.steps_ended:
+            return
+        in_step = set(flight.keys.tolist())
+        for entry in list(self._journal):
+            request_id = entry.request.request_id
+            was_in_step = any(request_key(i) in in_step for i in self._journal.engine_ids(request_id))
+            # If the engine died before its first step, every request that had entered is a suspect.
+            if entry.entered_process != self._process_number or not (was_in_step or flight.steps_begun == 0):
+                continue
+            # While one suspect is probed, do not blame others in the batch.
+            if self._probe is not None and request_id != self._probe:
+                continue
+            entry.num_deaths += 1
+            entry.strikes = 1 if killed_from_outside else entry.strikes + 1
+            if entry.strikes >= MAX_STRIKES or entry.num_deaths >= MAX_DEATHS:
+                self._journal.close(request_id)
+                logger.error("request %s was running in %d engine deaths: rejected", request_id, entry.num_deaths)
+                self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
+
+    def _give_up(self, error: ConfigError | WorkerDied) -> None:
+        assert self._facts is not None
+        self.died = error if isinstance(error, WorkerDied) else WorkerDied(str(error))
+        if self._facts.done():
+            logger.error("the engine cannot be restarted: %s", error)
+        else:
+            self._facts.set_exception(error)
+        self._settle_resets()
+        self._outputs.put_nowait(self.died)
+
+    def _settle_resets(self) -> None:
+        """Complete the cache resets that were sent to a dead engine: its prefix cache is gone."""
+        for reply in self._resets.values():
+            if not reply.done():
+                reply.set_result(True)
+        self._resets.clear()
+
+    # ---- one engine
+
+    @property
+    def _engine_is_idle(self) -> bool:
+        """Whether the engine has handled every message sent to it and has no request left."""
+        return self._num_handled_when_idle == self._num_sent
+
+    def _enter(self, entry: JournalEntry) -> None:
+        """Send a request to the engine. If that fails, finish only this request, with an error."""
+        is_new = entry.entered_process == 0
+        entry.entered_process = self._process_number
+        entry.num_since_entry = 0
+        try:
+            requests = [entry.request] if is_new else self._journal.replay(entry)
+            for data in [self._codec.encode_request(request) for request in requests]:
+                self._send_bytes(data)
+        except (UnicodeEncodeError, OverflowError) as error:
+            self._end_entry(entry, f"the request cannot be encoded: {error}", RequestStatus.FINISHED_IGNORED)
+        except Exception as error:
+            logger.exception("request %s could not be sent to the engine", entry.request.request_id)
+            self._end_entry(entry, f"the request could not be sent to the engine: {type(error).__name__}: {error}")
+
+    def _end_entry(
+        self, entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
+    ) -> None:
+        """Finish a request with an error, and abort the parts of it that were sent to the engine."""
+        request_id = entry.request.request_id
+        parts = self._journal.engine_ids(request_id) if entry.aliases else []
+        self._journal.close(request_id)
+        self._outputs.put_nowait(error_outputs(entry, message, status))
+        if parts:
+            self._send(wire.AbortRequests(tuple(parts)))
+
+    def _end_lost_entries(self) -> None:
+        """Finish requests with an error that an idle engine has lost: their clients would wait forever."""
+        for entry in list(self._journal):
+            if entry.entered_process == self._process_number:
+                logger.error("request %s: the engine is idle and does not have it", entry.request.request_id)
+                self._end_entry(entry, "the engine has lost this request")
+
+    def _probe_next(self) -> None:
+        """Send the next suspect to the engine, if the last one has cleared itself or ended."""
+        if self._probe is not None:
+            entry = self._journal.get(self._probe)
+            if entry is not None and entry.is_on_probation:
+                return
+            self._probe = None
+        while self._suspects and self.is_up:
+            entry = self._journal.get(self._suspects.popleft())
+            if entry is None:
+                continue
+            self._probe = entry.request.request_id
+            self._enter(entry)
+            if self._probe in self._journal:
+                return
+            self._probe = None
+
+    def _handle(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.StepOutputs(outputs, step_tokens, stats):
+                for count in step_tokens:
+                    self.on_step(count)
+                if stats is not None:
+                    self._stats = stats
+                self._outputs.put_nowait(self._journal.record(outputs))
+                if self._probe is not None:
+                    self._probe_next()
+            case wire.IdleReport(stats, num_handled):
+                self._stats = stats
+                self._num_handled_when_idle = num_handled
+                if self._engine_is_idle:
+                    self._end_lost_entries()
+                    self._probe_next()
+            case wire.RequestRefused(_, handle, text, status):
+                entry = self._journal.by_handle(handle)
+                if entry is not None:
+                    self._end_entry(entry, text, status)
+                self._probe_next()
+            case wire.ResetReply(call_id, succeeded):
+                reply = self._resets.pop(call_id, None)
+                if reply is not None and not reply.done():  # the caller may have been cancelled
+                    reply.set_result(succeeded)
+            case wire.StartFailed(text, config):
+                if config:
+                    raise ConfigError(text)
+                self._start_error = text
+                logger.error("the engine could not start: %s", text)
+            case wire.Ready():
+                raise AssertionError("an engine sent Ready twice")
+
+    def _send(self, message: wire.ToEngine) -> None:
+        """Send a message that is not a request; a failure is logged."""
+        try:
+            self._send_bytes(self._codec.encode(message))
+        except Exception:
+            logger.exception("a message could not be sent to the engine: %r", message)
+
+    def _send_bytes(self, data: bytes) -> None:
+        """Queue a message in ZeroMQ. Requests that a dead engine did not receive are replayed to the next one."""
+        if self._engine is None:
+            return
+        sent: asyncio.Future[object] = self._engine.socket.send(data)  # type: ignore[assignment]
+        if sent.done():
+            sent.result()
+        else:
+            sent.add_done_callback(_log_failure)
+        self._num_sent += 1
+
+
+def _log_failure(sent: "asyncio.Future[object]") -> None:
+    if not sent.cancelled() and (error := sent.exception()) is not None:
+        logger.error("a message did not reach the engine: %r", error)
+
+
+def _failed_start(times: int, code: int | None, said: str | None) -> str:
+    """Return the error message for an engine that cannot be started: how it ended, its own error, and a remedy."""
+    message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
+    if said is not None:
+        return f"{message}: {said}"
+    if code in (-signal.SIGKILL, -signal.SIGABRT):
+        return (
+            f"{message}; probably memory ran out: lower kv_cache_memory or max_model_len, quantize, "
+            "or raise the memory limit (cgroup, ulimit)"
+        )
+    return message

@@ -1,0 +1,225 @@
+"""OutputProcessor: turn the engine core's token columns into RequestOutputs with text."""
+
+import logging
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pagoda.base.outputs import RequestMetrics, RequestOutput
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.engine.outputs.logprob_entries import PromptLogprobs
+from pagoda.engine.outputs.output_sequence import OutputSequence
+from pagoda.engine.outputs.stop_strings import StopStrings
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger("pagoda")
+
+
+PROMPT_LOGPROBS = "the log-probabilities of the prompt"
+
+
+class OutputKind(Enum):
+    CUMULATIVE = "cumulative"  # the whole output so far, after each step
+    DELTA = "delta"  # the new part, after each step
+    FINAL_ONLY = "final_only"  # the whole output, when it is finished
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """The result of processing one step.
+
+    stopped: (request id, sequence) pairs that a stop string ended; the engine core must finish them too.
+    failed: ids of requests whose output could not be processed; the engine core must abort them too.
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    stopped: list[tuple[str, int]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """The output state of every unfinished request of one client. Not thread-safe.
+
+    is_lazy: leave converting the log-probabilities of prompts to the reader of the outputs (see `open`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, is_lazy: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._is_lazy = is_lazy
+        self._by_handle: dict[int, _RequestState] = {}
+        self._by_id: dict[str, _RequestState] = {}
+        # Prompts of one request have the same stop strings, and so have most requests of one program.
+        self._stops: weakref.WeakValueDictionary[tuple[str, ...], StopStrings] = weakref.WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def open(self, request: Request, kind: OutputKind, prompt: str | None = None) -> PromptLogprobs | None:
+        """Add a request; its id and handle must not be in use.
+
+        Return the log-probabilities of its prompt, if it asked for them. If this processor is lazy, their reader
+        calls `convert_some` until all are converted, before it uses an output.
+        """
+        assert request.request_id not in self._by_id
+        assert request.handle not in self._by_handle
+        state = _RequestState(request, kind, prompt, self._tokenizer, self._stops_of(request))
+        self._by_handle[request.handle] = self._by_id[request.request_id] = state
+        return state.prompt_logprobs
+
+    def _stops_of(self, request: Request) -> StopStrings | None:
+        stop = request.sampling.stop if request.sampling is not None else ()
+        stops = self._stops.get(stop)
+        if stops is None and stop:
+            stops = self._stops[stop] = StopStrings(stop)
+        return stops
+
+    def process(self, outputs: EngineCoreOutputs, now_s: float) -> ProcessedOutputs:
+        """Process one step's outputs. Ignore tokens of requests and sequences that have finished meanwhile."""
+        done = ProcessedOutputs()
+        touched: dict[int, _RequestState] = {}
+        ends = {(finish.handle, finish.sequence): finish for finish in outputs.finishes}
+        for handle, num_cached in outputs.num_cached_tokens.items():
+            if (state := self._by_handle.get(handle)) is not None:
+                state.first_scheduled(num_cached, outputs.queue_s.get(handle))
+        for handle, columns in outputs.prompt_logprobs.items():
+            state = self._by_handle.get(handle)
+            if state is None or state.prompt_logprobs is None:
+                continue
+            try:
+                state.prompt_logprobs.add(columns)
+                while not self._is_lazy and state.prompt_logprobs.convert_some():
+                    pass
+            except Exception as error:  # concerns this request only
+                state.fail(PROMPT_LOGPROBS, error)
+                touched[handle] = state
+                done.failed.append(state.request.request_id)
+        token_ids = outputs.token_ids.tolist()
+        at = 0
+        for handle, index, count in zip(
+            outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
+        ):
+            new, first, at = token_ids[at : at + count], at, at + count
+            state = self._by_handle.get(handle)
+            if state is None or (sequence := state.sequences[index]).is_done:
+                continue
+            touched[handle] = state
+            try:
+                if sequence.append(new, ends.get((handle, index)), outputs.logprobs, first):
+                    done.stopped.append((state.request.request_id, index))
+            except Exception as error:  # concerns this request only
+                state.fail("the output", error)
+                done.failed.append(state.request.request_id)
+        for finish in outputs.finishes:
+            state = self._by_handle.get(finish.handle)
+            if state is not None:
+                state.metrics.num_preemptions = finish.num_preemptions
+                state.metrics.num_draft_tokens = finish.num_draft_tokens
+                state.metrics.num_accepted_tokens = finish.num_accepted_tokens
+            if state is not None and not state.sequences[finish.sequence].is_done:
+                touched[finish.handle] = state
+                state.end_sequence(finish)
+        for state in touched.values():
+            self._emit(state, now_s, done.outputs)
+        return done
+
+    def abort(self, request_ids: Iterable[str], now_s: float) -> list[RequestOutput]:
+        """Finish requests as aborted and return their last outputs. Ignore unknown ids."""
+        outputs: list[RequestOutput] = []
+        for request_id in request_ids:
+            state = self._by_id.get(request_id)
+            if state is not None:
+                state.end_all(RequestStatus.FINISHED_ABORTED)
+                self._emit(state, now_s, outputs)
+        return outputs
+
+    def close(self, request_id: str) -> None:
+        """Remove a request without a last output."""
+        state = self._by_id.pop(request_id, None)
+        if state is not None:
+            del self._by_handle[state.request.handle]
+
+    @property
+    def live_ids(self) -> list[str]:
+        return list(self._by_id)
+
+    def _emit(self, state: "_RequestState", now_s: float, into: list[RequestOutput]) -> None:
+        if state.metrics.first_token_time is None and any(sequence.token_ids for sequence in state.sequences):
+            state.metrics.first_token_time = now_s
+        finished = all(sequence.is_done for sequence in state.sequences)
+        if finished:
+            state.metrics.finished_time = now_s
+            self.close(state.request.request_id)
+        if finished or state.kind is not OutputKind.FINAL_ONLY:
+            into.append(state.output(finished))
+
+
+class _RequestState:
+    """One request: its sequences, and what they share."""
+
+    def __init__(
+        self, request: Request, kind: OutputKind, prompt: str | None, tokenizer: Tokenizer, stops: StopStrings | None
+    ) -> None:
+        self.request = request
+        self.kind = kind
+        self.prompt = prompt
+        self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
+        is_final_only = kind is OutputKind.FINAL_ONLY
+        self.sequences = [
+            OutputSequence(request, index, is_final_only, tokenizer, stops) for index in range(request.num_seqs)
+        ]
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
+        self.num_cached_tokens: int | None = None
+        self.error: str | None = None
+        asked = request.sampling.prompt_logprobs if request.sampling is not None else None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if asked is not None:
+            self.prompt_logprobs = PromptLogprobs(len(self.prompt_token_ids), asked, tokenizer)
+
+    def first_scheduled(self, num_cached_tokens: int, queue_s: float | None) -> None:
+        """Record when the request was first scheduled. A replay on another engine does not change it."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_cached_tokens
+            if queue_s is not None:
+                self.metrics.first_scheduled_time = self.metrics.arrival_time + queue_s
+
+    def end_sequence(self, finish: Finish) -> None:
+        """Finish a sequence without new tokens, or with an error."""
+        if finish.message is not None:
+            self.error = finish.message
+        self.sequences[finish.sequence].end(finish.status)
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Finish with an error without touching the text, which may be what failed.   what: could not be processed."""
+        logger.error("%s of request %s could not be processed", what, self.request.request_id, exc_info=error)
+        self.error = f"{what} could not be processed: {type(error).__name__}: {error}"
+        for sequence in self.sequences:
+            if not sequence.is_done:
+                sequence.finish_reason = RequestStatus.FINISHED_ERROR.finish_reason
+
+    def end_all(self, status: RequestStatus) -> None:
+        for sequence in self.sequences:
+            if not sequence.is_done:
+                sequence.end(status)
+
+    def output(self, finished: bool) -> RequestOutput:
+        """Return the output to emit now. A delta has only sequences with something new, and each finish once."""
+        if self.kind is OutputKind.DELTA:
+            parts = [part for sequence in self.sequences if (part := sequence.delta()) is not None]
+        else:
+            parts = [sequence.whole() for sequence in self.sequences]
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=parts,
+            finished=finished,
+            prompt_logprobs=self.prompt_logprobs.rows if self.prompt_logprobs is not None else None,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+            error=self.error,
+        )

@@ -1,0 +1,262 @@
+"""ChatTemplate: turn messages into a prompt with the model's Jinja template, in a sandbox: it is untrusted input."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from pagoda.base.abbreviate import shorten
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.templates.caller_text import HiddenText
+from pagoda.engine.templates.chat_values import Message, cut_at_mark, template_values
+from pagoda.engine.templates.environment import MAX_SAID_CHARS, check_syntax, compile_template, string_constants
+from pagoda.engine.templates.special_marks import SpecialMarks
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    source: the template's text, or several by name ("default", "tool_use", ...).
+    special_tokens: bos_token, eos_token, ... by name, as templates expect them.
+    marks: the tokenizer's; they distinguish special tokens written by the template from text in messages.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        marks: SpecialMarks | None = None,
+    ) -> None:
+        """Parse the template. Raises ConfigError if it is not valid Jinja."""
+        named = {"default": source} if isinstance(source, str) else dict(source)
+        if not named:
+            raise ConfigError("the model's list of chat templates is empty")
+        self.sources: Mapping[str, str] = named
+        self.special_tokens = dict(special_tokens or {})
+        self.marks = marks if marks is not None else SpecialMarks()
+        for text in named.values():
+            check_syntax(text)
+        self._marked_special_tokens = {name: self.marks.put(text) for name, text in self.special_tokens.items()}
+        self._composed: frozenset[str] | None = None
+        self._tool_history: dict[str, tuple[bool, bool]] = {}
+
+    # Compiled lazily, in the process that renders: Jinja's compiler folds constants, which can need unbounded memory.
+
+    @functools.cached_property
+    def _plain(self) -> dict[str, jinja2.Template]:
+        return {name: compile_template(text, str) for name, text in self.sources.items()}
+
+    @functools.cached_property
+    def _marked(self) -> dict[str, jinja2.Template]:
+        return {name: compile_template(text, self.marks.put) for name, text in self.sources.items()}
+
+    @functools.cached_property
+    def _constants(self) -> frozenset[str]:
+        return frozenset().union(*map(string_constants, self.sources.values()))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        is_marked: bool = False,
+    ) -> str:
+        """Return the prompt for these messages.
+
+        add_generation_prompt: end with the opening of the assistant's turn.
+        continue_final_message: end inside the last message, so that the model continues it.
+        template_kwargs: more variables for the template (such as enable_thinking).
+        is_marked: put a mark in place of each special token that the template itself writes.
+        Raises RequestError if messages are malformed, if the template does not render tools, tool calls or tool
+        results that were given, and if the template raises an error.
+        """
+        values = template_values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        self._check_places(values)
+        text = self._render_marked(values) if is_marked else self._fill(self._plain, self.special_tokens, values)
+        return cut_at_mark(text) if continue_final_message else text
+
+    def _render_marked(self, values: Mapping[str, Any]) -> str:
+        composed = self._composed_tokens()
+        if composed is None:  # marks would change the template's output
+            return self._fill_and_mark(self._plain, self.special_tokens, values, frozenset(self.marks.texts))
+        return self._fill_and_mark(self._marked, self._marked_special_tokens, values, composed)
+
+    def _fill_and_mark(
+        self,
+        templates: Mapping[str, jinja2.Template],
+        special_tokens: Mapping[str, str],
+        values: Mapping[str, Any],
+        composed: frozenset[str],
+    ) -> str:
+        """Render; mark `composed` tokens wherever they appear, unless they came from `values`.
+
+        Text of callers may become a special token only after the template has cut, joined or changed it. So the
+        template is rendered twice: with the values as they are, and with the punctuation of special tokens in them
+        hidden. Where both agree, the second rendering shows which special tokens the template has written. Otherwise
+        the template depends on that punctuation, and the first must have no more special tokens than the second.
+        """
+        if not composed:
+            return self._fill(templates, special_tokens, values)
+        for index, message in enumerate(values["messages"]):
+            if not _PLAIN_ROLE.fullmatch(message["role"]):
+                raise RequestError(
+                    f"messages[{index}].role: for this model, a role may contain letters, digits, spaces, _, - and .",
+                    f"messages[{index}].role",
+                )
+        text = self._fill(templates, special_tokens, values)
+        hidden = HiddenText(values, composed, self._constants)
+        if not hidden.is_needed:
+            return self.marks.put_only(text, composed)
+
+        def marked_with(shown: Mapping[str, Any]) -> str:
+            return self.marks.put_only(self._fill(templates, special_tokens, shown, values), composed)
+
+        safe = marked_with(hidden.hide(values))
+        if self.marks.remove(hidden.show(safe)) == self.marks.remove(text):
+            return hidden.show(safe)
+        marked, written = self.marks.put_only(text, composed), self.marks.in_order(safe)
+        if _is_subsequence(self.marks.in_order(marked), written):
+            return marked
+        where = "messages"
+        for index, message in list(enumerate(values["messages"]))[:_MAX_SEARCHED_MESSAGES]:
+            turns = [*values["messages"][:index], hidden.hide(message), *values["messages"][index + 1 :]]
+            if _is_subsequence(self.marks.in_order(marked_with({**values, "messages": turns})), written):
+                where = f"messages[{index}]"
+                break
+        raise RequestError(
+            f"{where}: the chat template would turn text of this request into special tokens of the model; remove what "
+            "looks like special tokens, or like parts of them",
+            where,
+        )
+
+    def _fill(
+        self,
+        templates: Mapping[str, jinja2.Template],
+        special_tokens: Mapping[str, str],
+        values: Mapping[str, Any],
+        shown: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render.
+
+        shown: the values as the caller sent them, where text in `values` is hidden.
+        Raises RequestError when the template refuses or fails. Its message never comes from a rendering with marks or
+        hidden text: a template can cut them up, and a caller who reads one could write special tokens.
+        """
+        try:
+            return templates[self._name_for(values)].render({**special_tokens, **values})
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise any Python exception
+            if templates is not self._plain or shown is not None:
+                self._fill(self._plain, self.special_tokens, values if shown is None else shown)
+                raise RequestError("the chat template fails on these messages", "messages") from None
+            if isinstance(error, jinja2.TemplateError):
+                said = shorten(error.message or "", MAX_SAID_CHARS)
+                raise RequestError(f"the chat template rejects these messages: {said}", "messages") from None
+            said = shorten(repr(error), MAX_SAID_CHARS)
+            raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
+
+    def _name_for(self, values: Mapping[str, Any]) -> str:
+        if values["tools"] and "tool_use" in self.sources:
+            return "tool_use"
+        return "default" if "default" in self.sources else next(iter(self.sources))
+
+    def _check_places(self, values: Mapping[str, Any]) -> None:
+        """Raise RequestError for tools, tool calls or tool results that the template would silently drop."""
+        name = self._name_for(values)
+        if values["tools"] and "tools" not in self.sources[name]:
+            raise RequestError("tools: this model's chat template does not support tools", "tools")
+        for index, message in enumerate(values["messages"]):
+            is_result = message["role"] == "tool"
+            if not (is_result or message.get("tool_calls")):
+                continue
+            if name not in self._tool_history:
+                self._tool_history[name] = self._find_tool_history(name)
+            shows_calls, shows_results = self._tool_history[name]
+            if message.get("tool_calls") and not shows_calls:
+                where = f"messages[{index}].tool_calls"
+                raise RequestError(f"{where}: this model's chat template does not support tool calls", where)
+            if is_result and not shows_results:
+                where = f"messages[{index}].role"
+                raise RequestError(f"{where}: this model's chat template does not support tool results", where)
+
+    def _find_tool_history(self, name: str) -> tuple[bool, bool]:
+        """Return whether the template renders tool calls, and tool results, by rendering a probe conversation."""
+        rendered: list[str] = []
+        for tools in (None, [_TOOL]):
+            for more in ([], _probe("assistant", "user")):
+                values = template_values([*_CALLING, *more], tools, True, False, None)
+                with contextlib.suppress(Exception):
+                    rendered.append(self._plain[name].render({**self.special_tokens, **values}))
+        if not rendered:  # the error is reported when the request itself is rendered
+            return True, True
+        return any(_CALLED in text for text in rendered), any(_RESULT in text for text in rendered)
+
+    def _composed_tokens(self) -> frozenset[str] | None:
+        """Return the special tokens that the template composes from parts, as in "<|" + role + "|>".
+
+        Found by rendering conversations without special tokens. None if marks change the template's output, because
+        it inspects its own special tokens (their length, for example).
+        """
+        if self._composed is None:
+            self._composed = self._find_composed()
+        return None if _UNMARKABLE in self._composed else self._composed
+
+    def _find_composed(self) -> frozenset[str]:
+        composed: set[str] = set()
+        for messages, tools in _PROBES:
+            values = template_values(messages, tools, tools is None, False, None)
+            try:
+                plain = self._fill(self._plain, self.special_tokens, values)
+            except RequestError:  # not every template accepts every conversation
+                continue
+            try:
+                marked = self._fill(self._marked, self._marked_special_tokens, values)
+            except RequestError:
+                return frozenset({_UNMARKABLE})
+            if self.marks.remove(marked) != plain:
+                return frozenset({_UNMARKABLE})
+            composed |= self.marks.unmarked_in(marked)
+        return frozenset(composed)
+
+
+_MAX_SEARCHED_MESSAGES = 64
+_UNMARKABLE = ""
+_PLAIN_ROLE = re.compile(r"[\w .-]+")
+
+
+def _is_subsequence(some: Sequence[str], of: Sequence[str]) -> bool:
+    remaining = iter(of)
+    return all(item in remaining for item in some)
+
+
+# ---- probe conversations that show how a template writes its special tokens
+
+
+def _probe(*roles: str) -> list[Message]:
+    return [{"role": role, "content": "x"} for role in roles]
+
+
+_CALLED, _RESULT = "probe_function", "probe_result"
+_CALL = {"id": "call12345", "type": "function", "function": {"name": _CALLED, "arguments": {"a": "x"}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
+_CALLING: list[Message] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": _RESULT, "name": "f", "tool_call_id": "call12345"},
+]
+_PROBES: tuple[tuple[list[Message], list[dict[str, Any]] | None], ...] = (
+    *((_probe(role), None) for role in ("user", "assistant", "system", "developer", "tool", "function")),
+    (_probe("user", "assistant", "user"), None),
+    (_probe("system", "user", "assistant", "user"), None),
+    (_probe("developer", "user", "assistant", "user"), None),
+    (_probe("user", "assistant", "tool"), None),
+    (_CALLING, None),
+    (_CALLING, [_TOOL]),
+    ([*_probe("system"), *_CALLING, *_probe("assistant", "user")], [_TOOL]),
+)

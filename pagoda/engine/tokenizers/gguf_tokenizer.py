@@ -1,0 +1,227 @@
+"""Rebuild the tokenizer in a GGUF file's metadata for the `tokenizers` library.
+
+GGUF has two families: "gpt2", byte-level BPE with explicit merges and the name of the pattern that splits text into
+words, and "llama", SentencePiece BPE, whose merges follow from the tokens' scores (for Gemma, from their order).
+"""
+
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import ConfigError
+from pagoda.base.registry import Registry
+from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
+from pagoda.engine.tokenizers.tokenizer_regexes import GPT2, GPT4O, LLAMA3, QWEN2, TEKKEN
+from pagoda.loading.end_tokens import end_token_ids
+from pagoda.loading.gguf_file import GGUFFile
+
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"
+_MAX_TOKEN_CHARS = 4096  # rebuilding merges takes time quadratic in the token length
+
+
+def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
+    """Load the tokenizer of a .gguf file; `chat_template` replaces the file's own.
+
+    Raises ConfigError if the file has no tokenizer, or one of an unsupported kind.
+    """
+    file = GGUFFile(path)
+    tokens = file.strings("tokenizer.ggml.tokens")
+    kind = file.get("tokenizer.ggml.model", str)
+    if kind is None or not tokens:
+        raise ConfigError(f"{path}: the file contains no tokenizer; name one (option tokenizer)")
+    try:
+        backend = _FAMILIES[kind](file, tokens)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except BaseException as error:
+        raise library_failure(error, f"{path}: the file's tokenizer is inconsistent") from None
+    names = _special_names(file, tokens)
+    _put_bos_and_eos(file, kind, backend, names)
+    template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
+    bos_id = file.get("tokenizer.ggml.bos_token_id", int)
+    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names))
+
+
+# ---- families
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE tokenizer with the file's merges and the word pattern it names."""
+    pre = file.get("tokenizer.ggml.pre", str)
+    if pre is None:
+        raise ConfigError("tokenizer.ggml.pre is missing: it names the pattern that splits text into words")
+    pre_tokenizer = _PRE_TOKENIZERS[pre]
+    merges = file.strings("tokenizer.ggml.merges")
+    if merges is None:
+        raise ConfigError("tokenizer.ggml.merges is missing")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs = [_pair(merge) for merge in merges]
+    ignore_merges = pre in _WHOLE_WORDS_FIRST
+    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=ignore_merges))
+    if pre in _QWEN_LIKE:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*pre_tokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    _add_marked_tokens(file, backend, tokens)
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Build a SentencePiece BPE tokenizer with byte fallback."""
+    prefix_space = file.get("tokenizer.ggml.add_space_prefix", bool)
+    unknown = file.get("tokenizer.ggml.unknown_token_id", int)
+    is_gemma = (file.get("general.architecture", str) or "").startswith("gemma")
+    if is_gemma:
+        # Gemma's vocabulary has runs of plain spaces, but the text to match has U+2581 instead.
+        tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
+    if unknown is not None and not 0 <= unknown < len(tokens):
+        raise ConfigError(f"unknown_token_id {unknown} is outside the vocabulary of {len(tokens)} tokens")
+    longest = max(map(len, tokens))
+    if longest > _MAX_TOKEN_CHARS:
+        raise ConfigError(f"a token of {longest} characters is not supported; at most {_MAX_TOKEN_CHARS}")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    explicit = file.strings("tokenizer.ggml.merges")
+    pairs = (
+        [_pair(merge) for merge in explicit] if explicit else _merges_of(tokens, vocab, _ranks(file, is_gemma, tokens))
+    )
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab,
+            pairs,
+            unk_token=tokens[unknown] if unknown is not None else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix_space is False or is_gemma:
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    _add_marked_tokens(file, backend, tokens)
+    return backend
+
+
+_FAMILIES = Registry("GGUF tokenizer model", {"gpt2": _byte_level, "llama": _sentencepiece})
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """Split a merge "left right"; the left part may begin with a space."""
+    at = merge.find(" ", 1)
+    if at < 0:
+        raise ConfigError(f"the merge {abbreviate(merge)} has no space between its parts")
+    return merge[:at], merge[at + 1 :]
+
+
+def _ranks(file: GGUFFile, by_order: bool, tokens: list[str]) -> np.ndarray:
+    """Return the priority of each token as a merge result, largest first: float [vocab_size]."""
+    if by_order:
+        return -np.arange(len(tokens), dtype=np.float64)
+    scores = file.numbers("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ConfigError("tokenizer.ggml.scores is missing or does not have one score per token")
+    return scores
+
+
+def _merges_of(tokens: list[str], vocab: dict[str, int], ranks: np.ndarray) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that merge into a token, best result first; ties by the ids of the parts."""
+    order = np.argsort(-ranks, kind="stable").tolist()
+    merges: list[tuple[str, str]] = []
+    id_of = vocab.get
+    for index in order:
+        token = tokens[index]
+        pairs = [
+            (left, right)
+            for cut in range(1, len(token))
+            if (left := id_of(token[:cut])) is not None and (right := id_of(token[cut:])) is not None
+        ]
+        if len(pairs) > 1:
+            pairs.sort()
+        merges += [(tokens[left], tokens[right]) for left, right in pairs]
+    return merges
+
+
+# ---- special tokens
+
+
+def _add_marked_tokens(file: GGUFFile, backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
+    """Add control tokens as special and user-defined tokens as added: both are matched whole in a text."""
+    types = file.numbers("tokenizer.ggml.token_type")
+    if types is None:
+        return
+    if len(types) != len(tokens):
+        raise ConfigError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    for wanted, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
+        marked = np.flatnonzero(types == wanted).tolist()
+        add([AddedToken(tokens[index], normalized=False, special=wanted == _CONTROL) for index in marked])
+
+
+def _special_names(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
+    """Map bos_token, eos_token, ... to their text, as chat templates expect."""
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    names: dict[str, str] = {}
+    for name, key in keys.items():
+        token_id = file.get(f"tokenizer.ggml.{key}_token_id", int)
+        if token_id is None:
+            continue
+        if not 0 <= token_id < len(tokens):
+            raise ConfigError(
+                f"{file.path}: {key}_token_id {token_id} is outside the vocabulary of {len(tokens)} tokens"
+            )
+        names[name] = tokens[token_id]
+    return names
+
+
+def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, names: dict[str, str]) -> None:
+    """Add BOS and EOS as the file's flags say. By default, SentencePiece and Llama 3 add BOS, and none adds EOS."""
+    by_default = kind == "llama" or file.get("tokenizer.ggml.pre", str) in _BEGINS_WITH_BOS
+    stated = file.get("tokenizer.ggml.add_bos_token", bool)
+    with_bos = by_default if stated is None else stated
+    with_eos = file.get("tokenizer.ggml.add_eos_token", bool) or False
+    bos = names.get("bos_token") if with_bos else None
+    eos = names.get("eos_token") if with_eos else None
+    if bos or eos:
+        backend.post_processor = bos_eos_template(backend, bos, eos)
+
+
+# ---- published patterns that split text into words before BPE, by the names GGUF files use
+
+
+class _Cut:
+    """Creates the pre-tokenizers that split text by a pattern, and before that, if single_digits, into digits."""
+
+    def __init__(self, pattern: str, single_digits: bool = False) -> None:
+        self.pattern, self.single_digits = pattern, single_digits
+
+    def __call__(self) -> list[pre_tokenizers.PreTokenizer]:
+        digits: list[pre_tokenizers.PreTokenizer] = (
+            [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
+        )
+        return [*digits, pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")]
+
+
+_PRE_TOKENIZERS = Registry(
+    "GGUF pre-tokenizer",
+    {
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _Cut(LLAMA3)),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _Cut(QWEN2)),
+        **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "default", "exaone4"), _Cut(GPT2)),
+        **dict.fromkeys(
+            ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+            _Cut(GPT2, single_digits=True),
+        ),
+        "tekken": _Cut(TEKKEN),
+        **dict.fromkeys(("gpt-4o", "llama4"), _Cut(GPT4O)),
+    },
+)
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
+_BEGINS_WITH_BOS = _WHOLE_WORDS_FIRST
+_QWEN_LIKE = {"qwen2", "deepseek-r1-qwen", "megrez"}

@@ -1,0 +1,238 @@
+"""Tokenizer: convert between text and token ids. Each token has its bytes; the text is their UTF-8 decoding."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import tokenizers
+
+from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.errors import ConfigError, PagodaError, RequestError
+from pagoda.engine.templates.chat_template import ChatTemplate
+from pagoda.engine.templates.special_marks import SpecialMarks
+from pagoda.engine.tokenizers.byte_letters import BYTE_OF_LETTER
+from pagoda.engine.tokenizers.marked_encoder import MarkedEncoder
+from pagoda.engine.tokenizers.token_length import TokenLengthBound, token_length_bound
+
+LONG_TEXT_CHARS = 1024
+"""From this length on, an event loop tokenises texts on a thread: they take about half a millisecond or more."""
+
+
+class Tokenizer(Protocol):
+    """The tokenizer interface of the engine. Implementations are thread-safe."""
+
+    @property
+    def facts(self) -> "TokenizerFacts": ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`. Special tokens written in the text become their ids."""
+        ...
+
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes the token adds to the text if it is not the first. Empty for unknown ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """The properties of a model's tokenizer.
+
+    vocab_size: largest id + 1.   eos_token_ids: ids that end an output, the main one first.
+    special_token_ids: ids that skip_special_tokens removes from the text.
+    special_names: text of bos_token, eos_token, ...
+    length_bound: upper bound of the text per token, if known.
+    """
+
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    special_token_ids: frozenset[int] = frozenset()
+    chat_template: ChatTemplate | None = None
+    special_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    marks: SpecialMarks = field(default_factory=SpecialMarks)
+    length_bound: TokenLengthBound | None = None
+
+
+class LibraryTokenizer:
+    """A Tokenizer that uses the `tokenizers` library."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
+        """Raises ConfigError for a decoder with an unsupported step."""
+        self.facts = facts
+        self.backend = backend
+        self._special = facts.special_token_ids
+        self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+        self._spelling = _spelling_of(backend)
+        self._bytes: dict[int, bytes] = {}
+        unknown = facts.special_names.get("unk_token") or getattr(backend.model, "unk_token", None)
+        marked = set(facts.marks.texts)
+        ids = {text: token_id for token_id, text in self._added.items() if text in marked}
+        self._marked = MarkedEncoder(backend, facts.marks, ids, unknown)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return _encode(self.backend, text, add_special_tokens).ids
+
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._marked.encode(text, _encode, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = self._special if skip_special_tokens else ()
+        kept = [token_id for token_id in token_ids if token_id not in special]
+        text = b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+        if self._spelling.strips_first_space and kept and kept[0] not in self._added:
+            return text.removeprefix(" ")
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            # Ids beyond the vocabulary are the marks' stand-ins, which must stay unknown.
+            if not 0 <= token_id < self.facts.vocab_size:
+                return b""  # not remembered: any number of such ids may be asked for
+            known = self._bytes[token_id] = self._read_bytes(token_id)
+        return known
+
+    def _read_bytes(self, token_id: int) -> bytes:
+        token = self._added.get(token_id)
+        if token is None:
+            token = self.backend.id_to_token(token_id)
+        return b"" if token is None else self._spelling.to_bytes(token)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+    try:
+        if len(text) < LONG_TEXT_CHARS:
+            return backend.encode(text, add_special_tokens=add_special_tokens)
+        # Unlike `encode`, this releases the GIL, and does not compute the tokens' offsets in the text.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:  # its regular expression engine panics after too many steps
+        if not is_panic(error):
+            raise
+        raise RequestError(f"the tokenizer cannot split this text: {shorten(str(error))}", "prompt") from None
+
+
+# ---- how tokens are spelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """How a vocabulary spells bytes: as `byte_level` characters, or with `space` for spaces and <0xNN> for bytes."""
+
+    byte_level: bool = False
+    space: str = ""
+    byte_fallback: bool = False
+    word_prefix: str | None = None
+    strips_first_space: bool = False
+
+    def to_bytes(self, token: str) -> bytes:
+        if self.byte_level:
+            try:
+                return bytes([BYTE_OF_LETTER[letter] for letter in token])
+            except KeyError:  # an added token, written as it is
+                return token.encode("utf-8")
+        if self.byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                return token.encode("utf-8")
+        if self.word_prefix is not None:
+            if token.startswith(self.word_prefix):
+                return token.removeprefix(self.word_prefix).encode("utf-8")
+            return (" " + token).encode("utf-8")
+        return (token.replace(self.space, " ") if self.space else token).encode("utf-8")
+
+
+def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
+    """Derive the spelling from the decoder's description. Raises ConfigError for an unsupported decoder."""
+    if backend.decoder is None:
+        return _Spelling(word_prefix="\0")  # tokens are words, joined by spaces
+    described: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    steps = described["decoders"] if described["type"] == "Sequence" else [described]
+    spelling: dict[str, Any] = {}
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel"}:
+                spelling["byte_level"] = True
+            case {"type": "Replace", "pattern": {"String": str(space)}, "content": " "}:
+                spelling["space"] = space
+            case {"type": "ByteFallback"}:
+                spelling["byte_fallback"] = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                spelling["strips_first_space"] = True
+            case {"type": "Metaspace", "replacement": str(space)}:
+                spelling["space"] = space
+                spelling["strips_first_space"] = step.get("prepend_scheme", "always") != "never"
+            case {"type": "WordPiece", "prefix": str(prefix)}:
+                spelling["word_prefix"] = prefix
+                spelling["strips_first_space"] = True
+            case _:
+                raise ConfigError(f"the tokenizer's decoder step {abbreviate(step.get('type'))} is not supported")
+    return _Spelling(**spelling)
+
+
+# ---- shared by all loaders
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether `error` is a panic of a Rust library: not an Exception, and its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def library_failure(error: BaseException, where: str) -> BaseException:
+    """Return a ConfigError for what the tokenizers library raised while loading; other exceptions unchanged."""
+    if isinstance(error, PagodaError) or not (isinstance(error, Exception) or is_panic(error)):
+        return error
+    return ConfigError(f"{where}: {shorten(str(error), 300)}")
+
+
+def make_facts(
+    backend: tokenizers.Tokenizer,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    template_text: "str | dict[str, str] | None",
+    special_names: dict[str, str],
+) -> TokenizerFacts:
+    """Return the facts of a backend with its special tokens added. Raises ConfigError for an invalid template."""
+    added = backend.get_added_tokens_decoder()
+    size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+    special = frozenset(token_id for token_id, token in added.items() if token.special)
+    marked = {*special, *eos_ids} | ({bos_id} if bos_id is not None else set())
+    marks = SpecialMarks(token.content for token_id, token in added.items() if token_id in marked)
+    template = _template_of(template_text, special_names, marks) if template_text else None
+    return TokenizerFacts(size, bos_id, eos_ids, special, template, special_names, marks, token_length_bound(backend))
+
+
+def _template_of(source: object, special_names: dict[str, str], marks: SpecialMarks) -> ChatTemplate:
+    """Compile a chat template. Raises ConfigError if it is not a string or strings by name, or cannot be compiled."""
+    named = {"default": source} if isinstance(source, str) else source
+    if not isinstance(named, dict) or not all(isinstance(text, str) for text in named.values()):
+        raise ConfigError(f"the chat template is {abbreviate(source)}, expected a string or strings by name")
+    try:
+        return ChatTemplate(named, special_names, marks)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # from Python's own compiler
+        raise ConfigError(f"the chat template is nested too deeply ({type(error).__name__})") from None
+
+
+def bos_eos_template(
+    backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
+) -> tokenizers.processors.TemplateProcessing:
+    """Return a post-processor that adds BOS and EOS to a text. None: do not add that token."""
+    before, after = ([bos] if bos else []), ([eos] if eos else [])
+    specials = [(token, backend.token_to_id(token)) for token in {*before, *after}]
+    for token, token_id in specials:
+        if token_id is None:
+            raise ConfigError(f"the special token {abbreviate(token)} is not in the vocabulary")
+    return tokenizers.processors.TemplateProcessing(
+        single=[*before, "$A", *after], pair=[*before, "$A", *after, *before, "$B", *after], special_tokens=specials
+    )

@@ -1,0 +1,211 @@
+"""Engines that die, hang or cannot start: no request is lost, no output repeated, only the request at fault refused."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from pagoda.assemble import resolve_engine
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.outputs import RequestOutput
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.inputs.input_processor import build_input_processor
+from pagoda.engine.outputs.output_processor import OutputKind
+
+OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
+
+
+async def collect(llm: AsyncEngine, name: str, n: int = 1, max_tokens: int = 60) -> list[RequestOutput]:
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=7, ignore_eos=True)
+    prompt = [10 + (len(name) * 7 + i) % 90 for i in range(20)]
+    return [output async for output in llm.generate(prompt, params, name, kind=OutputKind.DELTA)]
+
+
+def tokens(outputs: list[RequestOutput]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for output in outputs:
+        for part in output.outputs:
+            found.setdefault(part.index, []).extend(part.token_ids)
+    return found
+
+
+def run(
+    work: Callable[[AsyncEngine, ProcessClient], Awaitable[None]],
+    module: str = "tests.engine.poisoned_engine",
+    step_timeout_s: float = 60.0,
+) -> None:
+    async def main() -> None:
+        config = EngineConfig.from_options(**OPTIONS)
+        client = ProcessClient(config, step_timeout_s, module)
+        facts = await client.start()
+        setup = resolve_engine(config)
+        inputs = build_input_processor(config, setup.files, setup.spec.vocab_size, facts.max_model_len)
+        llm = AsyncEngine(client, inputs)
+        try:
+            await asyncio.wait_for(work(llm, client), 100)
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(main())
+
+
+NAMES = ["a", "bb", "ccc", "dddd"]
+
+
+def test_a_grammar_goes_on_after_kills_where_it_was() -> None:
+    """The new engine compiles the grammar again, and its matcher reads what was emitted before."""
+    pattern = "([a-f]{3}-){12}[a-f]{3}"
+
+    async def constrained(llm: AsyncEngine, name: str) -> str:
+        params = SamplingParams(n=2, max_tokens=60, seed=7, structured_outputs=StructuredOutputsParams(regex=pattern))
+        prompt = list(range(10, 30))
+        outputs = [one async for one in llm.generate(prompt, params, name, kind=OutputKind.CUMULATIVE)]
+        assert outputs[-1].error is None
+        assert [one.finish_reason for one in outputs[-1].outputs] == ["stop"] * 2
+        return " ".join(one.text for one in outputs[-1].outputs)
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = await constrained(llm, "a")
+        assert all(re.fullmatch(pattern, text) for text in undisturbed.split(" "))
+        for num_kills, pause_s in enumerate((0.0, 0.05, 0.1), 1):
+            again = asyncio.create_task(constrained(llm, "b"))
+            await asyncio.sleep(pause_s)
+            assert client.engine_pid is not None
+            os.kill(client.engine_pid, signal.SIGKILL)
+            assert await again == undisturbed
+            while client.num_deaths < num_kills or not client.is_up:
+                await asyncio.sleep(0.01)
+
+    run(work, "tests.engine.slow_engine")
+
+
+def test_requests_go_on_after_kills_as_if_nothing_had_happened() -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = [tokens(await collect(llm, name, n=1 + i % 2 * 2)) for i, name in enumerate(NAMES)]
+
+        async def killer() -> None:
+            for _ in range(2):
+                await asyncio.sleep(0.06)
+                while not client.is_up:
+                    await asyncio.sleep(0.01)
+                assert client.engine_pid is not None
+                os.kill(client.engine_pid, signal.SIGKILL)
+                while client.is_up:
+                    await asyncio.sleep(0.01)
+
+        kills = asyncio.create_task(killer())
+        disturbed = await asyncio.gather(*(collect(llm, name, n=1 + i % 2 * 2) for i, name in enumerate(NAMES)))
+        await kills
+        assert client.num_deaths == 2
+        assert [tokens(outputs) for outputs in disturbed] == undisturbed
+        assert all(outputs[-1].finished and outputs[-1].error is None for outputs in disturbed)
+
+    run(work)
+
+
+def test_a_request_that_kills_twice_is_refused_and_the_others_go_on() -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = [tokens(await collect(llm, name)) for name in NAMES]
+        poison = asyncio.create_task(collect(llm, "poison"))
+        disturbed = await asyncio.gather(*(collect(llm, name) for name in NAMES))
+        last = (await poison)[-1]
+        assert last.error is not None
+        assert "repeatedly" in last.error
+        assert last.outputs[-1].finish_reason == "error"
+        assert client.num_deaths == 2
+        assert [tokens(outputs) for outputs in disturbed] == undisturbed
+        assert tokens(await collect(llm, "a")) == undisturbed[0]
+
+    run(work)
+
+
+def test_a_hung_step_counts_as_a_death() -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = tokens(await collect(llm, "a"))
+        hang = asyncio.create_task(collect(llm, "hang"))
+        assert tokens(await collect(llm, "a")) == undisturbed
+        assert (await hang)[-1].error is not None
+        assert client.num_deaths == 2
+
+    run(work, step_timeout_s=2.0)
+
+
+def test_aborts_reach_the_engine_in_every_life() -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        async def leave(name: str) -> None:
+            params = SamplingParams(n=2, max_tokens=400, ignore_eos=True)
+            stream = llm.generate([5] * 40, params, name, kind=OutputKind.DELTA)
+            async for _ in stream:
+                break
+            await stream.aclose()
+
+        for life in range(2):
+            await asyncio.gather(*(leave(f"{life}-{i}") for i in range(30)))
+            await collect(llm, f"after-{life}", max_tokens=3)
+            while client.stats().num_running or client.stats().num_waiting:
+                await asyncio.sleep(0.02)
+            assert client.stats().kv_usage == 0
+            assert client.engine_pid is not None
+            os.kill(client.engine_pid, signal.SIGKILL)
+
+    run(work)
+
+
+def test_settings_that_cannot_work_are_an_error_at_once() -> None:
+    async def main() -> None:
+        client = ProcessClient(EngineConfig.from_options(**{**OPTIONS, "max_model_len": 10**9}))
+        with pytest.raises(ConfigError, match="max_model_len"):
+            await client.start()
+        assert client.engine_pid is None
+        await client.shutdown()
+
+    asyncio.run(main())
+
+
+def test_who_waits_hears_when_no_engine_can_be_started_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_LIVES_FILE", str(tmp_path / "lives"))
+    monkeypatch.setenv("ENGINE_LIVES", "1")
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        waiting = asyncio.create_task(collect(llm, "a", max_tokens=400))
+        while not client.stats().num_running:
+            await asyncio.sleep(0.005)
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="while loading, 3 times in a row"):
+            await waiting
+        assert client.died is llm.died is not None
+        with pytest.raises(WorkerDied):
+            await collect(llm, "b")
+        with pytest.raises(WorkerDied):
+            await llm.reset_prefix_cache()
+
+    run(work, module="tests.engine.mortal_engine")
+
+
+def test_a_reset_while_the_engine_starts_again_is_done_at_once() -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        await collect(llm, "a", max_tokens=3)
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        async with asyncio.timeout(2):
+            assert await llm.reset_prefix_cache()
+        with pytest.raises(TimeoutError):  # who asked has gone; the answer must not hurt
+            await asyncio.wait_for(llm.reset_prefix_cache(), 0)
+        await collect(llm, "b", max_tokens=3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.reset_prefix_cache(), 0)
+        await collect(llm, "c", max_tokens=3)
+        assert client.died is None
+
+    run(work)

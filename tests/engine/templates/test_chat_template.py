@@ -1,0 +1,114 @@
+"""Chat templates: the conventions they rely on, the sandbox, and refusals in words."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.templates.chat_template import ChatTemplate
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def test_messages_and_generation_prompt() -> None:
+    assert ChatTemplate(CHATML).render(HI) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert ChatTemplate(CHATML).render(HI, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+
+
+@pytest.mark.parametrize("content", ["end", "Sure, ", "i", "a\n\n"])
+@pytest.mark.parametrize("trim", [False, True])
+def test_continue_final_message_ends_inside_the_last_message(content: str, trim: bool) -> None:
+    template = ChatTemplate(CHATML.replace("m['content']", "m['content'] | trim") if trim else CHATML)
+    messages = [*HI, {"role": "assistant", "content": content}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + (content.rstrip() if trim else content)
+
+
+def test_text_parts_are_joined_and_other_parts_refused() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template.render([{"role": "user", "content": parts}]) == "a\nb"
+    with pytest.raises(RequestError, match="image_url"):
+        template.render([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+def test_conventions() -> None:
+    source = (
+        "{{ bos_token }}{%- for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+        "|{{ tools | tojson }}|{{ strftime_now('%Y') | length }}|{{ extra }}"
+        "{% set ns = namespace(found=1) %}{% set ns.found = 2 %}|{{ ns.found }}"
+    )
+    tools = [{"type": "function", "function": {"name": "f<>", "description": "é"}}]
+    messages = [{"role": "system", "content": "no"}, *HI, *HI]
+    text = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, tools, template_kwargs={"extra": "E"})
+    assert text == f"<s>Hi|{json.dumps(tools, ensure_ascii=False)}|4|E|2"
+
+
+def test_named_templates_and_tools() -> None:
+    template = ChatTemplate({"default": "plain", "tool_use": "tools"})
+    assert template.render(HI) == "plain"
+    assert template.render(HI, [{"type": "function"}]) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].role }}", "has no element 9"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "__class__"),
+    ],
+)
+def test_what_a_template_may_not_do_is_the_requests_error(source: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        ChatTemplate(source).render(HI)
+
+
+def test_a_template_that_is_no_jinja_is_refused_when_loaded() -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        ChatTemplate("ok\n{% for %}")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], ["text"], [{"content": "no role"}], [{"role": "user"}], [{"role": "user", "content": 3}]],
+)
+def test_malformed_messages(messages: list[object]) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(CHATML).render(messages)  # type: ignore[arg-type]
+    assert caught.value.param == "messages"
+
+
+def test_messages_given_are_not_changed() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    ChatTemplate(CHATML).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert messages == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "said"),
+    [
+        ({"type": "text", "text": 5}, "messages[1].content[1].text", "expected a string"),
+        ({"type": "text"}, "messages[1].content[1].text", "expected a string"),
+        ({"type": "image_url", "image_url": {}}, "messages[1].content[1]", "a part of type 'image_url'"),
+        ({"type": None}, "messages[1].content[1]", "a part of type None"),
+        (7, "messages[1].content[1]", "a part of type 'int'"),
+    ],
+)
+def test_a_bad_content_part_is_named_itself(part: Any, param: str, said: str) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, part]},
+    ]
+    with pytest.raises(RequestError, match=said) as caught:
+        ChatTemplate("{{ messages[0].content }}").render(messages)  # type: ignore[arg-type]
+    assert caught.value.param == param
