@@ -70,7 +70,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing pagoda into $(VENV)"
-	@$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable ".[serve]"
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python

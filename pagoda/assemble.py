@@ -13,6 +13,7 @@ from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_defaults, note_given
 from pagoda.base.config_rules import check_settings
+from pagoda.base.config_without_effect import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.out_of_memory import is_out_of_memory
@@ -193,6 +194,8 @@ def build_engine_core(
     """
     begin_s = time.perf_counter()
     setup, capacity = fit_cache(config if isinstance(config, EngineSetup) else resolve_engine(config))
+    for sentence in settings_without_effect(setup.config):
+        logger.warning("%s", sentence)
     clock = clock or SystemClock()
     options = scheduler_options(setup.config, setup.drafting)
     grammars = _make_grammars(setup)

@@ -19,6 +19,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.setting import DescribedSetting, Setting, describe_settings
 from pagoda.base.speculative_config import SpeculativeConfig
+from pagoda.base.vllm_options import answer_for_vllm
 
 
 class SchedulingMode(Enum):
@@ -337,9 +338,12 @@ def _set_in_group(group: DescribedSetting, whole: Any, given: object, name: str,
 
 
 def unknown_option(name: str, known: Collection[str]) -> str:
-    """Return the error for an option that is not in `known`: what replaced it, or the nearest known name."""
+    """Return the error for an option that is not in `known`: what to use instead, or the nearest known name."""
     if name in RETIRED:
         return f"the option {name} is gone: {RETIRED[name]}; leave it out"
+    answer = answer_for_vllm(name, str)
+    if answer is not None:
+        return f"pagoda does not have vLLM's option {name}: {answer}"
     group = next((other.partition(".")[0] for other in known if other.endswith("." + name)), None)
     if group is not None:
         return f"{name} is a field of {group}: write {group}={{{name!r}: ...}}"

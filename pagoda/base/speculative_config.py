@@ -1,6 +1,6 @@
 """SpeculativeConfig: how drafts are made, with vLLM's names."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from pagoda.base.abbreviate import abbreviate
@@ -77,6 +77,26 @@ def resolve_speculative(config: SpeculativeConfig) -> SpeculativeConfig | None:
             "speculative_config: method draft_model needs a model, and no other method takes one; got "
             f"method={method} and model={abbreviate(config.model)}"
         )
-    if config.num_draft_layers is not None and method != "layer_skip":
-        raise ConfigError(f"speculative_config.num_draft_layers belongs to layer_skip, not to {method}; leave it out")
+    _check_fields_of_other_methods(config, method)
     return replace(config, method=method)
+
+
+_METHOD_OF_PREFIX = {
+    "prompt_lookup": "ngram",
+    "suffix_decoding": "suffix",
+    "revision": "draft_model",
+    "quantization": "draft_model",
+    "num_draft_layers": "layer_skip",
+}
+"""How the name of a field begins -> the only method that reads it."""
+
+
+def _check_fields_of_other_methods(config: SpeculativeConfig, method: str) -> None:
+    """Raise ConfigError for a field that was changed and that `method` does not read."""
+    for item in fields(SpeculativeConfig):
+        reader = next((m for prefix, m in _METHOD_OF_PREFIX.items() if item.name.startswith(prefix)), method)
+        if reader != method and getattr(config, item.name) != item.default:
+            raise ConfigError(
+                f"speculative_config.{item.name} has no effect with method={method}: only {reader} reads it; leave it "
+                "out, or change the method"
+            )

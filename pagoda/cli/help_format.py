@@ -8,9 +8,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from pagoda.base.config import RETIRED
 from pagoda.base.errors import ConfigError
-from pagoda.cli.options import PANEL_ORDER
+from pagoda.base.vllm_options import answer_for_vllm
+from pagoda.cli.options import PANEL_ORDER, flag_of
 
 _ANY_LENGTH = 10_000
+_TOO_MANY_ARGUMENTS = "Got unexpected extra argument"  # as click words it
+_SHORT_FLAGS = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization"}
+"""Short flags of vLLM that pagoda does not have."""
 
 
 class Command(TyperCommand):
@@ -20,16 +24,23 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. An error for a flag of earlier versions says what replaced it."""
+        """Parse the command line. An error for a flag of earlier versions or of vLLM says what to use instead."""
         flags = {flag for item in self.get_params(ctx) for flag in (*item.opts, *item.secondary_opts)}
         try:
-            return super().parse_args(ctx, [_with_dashes(arg, flags) for arg in args])
+            rest = super().parse_args(ctx, [_with_dashes(arg, flags) for arg in args])
         except typer.TyperException as error:
             flag = getattr(error, "option_name", None)  # of an unknown option
             replaced = _replacement(flag, flags) if isinstance(flag, str) else ""
-            if replaced:
-                raise ConfigError(replaced) from None
+            short = next((f"write {_SHORT_FLAGS[arg]} for {arg}" for arg in args if arg in _SHORT_FLAGS), "")
+            if replaced or short:
+                raise ConfigError(replaced or short) from None
+            if error.format_message().startswith(_TOO_MANY_ARGUMENTS) and "--model" in flags:
+                raise ConfigError(
+                    f"{error.format_message()}: give the model with -m, quote a text with spaces, and repeat a flag "
+                    "to give it several values"
+                ) from None
             raise
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {
@@ -68,13 +79,17 @@ def _with_dashes(argument: str, flags: Collection[str]) -> str:
 
 
 def _replacement(flag: str, flags: Collection[str]) -> str:
-    """Return what to say about an unknown flag that is a field of a group, or that is gone; else an empty string."""
+    """Return the answer to an unknown flag that is a field of a group, gone, or vLLM's; else an empty string."""
     name = flag.removeprefix("--").replace("-", "_")
     gone = next((option for option in (name, name.removeprefix("no_")) if option in RETIRED), None)
     if gone is not None:
         return f"the flag {flag} is gone: {RETIRED[gone]}; leave it out"
     of_field = next((known for known in sorted(flags) if known.endswith("." + flag.removeprefix("--"))), None)
-    return f"{flag} is now {of_field}" if of_field else ""
+    if of_field:
+        return f"{flag} is now {of_field}"
+    answers = (answer_for_vllm(option, flag_of) for option in (name, name.removeprefix("no_")))
+    answer = next((text for text in answers if text), None)
+    return f"pagoda does not have vLLM's flag {flag}: {answer}" if answer else ""
 
 
 def command(app: typer.Typer, name: str, **named: Any) -> Any:

@@ -12,6 +12,8 @@ from pagoda.base.errors import ConfigError, NotSupportedError, PagodaError, Requ
 from pagoda.cli import bench, chat, doctor, generate, models, plan, planned, serve
 from pagoda.cli.help_format import Group, command
 
+SERVE_MODULES = ("aiohttp", "fastapi", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq")
+"""Modules of the extra "serve", which the library alone does not need."""
 _LONGEST_MESSAGE = 2000  # characters: an error is a message, never a dump of its input
 
 app = typer.Typer(
@@ -81,6 +83,12 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
+        if isinstance(error, ModuleNotFoundError) and error.name in SERVE_MODULES:
+            return _fail(
+                f"this command needs the package {error.name}, which is not installed: run "
+                f"`{sys.executable} -m pip install 'pagoda-llm[serve]'` (in a checkout: -e '.[serve]')",
+                1,
+            )
         return _fail(f"internal error: {type(error).__name__}: {error} (pagoda --debug ... shows where)", 1)
 
 

@@ -62,6 +62,8 @@ def test_other_methods_are_refused_by_name(method: str) -> None:
         ({"method": "draft_model"}, ("draft_model needs a model",)),
         ({"method": "ngram", "model": "x"}, ("no other method takes one",)),
         ({"method": "ngram", "num_draft_layers": 3}, ("layer_skip",)),
+        ({"method": "suffix", "prompt_lookup_max": 4}, ("prompt_lookup_max has no effect with method=suffix", "ngram")),
+        ({"method": "ngram", "revision": "main"}, ("revision has no effect with method=ngram", "draft_model")),
         ({"method": "ngram", "lookup_max": 3}, ("lookup_max", "prompt_lookup_max")),
         ({"method": "draft_model", "model": "x", "quantization": "fp4"}, ("fp4",)),
         ("not JSON", ("speculative_config",)),

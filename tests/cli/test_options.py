@@ -21,6 +21,7 @@ from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
 from pagoda.base.setting import describe_settings
+from pagoda.base.vllm_options import VLLM_ANSWERS, answer_for_vllm
 from pagoda.cli.help_format import command as register
 from pagoda.cli.options import (
     CLI_SAMPLING,
@@ -166,6 +167,52 @@ def test_flags_of_earlier_versions_work_or_say_what_replaced_them(name: str) -> 
         assert re.fullmatch(rf"the flag {flag} is gone: .*; leave it out", message)
         with pytest.raises(ConfigError, match=f"the option {name} is gone: .*; leave it out"):
             EngineConfig.from_options(**{name: 1})
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "enforce_eager", "download_dir", "num_gpu_blocks_override"])
+def test_flags_of_vllm_are_refused_with_an_answer(name: str) -> None:
+    flag = flag_of(name)
+    known = re.escape(f"pagoda does not have vLLM's flag {flag}: ")
+    assert re.fullmatch(known + r"(use --.+|.+; leave it out)", say_about(flag) or "")
+    with pytest.raises(
+        ConfigError, match=rf"pagoda does not have vLLM's option {name}: (use [a-z_]+|.+; leave it out)"
+    ):
+        EngineConfig.from_options(**{name: True})
+
+
+def test_an_answer_to_vllm_names_only_settings_that_exist() -> None:
+    known = {"no_access_log"} | {item.name for part in PARTS for item in describe_settings(part)}
+    flat = {"max_num_partial_prefills"}
+    spelled: set[str] = set()
+    for option in VLLM_ANSWERS:
+        assert option not in known, f"{option} is a setting now: remove its answer"
+        answer_for_vllm(option, lambda name: spelled.add(name) or name)
+    assert spelled <= known | flat
+    assert answer_for_vllm("max_num_seqs", str) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "Org/Model"], "give the model with -m"),
+        (["serve", "--served-model-name", "a", "b"], "repeat a flag to give it several values"),
+        (["serve", "-tp", "2"], "write --tensor-parallel-size for -tp"),
+        (["serve", "--no-enable-log-requests"], "--no-enable-log-requests: --access-log controls"),
+    ],
+    ids=str,
+)
+def test_what_is_pasted_from_a_command_line_of_vllm(words: list[str], message: str) -> None:
+    app = typer.Typer()
+
+    @register(app, "serve")
+    @engine_options(ServerConfig)
+    def serve(options: dict[str, object]) -> None: ...
+
+    @register(app, "other")
+    def other() -> None: ...
+
+    with pytest.raises(ConfigError, match=message):
+        app(words, standalone_mode=False)
 
 
 def say_about(argument: str) -> str | None:
