@@ -97,6 +97,9 @@ class RequestLimits:
         int, Setting("levels of nesting in a free-form field (messages, tools, `metadata`, ...)", at_least=0)
     ] = 64
     json_values: Annotated[int, Setting("values in all free-form fields together", at_least=0)] = 131_072
+    json_chars: Annotated[
+        int, Setting("characters in all strings and keys of all free-form fields together", at_least=0)
+    ] = 4_194_304
 
     def __post_init__(self) -> None:
         for name, _, _ in describe_limits():
@@ -171,7 +174,7 @@ class RequestLimits:
 
         Looks at no more values than are allowed.
         """
-        num_values = 0
+        num_values = num_chars = 0
         for name, value in fields.items():
             level, depth = [value], 0
             while containers := [one for one in level if isinstance(one, dict | list | tuple) and one]:
@@ -179,7 +182,10 @@ class RequestLimits:
                 self.check("json_depth", depth, name)
                 num_values += sum(map(len, containers))
                 self.check("json_values", num_values, name)
+                keys = [key for one in containers if isinstance(one, dict) for key in one]
                 level = [child for one in containers for child in (one.values() if isinstance(one, dict) else one)]
+                num_chars += sum(len(text) for texts in (keys, level) for text in texts if isinstance(text, str))
+                self.check("json_chars", num_chars, name)
 
 
 def describe_limits() -> tuple[tuple[str, int, str], ...]:

@@ -103,7 +103,7 @@ class CompletionFormat:
         is_hidden = body.asked_tokens[1] == 0
         text, token_ids = ("", []) if is_hidden else (output.text, output.token_ids)
         if is_first and body.echo:
-            text = await self._llm.detokenize(self._prompt_token_ids(index)) + text
+            text = await self._llm.detokenize(self._prompt_token_ids(index), self._generation.key) + text
         choice = CompletionChoice(at, text, None, output.finish_reason, output.stop_reason)
         if body.num_logprobs is not None:
             choice.logprobs = await self._logprobs(at, index, delta, output, is_first, is_hidden)

@@ -58,6 +58,7 @@ class Generation:
         self.last: list[RequestOutput | None] = [None] * len(requests)
         self._generator = generator
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
+        self.key: str = http.scope["state"]["key"]
         self._place = place
 
     def close(self) -> None:

@@ -4,11 +4,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.hostile.case import Case
 from tests.hostile.cases import make_case
-from tests.hostile.checks import problems
+from tests.hostile.checks import Problem, problems
 from tests.hostile.client import NO_ANSWER, send_case
 from tests.hostile.serving import load
 from tests.server.live import LiveServer
@@ -19,8 +18,7 @@ VOLLEY = 48
 AT_ONCE = 8
 BIG_BYTES = 2**18  # such cases are sent one at a time: the bound is on what one body costs
 MAX_FAILURES = 25  # then enough is known
-KIND_CHARS = 40  # failures are alike if so much of their texts is equal
-MAX_ALIKE = 3  # failures that begin with the same words are kept so often
+MAX_ALIKE = 3  # so many failures of one kind are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Failure:
     """One case and what is wrong with it."""
 
     case: Case
-    problem: str
+    problem: Problem
 
     def __str__(self) -> str:
         return f"{self.problem}\n    {self.case}\n    alone: python -m tests.hostile {self.case.name}"
@@ -45,11 +43,10 @@ class Report:
     num_answers: dict[int, int] = field(default_factory=dict)
     num_alike: Counter[str] = field(default_factory=Counter)
 
-    def add(self, case: Case, problem: str) -> None:
+    def add(self, case: Case, problem: Problem) -> None:
         """Keep a failure, unless enough like it are known."""
-        kind = problem[:KIND_CHARS]
-        self.num_alike[kind] += 1
-        if self.num_alike[kind] <= MAX_ALIKE:
+        self.num_alike[problem.kind] += 1
+        if self.num_alike[problem.kind] <= MAX_ALIKE:
             self.failures.append(Failure(case, problem))
 
 
@@ -74,20 +71,20 @@ class Campaign:
             try:
                 self._volley(cases)
             except LoopStuck as stuck:
-                self.report.add(cases[0], f"{stuck}, during one of: {_names(cases)}")
+                self.report.add(cases[0], Problem(str(stuck), f"during one of: {_names(cases)}"))
                 break
             if len(self.report.failures) >= MAX_FAILURES or not self.is_alive():
                 break
         return self.report
 
-    def failure_alone(self, case: Case) -> str:
-        """Send one case; return what is wrong, or an empty string. The server may have ended afterwards."""
+    def failure_alone(self, case: Case) -> Problem | None:
+        """Send one case; return what is wrong, if anything. The server may have ended afterwards."""
         self._num_restarts = load(self._server)["engine_restarts"]
         self._stalls.take()
         found = problems(case, asyncio.run(send_case(case, self._port)), self._may_be_down)
         if not found and not self._ended([case]) and (stall_s := self._stalls.take()) > MAX_STALL_S:
-            found = [f"the event loop was busy, for {stall_s:.2f} s"]
-        return (found or [failure.problem for failure in self.report.failures] or [""])[0]
+            found = [self._stall_problem(stall_s)]
+        return next(iter(found or [failure.problem for failure in self.report.failures]), None)
 
     def is_alive(self) -> bool:
         return self._server.process.poll() is None
@@ -103,7 +100,7 @@ class Campaign:
             self._num_restarts = restarts
             died = "the engine process ended"
         if died:
-            self.report.add(cases[0], f"{died} during one of: {_names(cases)}")
+            self.report.add(cases[0], Problem(died, f"during one of: {_names(cases)}"))
         return not self.is_alive()
 
     def _volley(self, cases: list[Case]) -> None:
@@ -112,15 +109,15 @@ class Campaign:
         found = asyncio.run(self._send(cases))
         report.num_cases += len(cases)
         for case, problem in found:
-            if problem != NO_ANSWER:
+            if problem.kind != NO_ANSWER:
                 report.add(case, problem)
         if self._ended(cases):
             return
         # A server that one case keeps busy answers none of the others.
-        for case in [case for case, problem in found if problem == NO_ANSWER]:
+        for case in [case for case, problem in found if problem.kind == NO_ANSWER]:
             self._stalls.take()
             if asyncio.run(send_case(case, self._port)).problem:
-                report.add(case, NO_ANSWER)
+                report.add(case, Problem(NO_ANSWER))
             if self._ended([case]):
                 return
         stall_s = self._stalls.take()
@@ -131,10 +128,10 @@ class Campaign:
         else:
             report.longest_stall_s = max(report.longest_stall_s, stall_s)
 
-    async def _send(self, cases: list[Case]) -> list[tuple[Case, str]]:
+    async def _send(self, cases: list[Case]) -> list[tuple[Case, Problem]]:
         places = asyncio.Semaphore(AT_ONCE)
         big = asyncio.Lock()
-        found: list[tuple[Case, str]] = []
+        found: list[tuple[Case, Problem]] = []
 
         async def one(case: Case) -> None:
             async with big if case.num_bytes > BIG_BYTES else places:
@@ -152,12 +149,18 @@ class Campaign:
         for case in sorted(cases, key=lambda case: -case.num_bytes):
             stall_s = min(self._stall_alone(case), self._stall_alone(case))
             if stall_s > MAX_STALL_S:
-                stack = "".join((self._stalls.stalls() or [{"stack": []}])[-1]["stack"][-4:])
-                self.report.add(case, f"the event loop was busy, for {stall_s:.2f} s, in\n{stack}")
+                self.report.add(case, self._stall_problem(stall_s))
                 found = True
             if len(self.report.failures) >= MAX_FAILURES:
                 break
         return found
+
+    def _stall_problem(self, stall_s: float) -> Problem:
+        """The kind of a stall is the innermost function of pagoda's that was running."""
+        stack = (self._stalls.stalls() or [{"stack": []}])[-1]["stack"]
+        own = [frame for frame in stack if "/pagoda/" in frame.split("\n", 1)[0]]
+        where = own[-1].split(" in ", 1)[1].split("\n", 1)[0] if own else "a library"
+        return Problem(f"the event loop was busy in {where}", f"for {stall_s:.2f} s\n{''.join(stack[-4:])}")
 
     def _stall_alone(self, case: Case) -> float:
         """The longest stall while only this case (and the healthy stream) is served. 0.0 as soon as one run is fine."""
@@ -168,15 +171,3 @@ class Campaign:
 
 def _names(cases: list[Case]) -> str:
     return " ".join(case.name for case in cases)
-
-
-def resident_bytes(pid: int) -> int:
-    """Memory of a process, as the kernel counts it."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"process {pid} has no memory")
-
-
-def num_open_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))

@@ -1,19 +1,24 @@
 """A client with nothing hostile about it: streams all the time, and keeps what it got.
 
-`python -m tests.hostile.healthy URL KEY REPORT MAX_TOKENS`, ended by closing its standard input.
+`python -m tests.hostile.healthy URL KEY REPORT MAX_TOKENS PIDS...`, ended by closing its standard input.
+Gaps do not count the time for which the client's main thread and those of PIDS, the server's processes, waited for a
+core.
 """
 
 import contextlib
 import http.client
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.server.live import LiveServer
 
 PAUSE_S = 0.05  # between two streams: the machine is for the attack
 BODY: dict[str, Any] = {
@@ -27,20 +32,38 @@ BODY: dict[str, Any] = {
 }
 
 
-def stream(host: str, key: str, max_tokens: int) -> tuple[list[int], float, str]:
+class CoreWaits:
+    """How long the main threads of some processes have waited for a core."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._files: list[int] = []
+        for pid in pids:
+            with contextlib.suppress(FileNotFoundError):  # it has ended
+                self._files.append(os.open(f"/proc/{pid}/task/{pid}/schedstat", os.O_RDONLY))
+
+    def total_s(self) -> float:
+        total_s = 0.0
+        for file in self._files:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                total_s += int(os.pread(file, 100, 0).split()[1]) / 1e9
+        return total_s
+
+
+def stream(host: str, key: str, max_tokens: int, waits: CoreWaits) -> tuple[list[int], float, str]:
     """One stream: its tokens, its longest gap in seconds (the first token's included), and what went wrong."""
     connection = http.client.HTTPConnection(host, timeout=60)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     tokens: list[int] = []
-    last_s, longest_s = time.monotonic(), 0.0
+    last_s, last_waits_s, longest_s = time.monotonic(), waits.total_s(), 0.0
     try:
         connection.request("POST", "/v1/completions", json.dumps({**BODY, "max_tokens": max_tokens}), headers)
         response = connection.getresponse()
         if response.status != 200:
             return tokens, longest_s, f"status {response.status}: {response.read(500)!r}"
         for line in response:
-            now_s = time.monotonic()
-            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+            now_s, waits_s = time.monotonic(), waits.total_s()
+            longest_s = max(longest_s, now_s - last_s - (waits_s - last_waits_s))
+            last_s, last_waits_s = now_s, waits_s
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 if "error" in event:
@@ -79,9 +102,10 @@ class HealthyClient:
 
 
 @contextlib.contextmanager
-def healthy_client(url: str, key: str, report: Path, max_tokens: int) -> Iterator[HealthyClient]:
+def healthy_client(server: LiveServer, key: str, report: Path, max_tokens: int) -> Iterator[HealthyClient]:
     """Run the client in a process of its own, so that the attack's work makes no gaps in its clock."""
-    command = [sys.executable, "-m", "tests.hostile.healthy", url, key, str(report), str(max_tokens)]
+    pids = map(str, (server.process.pid, server.engine_pid()))
+    command = [sys.executable, "-m", "tests.hostile.healthy", server.url, key, str(report), str(max_tokens), *pids]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         yield HealthyClient(report)
@@ -94,18 +118,19 @@ def healthy_client(url: str, key: str, report: Path, max_tokens: int) -> Iterato
             process.kill()
 
 
-def main(url: str, key: str, report: str, max_tokens: int) -> None:
+def main(url: str, key: str, report: str, max_tokens: int, pids: Sequence[int]) -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
     host = url.removeprefix("http://")
-    expected, _, problem = stream(host, key, max_tokens)  # undisturbed: nothing else was sent yet
+    waits = CoreWaits([*pids, os.getpid()])
+    expected, _, problem = stream(host, key, max_tokens, waits)  # undisturbed: nothing else was sent yet
     with Path(report).open("w") as file:
         if problem or len(expected) != max_tokens:
             problem = problem or f"{len(expected)} tokens of {max_tokens} before the attack"
             print(json.dumps({"at_s": 0, "longest_gap_s": 0, "problem": problem}), file=file, flush=True)
         while not ended.wait(PAUSE_S):
             began_s = time.monotonic()
-            tokens, longest_s, problem = stream(host, key, max_tokens)
+            tokens, longest_s, problem = stream(host, key, max_tokens, waits)
             if not problem and tokens != expected:
                 at = next((i for i, pair in enumerate(zip(tokens, expected, strict=False)) if pair[0] != pair[1]), -1)
                 problem = f"{len(tokens)} tokens, different from the undisturbed stream's at {at}"
@@ -114,4 +139,4 @@ def main(url: str, key: str, report: str, max_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), list(map(int, sys.argv[5:])))

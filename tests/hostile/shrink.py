@@ -1,4 +1,4 @@
-"""Make a failing case smaller: drop fields, items and bytes for as long as it still fails."""
+"""Make a failing case smaller: drop fields, items and bytes for as long as it still fails in the same way."""
 
 import json
 import re
@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from tests.hostile.case import Case
+from tests.hostile.checks import Problem
 
 MAX_TRIES = 400
 _LENGTH = re.compile(rb"(?i)(content-length: *)(\d+)")
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = MAX_TRIES) -> Case:
-    """Return the smallest case found, by trying at most `max_tries` smaller ones. Where it had one, a body keeps its
-    correct Content-Length.
+def shrink(case: Case, failure: Callable[[Case], Problem | None], kind: str, max_tries: int = MAX_TRIES) -> Case:
+    """Return the smallest case found with a failure of this kind, by trying at most `max_tries` smaller ones.
+
+    Where it had one, a body keeps its correct Content-Length.
     """
     num_tries = 0
     improved = True
@@ -25,7 +27,10 @@ def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = MAX_TRIES
                 return case
             num_tries += 1
             candidate = replace(case, pieces=(data,))
-            if candidate.num_bytes < case.num_bytes and fails(candidate):
+            if candidate.num_bytes >= case.num_bytes:
+                continue
+            found = failure(candidate)
+            if found is not None and found.kind == kind:
                 case, improved = candidate, True
                 break
     return case

@@ -14,11 +14,14 @@ import pytest
 
 from tests.hostile.case import Case, Expect, Leave, request
 from tests.hostile.cases import NUM_SINGLE_FIELDS, case_names, make_case
-from tests.hostile.checks import problems
+from tests.hostile.checks import Problem, problems
 from tests.hostile.client import Answer, Outcome
+from tests.hostile.footprint import footprint, grown
 from tests.hostile.json_text import Deep, Flood, FloodOfKeys, Pairs, Raw, write
+from tests.hostile.serving import FAKE_FLAGS, KEY
 from tests.hostile.shrink import shrink
-from tests.server.stall_watch import StallReader, StallWatch
+from tests.server.census import CensusReader, CensusTaker
+from tests.server.stall_watch import StallReader, StallWatch, watched_serving
 
 GOOD_ERROR = b'{"error":{"message":"no","type":"invalid_request_error","param":null,"code":400}}'
 CASE = Case("0:0", "", "", (b"",))
@@ -71,19 +74,22 @@ def test_what_is_no_json_is_written_as_it_is() -> None:
         (Outcome([Answer(503, {}, GOOD_ERROR, True)]), "status 503"),
         (Outcome([Answer(400, {}, b"no", True)]), "OpenAI's shape"),
         (Outcome([Answer(400, {}, b'{"error":{"message":"no","type":"a"}}', True)]), "OpenAI's shape"),
-        (Outcome([Answer(400, {}, GOOD_ERROR.replace(b"no", b"no" * 3_000), True)]), "an error of 6079 bytes"),
+        (Outcome([Answer(400, {}, GOOD_ERROR.replace(b"no", b"no" * 3_000), True)]), "6079 bytes"),
         (Outcome([Answer(400, {}, GOOD_ERROR.replace(b"no", b"internal error: KeyError"), True)]), "does not say"),
         (Outcome([Answer(501, {}, GOOD_ERROR, True)]), "x-should-retry"),
         (Outcome([Answer(501, {"x-should-retry": "false"}, GOOD_ERROR, True)]), ""),
         (Outcome([Answer(200, {}, b'{"a"', False)]), "was cut"),
-        (Outcome([Answer(200, {"content-type": "text/event-stream"}, b"data: {}\n\n", True)]), "a stream that ends"),
+        (
+            Outcome([Answer(200, {"content-type": "text/event-stream"}, b"data: {}\n\n", True)]),
+            "a stream that does not end",
+        ),
         (Outcome([Answer(200, {"content-type": "text/event-stream"}, b"data: {}\n\ndata: [DONE]\n\n", True)]), ""),
-        (Outcome(), "0 answers to 1 requests"),
+        (Outcome(), "0 to 1 requests"),
         (Outcome(problem="no complete answer within 15 s"), "no complete answer"),
     ],
 )
 def test_bad_answers_are_found(outcome: Outcome, found: str) -> None:
-    said = "; ".join(problems(CASE, outcome))
+    said = "; ".join(map(str, problems(CASE, outcome)))
     assert (found in said) if found else not said
 
 
@@ -143,33 +149,47 @@ def test_waiting_for_a_core_is_no_stall(tmp_path: Path) -> None:
 def test_a_census_counts_what_containers_hold(tmp_path: Path) -> None:
     from pagoda.engine.clients.journal import Journal
 
-    reader = StallReader(tmp_path)
-    journal = Journal()
-    got: list[dict[str, int]] = []
-
-    async def main() -> None:
-        await StallWatch(tmp_path).run()
-        got.append(await asyncio.to_thread(reader.census))
-
-    asyncio.run(main())
-    (counts,) = got
-    assert counts["Journal"] >= 1
+    reader = CensusReader(tmp_path, "this")
+    CensusTaker(tmp_path, "this").start()
+    before = reader.take()
+    journals = [Journal() for _ in range(20)]
+    counts = reader.take()
+    assert counts["Journal"] == before.get("Journal", 0) + 20
     assert [name for name in counts if name.startswith("Journal.")]
-    assert counts["tasks"] >= 1
-    assert counts["threads"] >= threading.active_count() - 3
-    del journal
+    assert counts["all objects"] >= before["all objects"] + 20
+    assert counts["threads"] == threading.active_count()
+    del journals
+
+
+def test_an_engine_that_leaks_is_found_out(tmp_path: Path) -> None:
+    with watched_serving(tmp_path, *FAKE_FLAGS, engine="tests.hostile.leaking_engine") as (server, stalls):
+
+        def ask(num_requests: int) -> None:
+            for _ in range(num_requests):
+                body = {"prompt": ["Hi"] * 10, "max_tokens": 1}
+                assert server.post("/v1/completions", body, Authorization=f"Bearer {KEY}")[0] == 200
+
+        ask(2)
+        before = footprint(server, stalls)
+        assert before["engine"].objects["Request"] == 20
+        assert grown(before, footprint(server, stalls)) == []
+        ask(10)
+        found = "; ".join(grown(before, footprint(server, stalls)))
+    assert "Request in the engine process: 120, 20 before" in found
+    assert "the engine process grew by 1" in found
+    assert "api" not in found
 
 
 def test_a_failing_case_shrinks_to_what_makes_it_fail() -> None:
     body = {"prompt": "x" * 500 + "\ud800" + "y" * 300, "stop": ["a", "b"], "n": 2, "nested": {"list": list(range(50))}}
     case = Case("0:0", "", "", (request("/v1/completions", write(body), b"X-Extra: 1"),))
 
-    def fails(case: Case) -> bool:
+    def failure(case: Case) -> Problem | None:
         head, _, sent = b"".join(case.pieces).partition(b"\r\n\r\n")
         assert b"Content-Length: %d" % len(sent) in head or b"Content-Length:" not in head
-        return b"\\ud800" in sent and b"Authorization" in head
+        return Problem("fails") if b"\\ud800" in sent and b"Authorization" in head else None
 
-    small = shrink(case, fails)
+    small = shrink(case, failure, "fails")
     assert small.num_bytes < 60
     head, _, sent = small.pieces[0].partition(b"\r\n\r\n")
     assert (b"Authorization" in head, json.loads(sent)) == (True, {"prompt": "\ud800"})
@@ -177,6 +197,39 @@ def test_a_failing_case_shrinks_to_what_makes_it_fail() -> None:
 
 def test_a_body_that_is_not_json_shrinks_by_bytes() -> None:
     case = Case("0:0", "", "", (request("/", b"[" * 3_000 + b"\x00" + b"]" * 3_000),))
-    small = shrink(case, lambda case: b"\x00" in b"".join(case.pieces))
+    fails = Problem("fails")
+    small = shrink(case, lambda case: fails if b"\x00" in b"".join(case.pieces) else None, "fails")
     assert small.num_bytes < 10
-    assert shrink(case, lambda _: True, max_tries=3).num_bytes > 500
+    assert shrink(case, lambda _: fails, "fails", max_tries=3).num_bytes > 500
+
+
+def answered(status: int, message: str) -> Problem:
+    error = {"message": message, "type": "a", "param": None, "code": status}
+    (problem,) = problems(CASE, Outcome([Answer(status, {}, json.dumps({"error": error}).encode(), True)]))
+    return problem
+
+
+def test_failures_are_alike_if_only_the_values_of_their_cases_differ() -> None:
+    assert answered(500, "internal error: KeyError: 'a'").kind == answered(500, "internal error: KeyError: 'b c'").kind
+    assert answered(500, "internal error: KeyError: 'a'").kind != answered(500, "internal error: TypeError: 'a'").kind
+    assert answered(500, "internal error: KeyError: 'a'").kind != answered(502, "internal error: KeyError: 'a'").kind
+    assert answered(400, "no " * 2_000).kind == answered(400, "no " * 3_000).kind
+    assert answered(400, "no " * 2_000).kind != answered(400, "yes " * 2_000).kind
+    assert answered(400, "internal error: 1").kind != answered(400, "stop: internal error: 1").kind
+
+
+def test_shrinking_keeps_to_the_kind_of_the_failure() -> None:
+    """A smaller body fails, too, but with an error of its own: it is not a smaller version of the first failure."""
+    case = Case("0:0", "", "", (request("/", write({"stop": "\ud800" * 3, "n": 1, "a": "x" * 400})),))
+
+    def failure(case: Case) -> Problem:
+        sent = b"".join(case.pieces).partition(b"\r\n\r\n")[2]
+        body = json.loads(sent) if sent else {}
+        if "\ud800" in body.get("stop", ""):
+            return answered(500, f"internal error: UnicodeEncodeError at {len(sent)}")
+        return answered(500, "internal error: KeyError: 'stop'")
+
+    first = failure(case)
+    small = shrink(case, failure, first.kind)
+    assert json.loads(b"".join(small.pieces).partition(b"\r\n\r\n")[2]) == {"stop": "\ud800"}
+    assert failure(small).kind == first.kind

@@ -6,12 +6,17 @@ from typing import Any
 from pagoda.cli.main import main
 from pagoda.engine.clients.process_client import ProcessClient
 
-if __name__ == "__main__":
-    module = sys.argv.pop(1)
+
+def use_engine(module: str) -> None:
+    """Start engine processes by `python -m MODULE` from now on."""
     plain = ProcessClient.__init__
 
     def with_module(client: ProcessClient, *args: Any, **options: Any) -> None:
         plain(client, *args, **options, module=module)
 
     ProcessClient.__init__ = with_module  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    use_engine(sys.argv.pop(1))
     main()

@@ -8,71 +8,33 @@ The longest CPU time between two beats is measured too: it leaves out waits for 
 
 import asyncio
 import contextlib
-import gc
 import json
-import mmap
 import os
-import struct
 import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.server.census import CensusReader, CensusTaker
 from tests.server.live import LiveServer, serving
+from tests.server.shared_numbers import SharedNumbers
 
 BEAT_S = 0.01
+_ANSWER_TIMEOUT_S = 60.0
 _STACK_AFTER_S = 0.08  # a stall this long has its stack written down
-_SLOTS = struct.Struct("<6d")
-_ASKED, _ANSWERED, _LONGEST, _LONGEST_CPU, _CENSUS_ASKED, _CENSUS_DONE = range(6)
-
-
-class _Shared:
-    """Six numbers in a mapped file: each has one writer."""
-
-    def __init__(self, path: Path, create: bool = False) -> None:
-        if create:
-            path.write_bytes(bytes(_SLOTS.size))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SLOTS.size)
-
-    def get(self, slot: int) -> float:
-        return float(struct.unpack_from("<d", self._map, slot * 8)[0])
-
-    def set(self, slot: int, value: float) -> None:
-        struct.pack_into("<d", self._map, slot * 8, value)
-
-
-def _census() -> dict[str, int]:
-    """How many objects of pagoda's types there are, and how many entries their containers hold."""
-    gc.collect()
-    counts: Counter[str] = Counter()
-    for one in gc.get_objects():
-        kind = type(one)
-        if kind is asyncio.Task or isinstance(one, asyncio.Task):
-            counts["tasks"] += 1
-        if not str(kind.__module__).startswith("pagoda."):
-            continue
-        counts[kind.__qualname__] += 1
-        names = [*getattr(one, "__dict__", ()), *(n for k in kind.__mro__ for n in getattr(k, "__slots__", ()))]
-        for name in names:
-            value = getattr(one, name, None)
-            if isinstance(value, dict | list | set | Counter) and isinstance(value, Sized):
-                counts[f"{kind.__qualname__}.{name}"] += len(value)
-    counts["threads"] = threading.active_count()
-    return dict(counts)
+_ASKED, _ANSWERED, _LONGEST, _LONGEST_CPU = range(4)
 
 
 class StallWatch:
     """The server's side: `run` on its loop."""
 
     def __init__(self, folder: Path) -> None:
-        self._shared = _Shared(folder / "stall")
+        self._shared = SharedNumbers(folder / "stall")
         self._log = (folder / "stalls.jsonl").open("a")
-        self._census_path = folder / "census.json"
+        self._census = CensusTaker(folder, "api")
         self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._main = threading.get_ident()
         self._last_s = time.monotonic()
@@ -84,6 +46,7 @@ class StallWatch:
 
     async def run(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
+        self._census.start()
         loop = asyncio.get_running_loop()
         self._last_s, self._last_waited_s = time.monotonic(), self._waited_s()
         self._last_cpu_s = time.thread_time()
@@ -115,15 +78,11 @@ class StallWatch:
         return traceback.format_stack(frame)[-8:] if frame is not None else []
 
     def _look(self) -> None:
-        """On a thread: note where a late loop is, and count objects when asked."""
-        shared = self._shared
+        """On a thread: note where a late loop is."""
         while True:
             time.sleep(0.04)
             if not self._stack and time.monotonic() - self._last_s > _STACK_AFTER_S:
                 self._stack = self._main_stack()
-            if (asked := shared.get(_CENSUS_ASKED)) != shared.get(_CENSUS_DONE):
-                self._census_path.write_text(json.dumps(_census()))
-                shared.set(_CENSUS_DONE, asked)
 
 
 class LoopStuck(Exception):
@@ -135,41 +94,44 @@ class StallReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shared = _Shared(folder / "stall", create=True)
+        self._shared = SharedNumbers(folder / "stall", create=True)
+        self._censuses = {name: CensusReader(folder, name) for name in ("api", "engine")}
 
     def take(self) -> float:
         """Return the longest stall since the last call, in seconds. Waits for a stall in progress to end."""
-        self._ask(_ASKED, _ANSWERED)
+        number = self._shared.get(_ASKED) + 1
+        self._shared.set(_ASKED, number)
+        end_s = time.monotonic() + _ANSWER_TIMEOUT_S
+        while self._shared.get(_ANSWERED) != number:
+            if time.monotonic() > end_s:
+                raise LoopStuck(f"the server's event loop does not answer for {_ANSWER_TIMEOUT_S:g} s")
+            time.sleep(0.002)
         return self._shared.get(_LONGEST)
 
     def cpu_s(self) -> float:
         """Return the longest CPU time of the loop's thread between two beats, in the period of the last `take`."""
         return self._shared.get(_LONGEST_CPU)
 
-    def census(self) -> dict[str, int]:
-        """See _census."""
-        self._ask(_CENSUS_ASKED, _CENSUS_DONE)
+    def census(self, process: str = "api") -> dict[str, int]:
+        """See count_objects.   process: "api" or "engine"."""
+        counted = self._censuses[process].take()
         self.take()  # counting was a stall of the test's own
-        counted: dict[str, int] = json.loads((self._folder / "census.json").read_text())
         return counted
 
     def stalls(self) -> list[dict[str, Any]]:
         path = self._folder / "stalls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def _ask(self, asked: int, answered: int, timeout_s: float = 60.0) -> None:
-        number = self._shared.get(asked) + 1
-        self._shared.set(asked, number)
-        end_s = time.monotonic() + timeout_s
-        while self._shared.get(answered) != number:
-            if time.monotonic() > end_s:
-                raise LoopStuck(f"the server's event loop does not answer for {timeout_s:g} s")
-            time.sleep(0.002)
-
 
 @contextlib.contextmanager
-def watched_serving(folder: Path, *flags: str) -> Iterator[tuple[LiveServer, StallReader]]:
-    """Start a server as `serving` does, with a StallWatch on its event loop; yield it and the reader of its stalls."""
+def watched_serving(
+    folder: Path, *flags: str, engine: str = "tests.server.watched_engine"
+) -> Iterator[tuple[LiveServer, StallReader]]:
+    """Start a server as `serving` does, with a StallWatch on its event loop; yield it and the reader of its stalls.
+
+    engine: the module of its engine process, which lets its objects be counted.
+    """
     stalls = StallReader(folder)
-    with serving(folder, *flags, program=("tests.server.watched_server", str(folder), "--debug")) as server:
+    program = ("tests.server.watched_server", str(folder), engine, "--debug")
+    with serving(folder, *flags, program=program, env={"CENSUS_FOLDER": str(folder)}) as server:
         yield server, stalls

@@ -85,6 +85,9 @@ CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
         "response_format",
     ),
     ("json_values", ChatCompletionRequest, chat(metadata={"x": [1] * 131_072}), "metadata"),
+    ("json_chars", ChatCompletionRequest, chat(metadata={"x": ["a" * 2_100_000] * 2}), "metadata"),
+    ("json_chars", ChatCompletionRequest, chat(metadata={"a" * 4_200_000: 1}), "metadata"),
+    ("json_chars", TokenizeRequest, chat(chat_template_kwargs={"x": "a" * 4_200_000}), "chat_template_kwargs"),
 ]
 
 
