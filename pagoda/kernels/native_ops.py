@@ -10,6 +10,7 @@ import torch
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.constraints.native import NativeConstraints
 from pagoda.kernels.linear.packed import PackedLinears
+from pagoda.kernels.low_rank.packed import PackedLowRank
 from pagoda.kernels.native.abi import Bad, Shared
 from pagoda.kernels.native.arguments import Call, new_group, prepare_call, torch_facts
 from pagoda.kernels.native.checks import bad_group, bad_index
@@ -37,6 +38,7 @@ class NativeOps:
         self.prepare_quantized_linear = self.linears.prepare_quantized_linear
         self.prepare_experts = self.linears.prepare_experts
         self.table_of = self.linears.table_of
+        self.make_low_rank_table = partial(PackedLowRank, library, threads)
         self.constrain = NativeConstraints(library, threads).constrain
         sampling = NativeSampling(library, threads)
         self.best_tokens = sampling.best_tokens
@@ -88,7 +90,7 @@ class NativeOps:
         at = c_int64()
         for name, declared in call.op.arguments.items():
             if isinstance(declared, Rows) and declared.below is not None:
-                record, limit = getattr(call.record, name), getattr(call.record, declared.below).rows
+                record, limit = getattr(call.record, name), call.shapes[declared.below][0]
                 check = self.library["check_indices"]
                 if check(record.data, record.dtype, record.rows, limit, byref(at)) != Bad.NOTHING:
                     tensor = arguments[name]

@@ -15,6 +15,7 @@ from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.constraints.batch import BatchConstraints
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.low_rank.table import FillableLowRank
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
@@ -46,6 +47,13 @@ class PrepareOps(Protocol):
 
         Give each expert to `prepare_linear` or `prepare_quantized_linear` first: so only one is loaded at a time.
         """
+        ...
+
+
+    def make_low_rank_table(
+        self, num_slots: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> FillableLowRank:
+        """Return an empty table of a layer's adapters. dtype: the compute dtype, in which weights are kept."""
         ...
 
 

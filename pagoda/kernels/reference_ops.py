@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,13 +14,14 @@ from pagoda.kernels.constraints import reference as constraints
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import reference as linear
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.checks import check_below
 from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.ops.declare import Op, Rows
 from pagoda.ops.forward import FORWARD_OPS
-from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
 
 
 def reference_of(op: Op) -> Callable[..., object]:
@@ -54,9 +56,9 @@ def _checked(op: Op, function: Callable[..., object], limits: Mapping[str, str])
         for name, table in limits.items():
             indices, indexed = arguments[name], arguments[table]
             assert isinstance(indices, torch.Tensor)
-            assert isinstance(indexed, torch.Tensor)
+            shape = cast(Tensor | LowRankTable, indexed).shape
             if indices.device.type == "cpu":
-                check_below(f"{op.name}: {name}", indices.numpy(), indexed.shape[0])
+                check_below(f"{op.name}: {name}", indices.numpy(), shape[0])
         return function(*args, **kwargs)
 
     return call
@@ -71,6 +73,7 @@ class ReferenceOps:
     copy_blocks = staticmethod(kv_cache.copy_blocks)
     top_logprobs = staticmethod(logprobs.top_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
+    make_low_rank_table = PlainLowRank
 
     def __init__(self) -> None:
         for op in FORWARD_OPS.values():

@@ -10,6 +10,7 @@ from pagoda.kernels.constraints import library as constraints
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import library as linear
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.reference_ops import implementation, reference_of
 from pagoda.kernels.sampling import library as sampling
@@ -36,6 +37,7 @@ class TorchOps:
     sample = staticmethod(sampling.sample)
     top_logprobs = staticmethod(logprobs.top_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
+    make_low_rank_table = PlainLowRank
 
     def __init__(self) -> None:
         for op in FORWARD_OPS.values():

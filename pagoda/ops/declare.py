@@ -60,6 +60,7 @@ class Rows:
     like: an argument of the same shape.   below: an argument whose rows it indexes; the indices are checked.
     contiguous: rows must be adjacent (elements within a row always are).
     any_domain: its rows may be of another domain than those of the other arguments.
+    writes: the op changes it in place, so it must be what an earlier op made.
     """
 
     dtype: DType | str | None = None
@@ -67,6 +68,7 @@ class Rows:
     below: str | None = None
     contiguous: bool = False
     any_domain: bool = False
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,11 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """A LowRankTable: the adapters' weights for one layer, by slot."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cache:
     """A KVLayer, which the op reads, or also writes. Its shape is that of its pages, [num_blocks, K, block_size, D]."""
 
@@ -113,10 +120,11 @@ class Group:
     cache: str
 
 
-Argument: TypeAlias = Rows | Table | Packed | Experts | Cache | Group | Scalar
+Argument: TypeAlias = Rows | Table | Packed | Experts | LowRank | Cache | Group | Scalar
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Shapes by argument: a LinearWeight's is (out, in), that of ExpertWeights (experts, out, in)."""
+"""Shapes by argument: a LinearWeight's is (out, in), that of ExpertWeights (experts, out, in), that of a LowRankTable
+(slots, out, in)."""
 
 
 @dataclass(frozen=True, slots=True)

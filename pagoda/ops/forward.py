@@ -18,6 +18,7 @@ from pagoda.ops.declare import (
     DType,
     Experts,
     Group,
+    LowRank,
     Out,
     Packed,
     Part,
@@ -31,7 +32,7 @@ from pagoda.ops.declare import (
     op,
     view,
 )
-from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
 
 F32, I32, I64 = DType.F32, DType.I32, DType.I64
 
@@ -78,6 +79,13 @@ def _check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         )
     if not isinstance(top_k, int) or not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
+
+
+def _check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    _, rows, columns = shapes["table"]
+    if shapes["y"][1:] != (rows,) or shapes.get("x", (0, columns))[1:] != (columns,):
+        given = {name: shapes[name] for name in ("y", "x") if name in shapes}
+        raise ValueError(f"adapters of a layer [{rows}, {columns}] do not fit {given}")
 
 
 def _check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
@@ -285,6 +293,38 @@ class ForwardOps(Protocol):
     )
     def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """[T, hidden], int64 [S] -> [S, hidden]."""
+        ...
+
+    @op(
+        "low_rank",
+        _check_low_rank,
+        y=Rows(writes=True),
+        x=Rows(),
+        adapters=Rows(I32, below="table"),
+        table=LowRank(),
+    )
+    def add_low_rank(self, y: Tensor, x: Tensor, adapters: Tensor, table: LowRankTable) -> None:
+        """Add to each row of y [T, out] the product of its x [T, in] with the low-rank weights of its adapter.
+
+        adapters: [T], slots of the table; 0, and a slot that is empty, leave the row as it is.
+        Of each piece of a slot: y[first_row : first_row + rows] += b @ round(a @ x) + bias, summed in float32;
+        `round` is to x's dtype, and y is rounded once per piece.
+        """
+        ...
+
+    @op(
+        "low_rank",
+        _check_low_rank,
+        y=Rows(writes=True),
+        token_ids=Rows(I32),
+        adapters=Rows(I32, below="table"),
+        table=LowRank(),
+    )
+    def add_low_rank_embedding(self, y: Tensor, token_ids: Tensor, adapters: Tensor, table: LowRankTable) -> None:
+        """`add_low_rank` where x is one-hot: `a @ x` is the column of `a` that a token id names.
+
+        token_ids: [T]; an id beyond the columns leaves the row as it is.
+        """
         ...
 
     @op("activation", x=Rows(contiguous=True), cap=Scalar.F32, out=like("x"))

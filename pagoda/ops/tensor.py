@@ -30,6 +30,15 @@ class LinearWeight(Protocol):
     def in_features(self) -> int: ...
 
 
+class LowRankTable(Protocol):
+    """The low-rank weights that adapters add to one layer, by slot; prepared for `add_low_rank`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(slots, out_features, in_features)"""
+        ...
+
+
 class ExpertWeights(Protocol):
     """Linear weights of equal shape, one per expert, prepared for `moe`."""
 

@@ -1,11 +1,28 @@
 """Memory for weights: large, aligned, on huge pages."""
 
+from typing import Protocol
+
 import torch
 
 from pagoda.kernels.native.huge_pages import huge_zeros
 
 _CHUNK = 64 << 20
 _ALIGN = 4096  # bytes: the hardware prefetcher of one weight never reads into the next
+
+
+class Arena(Protocol):
+    """Where packed weights are stored."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes], zeros, aligned to 64."""
+        ...
+
+
+class SeparateTensors:
+    """An Arena of separate tensors, each freed when it is no longer used."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 class WeightArena:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.kernels.linear.arena import WeightArena
+from pagoda.kernels.linear.arena import Arena, WeightArena
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.abi import PANEL, ExpertStack, Kind, PackedLinear, Shared
@@ -69,9 +69,10 @@ class PackedExperts(ExpertList[PackedWeight]):
 class PackedLinears:
     """Packs weights. Every output element is summed along `in_features` in one order, independent of the batch."""
 
-    def __init__(self, library: NativeLibrary, threads: int) -> None:
+    def __init__(self, library: NativeLibrary, threads: int, arena: Arena | None = None) -> None:
+        """arena: where panels are stored; by default large mappings that are never freed in part."""
         self._library, self._threads = library, threads
-        self._arena = WeightArena()
+        self._arena = arena if arena is not None else WeightArena()
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return a copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""

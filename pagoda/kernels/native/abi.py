@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from pagoda.ops.declare import Argument, Cache, Domain, DType, Experts, Group, Op, Packed, Rows, Scalar, Table
+from pagoda.ops.declare import Argument, Cache, Domain, DType, Experts, Group, LowRank, Op, Packed, Rows, Scalar, Table
 from pagoda.ops.forward import OP_TABLE
 
 PANEL = 32
@@ -124,6 +124,20 @@ ExpertStack = struct(
     "ExpertStack", "Packed weights of equal shape, one per expert.",
     experts="const PackedLinear* const*", count="int64_t",
 )  # fmt: skip
+LowRankPiece = struct(
+    "LowRankPiece",
+    "What an adapter adds to outputs first_row .. of a layer: b times elements first_rank .. of the product with a.",
+    b="const PackedLinear*", first_rank="int64_t", first_row="int64_t",
+)  # fmt: skip
+LowRankSlot = struct(
+    "LowRankSlot",
+    "One adapter's weights for a layer. a: of all pieces, one after the other; null where the adapter has none.",
+    a="const PackedLinear*", pieces="const LowRankPiece*", count="int64_t",
+)  # fmt: skip
+LowRankSlots = struct(
+    "LowRankSlots", "The adapters' weights for one layer, by slot; slot 0 is empty. dtype: of the weights.",
+    slots="const LowRankSlot*", count="int64_t", dtype="int32_t", unused="int32_t",
+)  # fmt: skip
 Binding = struct(
     "Binding",
     "Where a step finds a Tensor in this run: the field at `field` of its arguments gets places[place] + bytes, and as "
@@ -181,6 +195,8 @@ def _field_type(argument: Argument) -> str:
             return "const PackedLinear*"
         case Experts():
             return "const ExpertStack*"
+        case LowRank():
+            return "const LowRankSlots*"
         case Cache():
             return "KVPages"
         case Group():

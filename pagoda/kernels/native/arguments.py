@@ -11,11 +11,12 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.linear.packed import PackedExperts, PackedTable, PackedWeight
+from pagoda.kernels.low_rank.packed import PackedLowRank
 from pagoda.kernels.native.abi import ARGS, Layout, RowGroup, Shared
 from pagoda.kernels.native.dtypes import DTYPE_CODES, TORCH_DTYPES
 from pagoda.ops.batch import AttentionMetadata as AnyMetadata
 from pagoda.ops.batch import KVLayer as AnyKVLayer
-from pagoda.ops.declare import Cache, DType, Experts, Group, Op, Out, Packed, Rows, Scalar, Table
+from pagoda.ops.declare import Cache, DType, Experts, Group, LowRank, Op, Out, Packed, Rows, Scalar, Table
 
 MAX_HEAD_DIM = 512
 
@@ -83,6 +84,8 @@ def prepare_call(
                 _set_weight(call, name, declared.of, True, value, PackedWeight)
             case Experts():
                 _set_weight(call, name, declared.of, declared.directly, value, PackedExperts)
+            case LowRank():
+                _set_low_rank(call, name, value)
             case Cache():
                 _set_cache(call, name, value)
             case Group():
@@ -206,6 +209,17 @@ def _set_weight(
         )
     shape = (value.out_features, value.in_features)
     call.shapes[name] = (value.num_experts, *shape) if isinstance(value, PackedExperts) else shape
+    setattr(call.record, name, value.address)
+    call.kept.append(value)
+
+
+def _set_low_rank(call: Call, name: str, value: object) -> None:
+    if not isinstance(value, PackedLowRank):
+        raise _wrong(call.op, name, "a PackedLowRank", value)
+    x = call.dtypes.get("x")
+    if x is not None and TORCH_DTYPES[x] != value.dtype:
+        raise ValueError(f"{call.op.name}: adapters of {value.dtype} do not fit x of {x.name}")
+    call.shapes[name] = value.shape
     setattr(call.record, name, value.address)
     call.kept.append(value)
 

@@ -1,0 +1,1 @@
+"""Low-rank updates of linear layers and embeddings (LoRA adapters), one per row of the batch."""
