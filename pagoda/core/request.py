@@ -42,10 +42,15 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class LoraRef:
-    """One adapter. Block hashes use name and path, since a name may be pointed elsewhere."""
+    """One adapter.
+
+    path: its folder.   digest: of its contents. Block hashes use name and path too, since a name may be pointed
+    elsewhere; where the digest is known, it alone: equal contents share blocks, a reloaded name does not.
+    """
 
     name: str
     path: str = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,6 @@ class PrepareOps(Protocol):
         """
         ...
 
-
     def make_low_rank_table(
         self, num_slots: int, out_features: int, in_features: int, dtype: torch.dtype
     ) -> FillableLowRank:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pagoda.layers.module import Module, parameters
-from pagoda.layers.parameter import Matrix, Parameter
+from pagoda.layers.parameter import Matrix, Parameter, Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -11,11 +11,13 @@ class LoRATarget:
     """A part of a weight, as adapters name it: `model.layers.0.self_attn.q_proj`, for example.
 
     parameter: the (fused) weight that it is a part of.   rows: of that weight.   inputs: its columns.
+    is_embedding: a table, whose outputs (`rows`) are its columns, and whose inputs are its rows: the tokens.
     """
 
     parameter: Parameter[object]
     rows: range
     inputs: int
+    is_embedding: bool = False
 
 
 def lora_targets(root: Module) -> dict[str, LoRATarget]:
@@ -23,6 +25,9 @@ def lora_targets(root: Module) -> dict[str, LoRATarget]:
     found: dict[str, LoRATarget] = {}
     for path, parameter in parameters(root):
         declared = parameter.declared
+        if isinstance(declared, Table):
+            layer = path.rpartition(".")[0]
+            found[layer] = LoRATarget(parameter, range(declared.columns), declared.rows, is_embedding=True)
         if not isinstance(declared, Matrix) or declared.num_experts:
             continue
         first = 0

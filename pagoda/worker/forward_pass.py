@@ -1,7 +1,7 @@
 """ForwardPass: a model together with the ops it runs on, as called by the model runner."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -13,7 +13,12 @@ from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.replay.program import Program
 from pagoda.kernels.replay.recorder import NotRecordable, record_forward
+from pagoda.layers.adapted_ops import AdaptedOps, adapted_to
 from pagoda.models.base import Model
+from pagoda.ops.batch import ForwardBatch as AnyBatch
+from pagoda.ops.batch import KVLayer as AnyKVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import LowRankTable, Tensor
 
 logger = logging.getLogger("pagoda")
 
@@ -31,8 +36,11 @@ class ForwardPass(Protocol):
         """Return the final hidden states of the batch's tail, [num_tail, hidden]; write all tokens' K and V to `kv`."""
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows of `forward`'s result: [S, hidden] -> float32 [S, vocab]."""
+    def compute_logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of rows of `forward`'s result: [S, hidden] -> float32 [S, vocab].
+
+        adapters: int32 [S], the slots of the rows' adapters, if any has one.
+        """
         ...
 
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -43,9 +51,11 @@ class ForwardPass(Protocol):
 class EagerForward:
     """Runs a model op by op. Models treat tensors as opaque; only here are they known to be torch tensors."""
 
-    def __init__(self, model: Model, ops: Ops) -> None:
+    def __init__(self, model: Model, ops: Ops, tables: Mapping[int, LowRankTable] | None = None) -> None:
+        """tables: of adapters, by identity of the weight they adapt; their owner adds to it between steps."""
         self.model = model
         self.ops = ops
+        self._tables = tables if tables is not None else {}
 
     @property
     def spec(self) -> ModelSpec:
@@ -56,10 +66,16 @@ class EagerForward:
         return self.model.kv_groups
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        return cast(torch.Tensor, self.model.forward(self.ops, batch, kv))
+        return cast(torch.Tensor, self._compute(self.ops, batch, kv))
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.model.compute_logits(self.ops, hidden))
+    def _compute(self, ops: ForwardOps, batch: AnyBatch, kv: Sequence[AnyKVLayer]) -> Tensor:
+        return self.model.forward(adapted_to(ops, self._tables, batch), batch, kv)
+
+    def compute_logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        ops: ForwardOps = self.ops
+        if adapters is not None:
+            ops = cast(ForwardOps, AdaptedOps(ops, self._tables, {hidden.shape[0]: adapters}))
+        return cast(torch.Tensor, self.model.compute_logits(ops, hidden))
 
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.select_rows(hidden, index))
@@ -69,12 +85,14 @@ class ReplayedForward(EagerForward):
     """Records the forward with the first batch of each variant; afterwards it runs in one native call, bit-identically.
 
     A forward that cannot be recorded runs op by op, with one warning per variant. A program contains the addresses of
-    the KV cache it was recorded with; with another cache, everything is recorded again.
+    the KV cache it was recorded with; with another cache, everything is recorded again. The layers that adapters adapt
+    are part of a program; when there are more of them, the variants with adapters are recorded again.
     """
 
-    def __init__(self, model: Model, ops: NativeOps) -> None:
-        super().__init__(model, cast(Ops, ops))
+    def __init__(self, model: Model, ops: NativeOps, tables: Mapping[int, LowRankTable] | None = None) -> None:
+        super().__init__(model, cast(Ops, ops), tables)
         self._native = ops
+        self._num_tables = 0
         self._kv: Sequence[KVLayer] | None = None
         self._programs: dict[object, Program | None] = {}
 
@@ -86,6 +104,9 @@ class ReplayedForward(EagerForward):
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         if kv is not self._kv:
             self._programs, self._kv = {}, kv
+        if len(self._tables) != self._num_tables:
+            self._num_tables = len(self._tables)
+            self._programs = {key: program for key, program in self._programs.items() if key == _PLAIN}
         key = _variant(batch)
         if key not in self._programs:
             self._programs[key] = self._record(batch, kv)
@@ -95,7 +116,7 @@ class ReplayedForward(EagerForward):
     def _record(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Program | None:
         native = self._native
         try:
-            program = record_forward(native.library, native.threads, self.model.forward, batch, kv)
+            program = record_forward(native.library, native.threads, self._compute, batch, kv)
         except NotRecordable as why:
             logger.warning("the model runs op by op, which is slower: its forward cannot be recorded: %s", why)
             return None

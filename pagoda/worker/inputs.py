@@ -1,12 +1,14 @@
 """Build the tensors of one forward pass from a SchedulerOutput, with numpy operations and no Python loop over rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
+from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
+from pagoda.ops.declare import Domain
 from pagoda.worker.device_table import DeviceTable
 
 _ALIGN = 16  # bytes: alignment of each tensor in the bulk copy
@@ -24,6 +26,7 @@ class StepInputs:
     takes_all_logits: logits_index is every token of the tail in order.
     prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
     pooled_rows: rows to pool, whose prompt ends in this step.
+    logits_adapters: int32, the adapter's slot for each of logits_index; None if no row of the step has an adapter.
     """
 
     batch: ForwardBatch
@@ -35,10 +38,16 @@ class StepInputs:
     takes_all_logits: bool
     prompt_rows: tuple[tuple[int, int, int], ...]
     pooled_rows: tuple[int, ...]
+    logits_adapters: torch.Tensor | None = None
 
 
-def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.device) -> StepInputs:
-    """Gather the step's inputs. `output` must not be empty and must have been applied to `table`."""
+def build_inputs(
+    table: DeviceTable, output: SchedulerOutput, device: torch.device, adapters: np.ndarray | None = None
+) -> StepInputs:
+    """Gather the step's inputs. `output` must not be empty and must have been applied to `table`.
+
+    adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
+    """
     rows = output.rows
     # Kernels read raw int32 memory.
     start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
@@ -69,7 +78,7 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
     if all_in_order:  # plain decoding: the tail is the batch
         token_ids, positions_t, *rest, tail_index = _to_device([*arrays, logits_index], device)
         metadata = tail_metadata = everything.metadata(rest, block_size)
-        logits_index_t = tail_index
+        logits_index_t, index = tail_index, None
     else:
         tail, index = everything.tail(logits_index)
         logits_index = np.searchsorted(index, logits_index)
@@ -78,8 +87,15 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
         token_ids, positions_t, *rest, tail_index, logits_index_t = tensors
         metadata = everything.metadata(rest, block_size)
         tail_metadata = tail.metadata(rest[: len(slots)] + rest[-len(tail.arrays) :], block_size)
+    batch = ForwardBatch(token_ids, positions_t, metadata, Tail(tail_index, tail_metadata), logits_index_t)
+    logits_adapters = None
+    if adapters is not None:
+        of_tokens = adapters[row_of_token]
+        of_tail = of_tokens if index is None else of_tokens[index]
+        tokens, of_tail_t, logits_adapters = _to_device([of_tokens, of_tail, of_tail[logits_index]], device)
+        batch = replace(batch, inputs={ADAPTERS: Input(tokens), TAIL_ADAPTERS: Input(of_tail_t, Domain.TAIL)})
     return StepInputs(
-        batch=ForwardBatch(token_ids, positions_t, metadata, Tail(tail_index, tail_metadata), logits_index_t),
+        batch=batch,
         draw_rows=draws.rows,
         draw_positions=draws.positions,
         draw_logits=draws.logits,
@@ -88,6 +104,7 @@ def build_inputs(table: DeviceTable, output: SchedulerOutput, device: torch.devi
         takes_all_logits=all_in_order,
         prompt_rows=prompt_rows,
         pooled_rows=pooled_rows,
+        logits_adapters=logits_adapters,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pagoda.base.errors import WorkerDied
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ForwardPass
@@ -39,10 +40,11 @@ class ModelRunner:
         sampler: Sampler | None = None,
         speculator: Speculator | None = None,
         grammars: GrammarRows | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """speculator: proposes drafts after each step; None if nothing drafts.
 
-        grammars: None if no request may have a grammar.
+        grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
         """
         self._forward = forward
         self._table = table
@@ -51,6 +53,7 @@ class ModelRunner:
         self._sampler = sampler or Sampler()
         self._speculator = speculator
         self._grammars = grammars
+        self._adapters = adapters
         self.times = StepTimes()
 
     @torch.inference_mode()
@@ -81,7 +84,8 @@ class ModelRunner:
         if output.is_empty:
             duration_s = time.perf_counter() - begin_s
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
-        inputs = build_inputs(self._table, output, self._device)
+        slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
+        inputs = build_inputs(self._table, output, self._device, slots)
         masks: Future[GrammarMasks] | None = None
         if self._grammars is not None:  # filled while the forward runs
             masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)
@@ -92,6 +96,8 @@ class ModelRunner:
             hidden = self._forward.select_rows(hidden, inputs.batch.logits_index)
         sampled, num_sampled, logprobs, failed = self._sample(inputs, output, hidden, masks)
         self.times.lap("sampling")
+        if self._adapters is not None:
+            failed |= self._adapters.failed(output.rows)
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         pooled = self._pool(inputs, hidden)
         drafts: dict[int, np.ndarray] = {}
@@ -133,6 +139,8 @@ class ModelRunner:
                 self._speculator.apply(output, self._table)
             if self._grammars is not None:
                 self._grammars.apply(output)
+            if self._adapters is not None:
+                self._adapters.apply(output)
             self._table.apply(output)
         except Exception as error:
             raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error
@@ -148,7 +156,7 @@ class ModelRunner:
         """Sample the step's draws and commit them to the table; return (sampled, num_sampled, logprobs, failed)."""
         if not inputs.draw_rows.size:
             return _NO_TOKENS, _NO_COUNTS, None, {}
-        logits = self._forward.compute_logits(hidden[: inputs.num_logits])
+        logits = self._logits(inputs, hidden, 0, inputs.num_logits)
         self.times.lap("lm_head")
         if inputs.draw_logits is not None:
             logits = logits[torch.from_numpy(inputs.draw_logits).to(logits.device)]
@@ -176,6 +184,13 @@ class ModelRunner:
             )
         return sampled, num_sampled, logprobs, failed
 
+    def _logits(self, inputs: StepInputs, hidden: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Return the logits of rows begin .. end - 1 of `hidden`, which has a row for each of `logits_index`."""
+        adapters = inputs.logits_adapters
+        if adapters is None:
+            return self._forward.compute_logits(hidden[begin:end])
+        return self._forward.compute_logits(hidden[begin:end], adapters[begin:end])
+
     def shutdown(self) -> None:
         """End the thread that fills masks. Idempotent."""
         if self._grammars is not None:
@@ -189,7 +204,7 @@ class ModelRunner:
             k = int(self._table.num_prompt_logprobs[row])
             parts = []
             for begin, end in _spans(count, _PROMPT_LOGITS_ROWS):
-                logits = self._forward.compute_logits(hidden[offset + begin : offset + end])
+                logits = self._logits(inputs, hidden, offset + begin, offset + end)
                 following = self._table.token_ids[row, first + begin + 1 : first + end + 1]
                 parts.append(self._sampler.top_logprobs(logits, following, k))
             found[row] = LogprobColumns(

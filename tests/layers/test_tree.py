@@ -18,7 +18,7 @@ from pagoda.loading.model_files import identify
 from pagoda.loading.pieces import bias_pieces, weight_pieces
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
-from tests.models.tiny import CONFIGS, make_model, save
+from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
 CPU = torch.device("cpu")
 
@@ -82,8 +82,10 @@ def test_lora_targets_are_parts_of_fused_weights(tmp_path: Path) -> None:
     targets = lora_targets(model)
     stored = theirs.state_dict()
     per_layer = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert {name.rpartition(".")[2] for name in targets} == per_layer | {"lm_head"}
-    assert len(targets) == 3 * len(per_layer) + 1
+    assert {name.rpartition(".")[2] for name in targets} == per_layer | {"lm_head", "embed_tokens"}
+    assert len(targets) == 3 * len(per_layer) + 2
+    embedding = targets.pop("model.embed_tokens")
+    assert (embedding.is_embedding, embedding.inputs, embedding.rows) == (True, VOCAB, range(96))
     for name, target in targets.items():
         weight = target.parameter.value
         assert isinstance(weight, PlainLinear)

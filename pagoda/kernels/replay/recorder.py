@@ -127,6 +127,8 @@ class RecordingOps:
         for name, declared in op.arguments.items():
             if isinstance(declared, Rows):
                 view = _as_view(arguments[name])
+                if declared.writes and view.value.name is not None:
+                    raise NotRecordable(f"{op.name} changes an input of the batch")
                 inputs[name] = (view.value, view.offset)
         self._check_rows(op, arguments, {name: value for name, (value, _) in inputs.items()})
         if not outputs:

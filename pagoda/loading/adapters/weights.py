@@ -1,0 +1,48 @@
+"""Read an adapter's tensors into the pieces that the low-rank ops take."""
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pagoda.base.abbreviate import shorten
+from pagoda.base.errors import ConfigError
+from pagoda.kernels.low_rank.table import LowRankPiece
+from pagoda.layers.lora_targets import LoRATarget
+from pagoda.layers.parameter import Parameter
+from pagoda.loading.adapters.files import WEIGHTS_FILE, AdapterFiles, AdapterTargets
+
+
+def read_adapter(
+    files: AdapterFiles, targets: AdapterTargets, device: torch.device
+) -> dict[Parameter[object], list[LowRankPiece]]:
+    """Return the pieces of each adapted parameter, in float32 with the scale applied.
+
+    Raises ConfigError for a file that changed since it was checked, and for values that are not finite.
+    """
+    found: dict[Parameter[object], list[LowRankPiece]] = {}
+    path = files.folder / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as opened:
+
+            def load(name: str) -> torch.Tensor:
+                tensor = opened.get_tensor(name).to(device=device, dtype=torch.float32)
+                if not torch.isfinite(tensor).all():
+                    raise ConfigError(f"{path}: tensor {shorten(name)!r} has values that are not finite")
+                return tensor
+
+            for module in files.modules:
+                target: LoRATarget = targets.targets[module.target]
+                bias = None if module.bias is None else load(module.bias) * module.scale
+                # A fused weight's parts follow each other in its rows; an embedding has one.
+                piece = LowRankPiece(load(module.a), load(module.b) * module.scale, target.rows.start, bias)
+                found.setdefault(target.parameter, []).append(piece)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read: {shorten(str(error))}") from None
+    return found
+
+
+def read_copies(files: AdapterFiles) -> dict[str, torch.Tensor]:
+    """Return the copies of the model's embedding and head that the file has, [vocab, hidden], by target."""
+    if not files.copies:
+        return {}
+    with safe_open(files.folder / WEIGHTS_FILE, framework="pt") as opened:
+        return {target: opened.get_tensor(name) for target, name in files.copies.items()}

@@ -1,0 +1,204 @@
+"""LoRA adapters of a worker: which are loaded, in which slots, and which row uses which."""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from pagoda.base.errors import PagodaError, RequestError
+from pagoda.core.request import LoraRef
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.kernels.low_rank.table import FillableLowRank
+from pagoda.kernels.ops import Ops
+from pagoda.layers.embedding import Embedding
+from pagoda.layers.module import walk
+from pagoda.layers.parameter import Matrix, Parameter, Table
+from pagoda.loading.adapters.files import AdapterTargets, check_adapter
+from pagoda.loading.adapters.weights import read_adapter, read_copies
+from pagoda.models.base import Model
+from pagoda.ops.tensor import LinearWeight, LowRankTable, Tensor
+
+logger = logging.getLogger("pagoda")
+
+_COMPARED_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """max_loaded: adapters held at once, in use or not.   max_rank: of one adapter."""
+
+    max_loaded: int
+    max_rank: int
+
+
+class AdapterStore:
+    """The adapters that are loaded, each in a slot of the tables of the layers that it adapts.
+
+    An adapter is read when a row first needs it. When all slots are taken, the one that was used least recently by a
+    row, and is used by none, is dropped. The file is identified by its digest: a request never gets other weights than
+    those it was accepted for.
+    tables: by identity of the weight that a layer passes to its op; a layer gets one with its first adapter.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        targets: AdapterTargets,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: AdapterLimits,
+    ) -> None:
+        self._targets = targets
+        self._ops, self._dtype, self._device = ops, dtype, device
+        self._limits = limits
+        self._embeddings = {id(module.weight): module for _, module in walk(model) if isinstance(module, Embedding)}
+        self._tables: dict[int, FillableLowRank] = {}
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently used first
+        self._users = np.zeros(limits.max_loaded + 1, np.int64)  # rows, by slot
+
+    @property
+    def tables(self) -> Mapping[int, LowRankTable]:
+        return self._tables
+
+    @property
+    def max_slots(self) -> int:
+        return self._limits.max_loaded + 1
+
+    def acquire(self, ref: LoraRef) -> int:
+        """Return the slot of an adapter, which stays until as many `release`; read it if it is not loaded.
+
+        Raises PagodaError that says why it cannot be used.
+        """
+        slot = self._slots.get(ref.digest)
+        if slot is None:
+            slot = self._free_slot()
+            self._load(ref, slot)
+            self._slots[ref.digest] = slot
+        self._slots.move_to_end(ref.digest)
+        self._users[slot] += 1
+        return slot
+
+    def share(self, slot: int) -> None:
+        """One more row uses the slot."""
+        self._users[slot] += 1
+
+    def release(self, slot: int) -> None:
+        self._users[slot] -= 1
+
+    def _free_slot(self) -> int:
+        taken = set(self._slots.values())
+        for slot in range(1, self.max_slots):
+            if slot not in taken:
+                return slot
+        for digest, slot in self._slots.items():
+            if not self._users[slot]:
+                del self._slots[digest]
+                self._clear(slot)
+                return slot
+        raise RequestError(f"all {self._limits.max_loaded} adapters that fit in memory are in use", "model")
+
+    def _clear(self, slot: int) -> None:
+        for table in self._tables.values():
+            table.clear(slot)
+
+    def _load(self, ref: LoraRef, slot: int) -> None:
+        begin_s = time.perf_counter()
+        files = check_adapter(Path(ref.path), self._targets, self._limits.max_rank)
+        if files.digest != ref.digest:
+            raise RequestError(
+                f"adapter {ref.name!r}: its files have changed since it was loaded; load it again", "model"
+            )
+        for target, copy in read_copies(files).items():
+            self._check_copy(target, copy)
+        pieces = read_adapter(files, self._targets, self._device)
+        try:
+            for parameter, of_parameter in pieces.items():
+                embedding = self._embeddings.get(id(parameter))
+                if embedding is not None and embedding.scale != 1.0:
+                    for piece in of_parameter:
+                        piece.b.mul_(embedding.scale)
+                self._table_of(parameter).fill(slot, of_parameter)
+        except BaseException:
+            self._clear(slot)
+            raise
+        logger.info("adapter %s (rank %d) loaded in %.3f s", ref.name, files.rank, time.perf_counter() - begin_s)
+
+    def _table_of(self, parameter: Parameter[object]) -> FillableLowRank:
+        key = id(parameter.value)
+        table = self._tables.get(key)
+        if table is None:
+            declared = parameter.declared
+            assert isinstance(declared, Matrix | Table)
+            shape = (declared.rows, declared.columns)
+            if isinstance(declared, Table):
+                shape = (declared.columns, declared.rows)
+            table = self._tables[key] = self._ops.make_low_rank_table(self.max_slots, *shape, self._dtype)
+        return table
+
+    def _check_copy(self, path: str, copy: torch.Tensor) -> None:
+        """Raise RequestError unless a copy of the embedding or head in an adapter's file is the model's own."""
+        target = self._targets.targets[path]
+        value = target.parameter.value
+        table = cast(Tensor, value) if target.is_embedding else self._ops.table_of(cast(LinearWeight, value))
+        remedy = "save the adapter again with save_embedding_layers=False"
+        if table is None:
+            raise RequestError(f"it has a copy of {path}, which cannot be compared to quantised weights; {remedy}")
+        for begin in range(0, len(copy), _COMPARED_ROWS):
+            rows = copy[begin : begin + _COMPARED_ROWS].to(device=self._device, dtype=self._dtype)
+            ids = torch.arange(begin, begin + len(rows), dtype=torch.int32, device=self._device)
+            own = self._ops.embedding(ids, table)
+            assert isinstance(own, torch.Tensor)
+            if not torch.equal(own, rows):
+                raise RequestError(f"it has a {path} that is not the model's, which is not supported; {remedy}")
+
+
+class Adapters:
+    """The adapter of each row of the table."""
+
+    def __init__(self, store: AdapterStore, max_rows: int) -> None:
+        self._store = store
+        self._slots = np.zeros(max_rows, np.int32)
+        self._failed: dict[int, str] = {}
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Apply a step's events, in SchedulerOutput's order. A row whose adapter cannot be used fails, alone."""
+        for row in output.released.tolist():
+            self._forget(row)
+        for init in output.admitted:
+            self._forget(init.row)
+            if init.lora is None:
+                continue
+            try:
+                self._slots[init.row] = self._store.acquire(init.lora)
+            except (PagodaError, OSError, MemoryError) as error:
+                logger.warning("adapter %s cannot be used: %s", init.lora.name, error)
+                self._failed[init.row] = f"the adapter {init.lora.name!r} cannot be used: {error}"
+        for fork in output.forks:
+            self._forget(fork.dst)
+            slot = self._slots[fork.src]
+            if slot:
+                self._store.share(slot)
+                self._slots[fork.dst] = slot
+
+    def slots_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the slot of every row of the table, int32 [max_rows]; None if none of `rows` has an adapter."""
+        return self._slots if self._slots[rows].any() else None
+
+    def failed(self, rows: np.ndarray) -> dict[int, str]:
+        """Return which of `rows` cannot run, and why."""
+        if not self._failed:
+            return {}
+        return {row: self._failed[row] for row in rows.tolist() if row in self._failed}
+
+    def _forget(self, row: int) -> None:
+        if self._slots[row]:
+            self._store.release(int(self._slots[row]))
+            self._slots[row] = 0
+        self._failed.pop(row, None)
