@@ -71,14 +71,14 @@ def main(
         decode_speed(llm, early[:2])
         for _ in range(rounds):
             alone, _ = decode_speed(llm, early)
-            beside, all_s = decode_speed(llm, items)
-            pairs.append((alone, beside))
+            next_to_prompts, all_s = decode_speed(llm, items)
+            pairs.append((alone, next_to_prompts))
             seconds.append(all_s)
-    kept = statistics.median(beside / alone for alone, beside in pairs)
+    kept = statistics.median(kept / alone for alone, kept in pairs)
     figures = {
         "kept": round(kept, 3),
         "alone_tok_s": round(statistics.median(alone for alone, _ in pairs), 2),
-        "beside_tok_s": round(statistics.median(beside for _, beside in pairs), 2),
+        "beside_tok_s": round(statistics.median(kept for _, kept in pairs), 2),
         "all_done_s": round(statistics.median(seconds), 2),
     }
     print(json.dumps(figures) if as_json else "  ".join(f"{key} {value}" for key, value in figures.items()))

@@ -1,4 +1,4 @@
-"""A conversation of several turns. The prefix cache keeps what was said, so each turn computes only what is new."""
+"""A conversation of several turns. The prefix cache keeps earlier turns, so only the new text is computed."""
 
 from pagoda import LLM, SamplingParams
 

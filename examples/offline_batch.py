@@ -12,7 +12,7 @@ def main() -> None:
         for output in llm.generate(PROMPTS, greedy):
             print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
 
-        # Parameters of its own for each prompt; n=2 gives two outputs of one prompt, which is computed once.
+        # Different parameters per prompt. n=2 returns two outputs for one prompt, which is computed once.
         for output in llm.generate(PROMPTS[:2], [greedy, sampled]):
             for answer in output.outputs:
                 print(f"{output.prompt!r} [{answer.index}] {len(answer.token_ids)} tokens, {answer.finish_reason}")

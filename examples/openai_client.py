@@ -1,7 +1,7 @@
-"""The `openai` package against a server: start `pagoda serve` in another terminal, then run this.
+"""The `openai` package against a server: start `.venv/bin/pagoda serve` in another terminal, then run this.
 
-pip install openai
-python examples/openai_client.py [http://127.0.0.1:8000/v1]
+.venv/bin/pip install openai
+.venv/bin/python examples/openai_client.py [http://127.0.0.1:8000/v1]
 """
 
 import sys

@@ -1,8 +1,8 @@
 """A scheduling policy of your own: the shortest prompt first.
 
 A policy orders the waiting queue and picks the request to preempt when memory runs out. In a checkout it is one class
-in pagoda/core/policy.py and one entry of POLICIES (docs/howto/add-a-policy.md). This script puts its class in the place
-of the policy "priority" instead, for this process only.
+in pagoda/core/policy.py and one entry of POLICIES (docs/howto/add-a-policy.md). This script
+instead replaces the policy "priority" with its own class, for this process only.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class ShortestPromptFirst:
 
 
 def main() -> None:
-    POLICIES[SchedulingPolicy.PRIORITY] = ShortestPromptFirst  # type: ignore[assignment]
+    POLICIES[SchedulingPolicy.PRIORITY] = ShortestPromptFirst
     prompts = ["one two three four five six seven eight", "one two three", "one two three four five", "one"]
     # One sequence at a time, so that the order shows.
     with LLM("smollm2-135m", scheduling_policy="priority", max_num_seqs=1, max_model_len=256) as llm:

@@ -20,7 +20,7 @@ HELP_TEXT = """/reset          forget the conversation
 /system TEXT    set the system message (nothing: remove it) and start afresh
 /help           show this
 /exit           leave (also Ctrl-D)
-A line that ends in \\ goes on in the next; \"\"\" begins and ends a longer text. Ctrl-C stops an answer."""
+A line that ends in \\ continues on the next; \"\"\" begins and ends a longer text. Ctrl-C stops an answer."""
 TRIPLE = '"""'
 MIN_ANSWER_TOKENS = 64
 
@@ -116,7 +116,7 @@ class Conversation:
         try:
             token_ids = self._fitting_prompt()
             answer = self._stream(token_ids)
-        except RequestError as error:  # this message cannot be served; the conversation goes on without it
+        except RequestError as error:  # this message cannot be served; the conversation continues without it
             self.turns.pop()
             self._say(str(error))
             return

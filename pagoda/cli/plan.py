@@ -129,6 +129,6 @@ def _print(made: Plan) -> None:
     alone = f"the cache would hold one of {human_count(made.kv_tokens)}"
     table.add_row("longest request", f"{human_count(made.max_model_len)} tokens ({alone})")
     for length, requests in made.requests_by_length.items():
-        seats = f", of which {made.max_num_seqs} run at once" if requests > made.max_num_seqs else ""
-        table.add_row(f"at {human_count(length)} tokens", f"{human_count(requests)} requests fit{seats}")
+        at_once = f", of which {made.max_num_seqs} run at once" if requests > made.max_num_seqs else ""
+        table.add_row(f"at {human_count(length)} tokens", f"{human_count(requests)} requests fit{at_once}")
     stdout_console().print(table)

@@ -1,6 +1,6 @@
 """Policies: the order of the queues, and which request is preempted when memory runs out."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class MostUrgentFirst:
         return self.key(waiting.facts) < self.key(running.facts)
 
 
-POLICIES: dict[SchedulingPolicy, type[FirstComeFirstServed] | type[MostUrgentFirst]] = {
+POLICIES: dict[SchedulingPolicy, Callable[[], Policy]] = {
     SchedulingPolicy.FCFS: FirstComeFirstServed,
     SchedulingPolicy.PRIORITY: MostUrgentFirst,
 }

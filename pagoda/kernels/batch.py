@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     ForwardBatch: TypeAlias = batch.ForwardBatch[torch.Tensor]
     Input: TypeAlias = batch.Input[torch.Tensor]
 else:
-    # The classes themselves: an instance made through a subscripted alias gets an attribute set, which a frozen one
-    # with slots refuses.
+    # The classes themselves: creating an instance through a subscripted alias sets an attribute on it, which a frozen
+    # class with slots refuses.
     from pagoda.ops.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
 
 __all__ = ["AttentionMetadata", "ForwardBatch", "Input", "KVLayer", "Tail"]

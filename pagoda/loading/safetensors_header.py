@@ -52,7 +52,7 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return a checkpoint's files: those of the index, else model.safetensors, else all but `consolidated*` copies."""
+    """Return a checkpoint's files: those of the index, or model.safetensors, or all except `consolidated*` copies."""
     index = folder / _INDEX
     if index.is_file():
         return _indexed_files(index)

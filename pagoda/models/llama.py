@@ -57,7 +57,7 @@ class LlamaLayer(Module):
         kv: Sequence[KVLayer],
         last: bool,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, hidden], not yet added to the residual stream -> the same of the tokens that go on."""
+        """x [T, hidden], not yet added to the residual stream -> the same for the tokens that continue."""
         x, residual = self.input_layernorm.add(ops, x, residual)
         x, residual = self.self_attn(ops, x, residual, batch, kv, last)
         x, residual = self.post_attention_layernorm.add(ops, x, residual)

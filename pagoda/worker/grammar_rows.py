@@ -15,7 +15,7 @@ class GrammarMasks:
     """Masks of a step.
 
     draws: int64 [m], indices of the draws that have one.   bits: int32 [m, ceil(vocab / 32)], 1 where allowed.
-    failed: row -> why its grammar cannot go on.
+    failed: row -> why its grammar cannot continue.
     """
 
     draws: np.ndarray
@@ -35,8 +35,8 @@ class _RowGrammar:
 class GrammarRows:
     """Follows each row's output in its grammar.
 
-    A matcher is given tokens of the table when a mask is needed: so it is right after a preemption, a restart, a fork
-    and rejected drafts alike, and masks depend on nothing but the grammar and the row's output.
+    A matcher reads the table's tokens when a mask is needed, so it stays correct after preemptions, restarts, forks and
+    rejected drafts: masks depend only on the grammar and the row's output.
     """
 
     def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
@@ -48,7 +48,7 @@ class GrammarRows:
 
     def apply(self, output: SchedulerOutput) -> None:
         """Apply a step's events, in SchedulerOutput's order."""
-        if self._filling is not None:  # the last step may have failed in its forward, and left its masks behind
+        if self._filling is not None:  # the last step's forward failed before its masks were used
             wait([self._filling])
         if self._rows:
             for row in output.released.tolist():

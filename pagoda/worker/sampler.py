@@ -1,8 +1,8 @@
 """Sampler: turn the logits of a step's draws into tokens and log-probabilities.
 
 Order: grammar masks; logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling.
-Each is one call for the whole batch, and a row only pays for what it uses. Log-probabilities are the model's own over
-the tokens that the grammar allows, before the rest.
+Each is one call for the whole batch, and a row only pays for what it uses. Log-probabilities are taken
+after the grammar masks and before everything else.
 """
 
 from dataclasses import dataclass

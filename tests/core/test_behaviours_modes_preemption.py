@@ -66,7 +66,7 @@ def test_rule_030_no_prompt_admitted_means_decode() -> None:
 
 
 @pytest.mark.parametrize("mode", SchedulingMode)
-def test_rule_031_nobody_returns_in_the_step_that_swaps_out(mode: SchedulingMode) -> None:
+def test_rule_031_no_request_resumes_in_the_step_that_swaps_out(mode: SchedulingMode) -> None:
     rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=SWAP, scheduling_mode=mode)
     rig.add("a", 8)
     rig.add("b", 7)
@@ -222,7 +222,7 @@ def test_rule_044_what_becomes_of_a_victim() -> None:
     assert rig.blocks("a") == [3]
     assert rig.free == 2
     step = rig.run()
-    assert step["b"] == [7] * 7  # the first was told before
+    assert step["b"] == [7] * 7  # the first was emitted before
 
 
 def test_rule_045_resume_computes_prompt_and_output_alike() -> None:
@@ -439,7 +439,7 @@ def test_rule_063_its_own_victim_does_not_cost_a_more_urgent_one_its_step() -> N
     assert step.scheduled == {"best": 1}
 
 
-def test_rule_064_urgent_newcomers_throw_nobody_out_unless_asked_to() -> None:
+def test_rule_064_urgent_requests_preempt_only_with_evict_for_priority() -> None:
     for evict, running in ((False, ["slow"]), (True, ["fast"])):
         rig = Rig(scheduling_policy=PRIORITY, max_num_seqs=1, evict_for_priority=evict)
         rig.add("slow", 8, priority=9)

@@ -27,7 +27,7 @@ def test_rule_002_live_id_is_refused_and_may_be_used_again_after_its_end() -> No
     assert rig.step().scheduled == {"a": 5}
 
 
-def test_rule_003_nobody_passes_the_head_of_the_line() -> None:
+def test_rule_003_no_request_overtakes_the_head_of_the_queue() -> None:
     rig = Rig(num_blocks=8)
     rig.add("a", 20)
     rig.step()
@@ -75,7 +75,7 @@ def test_rule_006_a_phased_engine_ignores_what_can_never_run_whole() -> None:
     assert step.finished["a"] == "length"
 
 
-def test_rule_007_never_fits_is_ignored_with_a_message_and_blocks_nobody() -> None:
+def test_rule_007_what_never_fits_is_ignored_with_a_message_and_delays_no_request() -> None:
     rig = Rig(num_blocks=5)
     rig.add("a", 24)
     rig.add("b", 4)
@@ -143,7 +143,7 @@ def test_rule_012_sequences_count_from_the_prefill_on() -> None:
     assert rig.waiting == ["b", "c"]
 
 
-def test_rule_013_a_freed_seat_is_used_by_the_next_schedule() -> None:
+def test_rule_013_a_freed_sequence_slot_is_used_by_the_next_schedule() -> None:
     rig = Rig(max_num_seqs=1)
     rig.add("a", 4, max_tokens=1)
     rig.add("b", 4)
@@ -154,7 +154,7 @@ def test_rule_013_a_freed_seat_is_used_by_the_next_schedule() -> None:
     assert list(rig.step().scheduled) == ["c"]
 
 
-def test_rule_014_a_step_that_preempts_admits_nobody() -> None:
+def test_rule_014_a_step_that_preempts_admits_no_request() -> None:
     rig = Rig(num_blocks=5)
     rig.add("a", 8)
     rig.add("b", 7)
@@ -240,9 +240,9 @@ def test_prompts_get_no_more_than_their_share_beside_decodes() -> None:
     assert rig.step().scheduled == {"a": 1, "b": 3}
     assert rig.step().scheduled == {"a": 1, "b": 3}
     assert rig.step().scheduled == {"a": 1, "b": 3}
-    assert rig.step().scheduled == {"a": 1, "b": 1, "c": 3}, "b decodes beside a: neither pays for c"
+    assert rig.step().scheduled == {"a": 1, "b": 1, "c": 3}, "b decodes next to a: c costs neither of them a token"
     rig.scheduler.finish_requests(["a", "b"])
-    assert rig.step().scheduled == {"c": 6}, "and nobody to be held up any more"
+    assert rig.step().scheduled == {"c": 6}, "and no decode is left that c could delay"
 
 
 def test_a_prompt_ahead_in_line_keeps_no_decode_from_its_token() -> None:

@@ -56,10 +56,10 @@ def test_a_leader_that_fails_mid_prefill_leaves_its_sibling_running() -> None:
     assert rig.free == 16
 
 
-def test_more_sequences_than_the_batch_takes_end_as_ignored_and_hold_nobody_up() -> None:
-    for beside in (False, True):
+def test_more_sequences_than_the_batch_takes_end_as_ignored_and_delay_no_request() -> None:
+    for next_to_another in (False, True):
         rig = Rig(max_num_seqs=2)
-        if beside:
+        if next_to_another:
             rig.add("runs", 4)
             rig.step()
         rig.add("wide", 4, n=3)

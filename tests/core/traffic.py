@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def has_twin(self) -> bool:
-        """The twin does not measure costs, and offers no drafts behind tokens that are in flight."""
+        """The twin does not measure costs, and offers no drafts after tokens that are in flight."""
         config = self.scheduler
         guesses = config.async_scheduling and config.num_speculative_tokens > 0
         return config.preemption_mode is not PreemptionMode.COST and not guesses

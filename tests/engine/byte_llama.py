@@ -1,4 +1,4 @@
-"""A tiny random model that speaks bytes, with a tokenizer of its own: grammars have something to say about it."""
+"""A tiny random model with one token per byte, and its tokenizer: grammars can constrain its output."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""An engine process with faults on board: steps that contain certain requests kill it, or never end.
+"""An engine process with built-in faults: steps that contain certain requests kill it, or never end.
 
 `python -m tests.engine.poisoned_engine`, started by ProcessClient in clients/test_process_client.py.
 """

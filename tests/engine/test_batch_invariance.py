@@ -1,4 +1,4 @@
-"""A request has the same logits, to the bit, and the same tokens in any company: native kernels, replayed.
+"""A request has the same logits, to the bit, and the same tokens in any batch: native kernels, replayed.
 
 Alone, in batches of up to 64, in chunks of any size, after preemption and swap, with prefix hits, in any row and any
 blocks, on one and two threads, greedy and seeded (issue "the fastest engine on a CPU", item 5).

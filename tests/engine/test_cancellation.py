@@ -1,4 +1,4 @@
-"""What a cancelled request held is free within two steps, whatever its state; others go on as if it had not been."""
+"""What a cancelled request held is free within two steps, whatever its state; other requests are not affected."""
 
 from collections.abc import Callable
 
@@ -82,12 +82,12 @@ def test_its_blocks_are_free_within_two_steps(state: str, depth: int) -> None:
         assert num_steps <= MAX_STEPS_TO_FREE, f"{used} and {used_of_host} blocks are held"
         step()
 
-    # What was given back can be had: this one needs every block of the pool.
+    # What was freed can be allocated: this one needs every block of the pool.
     told = {key: list(tokens) for key, tokens in answers.tokens.items() if key[0] == "r1"}
     core.add_request(request(2, [7, 8, 9], SamplingParams(max_tokens=ALL_BLOCKS), seed=3))
     while core.has_unfinished_requests():
         step()
-    assert {key: tokens for key, tokens in answers.tokens.items() if key[0] == "r1"} == told, "it spoke after its end"
+    assert {key: tokens for key, tokens in answers.tokens.items() if key[0] == "r1"} == told, "emitted after its end"
     assert answers.tokens["r0", 0] == expected(NEIGHBOUR, 70, 0)
     assert answers.tokens["r2", 0] == expected([7, 8, 9], ALL_BLOCKS, 3)
     assert num_used(core) == (0, 0)

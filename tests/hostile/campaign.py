@@ -53,7 +53,7 @@ class Report:
 class Campaign:
     """Cases against one server.
 
-    may_be_down: somebody else ends its engine; answers of 503 and new engines are no failures.
+    may_be_down: another part of the test ends its engine; answers of 503 and new engines are no failures.
     """
 
     def __init__(self, server: LiveServer, stalls: StallReader, may_be_down: bool = False) -> None:

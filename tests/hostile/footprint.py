@@ -41,7 +41,7 @@ def footprint(server: LiveServer, stalls: StallReader) -> Footprint:
 
 
 def wait_idle(server: LiveServer, timeout_s: float = 60.0) -> None:
-    """Until nothing but (at times) the healthy stream is live."""
+    """Wait until at most the healthy stream is running."""
     end_s = time.monotonic() + timeout_s
     while (now := load(server))["server_load"] or now["running"] or now["waiting"] or now["kv_cache_usage"]:
         assert time.monotonic() < end_s, f"the server does not come to rest: {now}"
@@ -66,7 +66,7 @@ def grown(before: Footprint, after: Footprint) -> list[str]:
 
 
 def still_grown(server: LiveServer, stalls: StallReader, before: Footprint) -> list[str]:
-    """What a server goes on holding."""
+    """What a server keeps holding."""
     end_s = time.monotonic() + SETTLE_S
     while found := grown(before, footprint(server, stalls)):
         if time.monotonic() > end_s:

@@ -1,4 +1,4 @@
-"""Every attention against its reference, over ugly shapes; and, natively, the same bits in any company."""
+"""Every attention against its reference, over ugly shapes; and, natively, the same bits in any batch."""
 
 import random
 

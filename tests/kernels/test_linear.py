@@ -1,4 +1,4 @@
-"""Packed linear layers against their definition, and each row's bits against the company it keeps."""
+"""Packed linear layers against their definition, and each row's bits in different batches."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_packed(name: str, dtype: str, quantization: str | None, tmp_path: Path)
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16])
 @pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
 def test_codes_of_a_gguf(name: str, kind: Kind, tmp_path: Path) -> None:
-    """The table of tied embeddings is held in the compute dtype besides the head's codes."""
+    """The table of tied embeddings is held in the compute dtype in addition to the head's codes."""
     write_gguf(make_model(name), tmp_path / "model.gguf", kind)
     files = identify(tmp_path / "model.gguf")
     prepared = PreparedAs("bfloat16", "gguf", packed=True, num_positions=64)

@@ -1,4 +1,4 @@
-"""Wheels made on the spot, and a stand-in for pip that serves them from a folder."""
+"""Wheels made by the tests, and a substitute for pip that serves them from a folder."""
 
 import base64
 import hashlib

@@ -73,7 +73,7 @@ def test_a_body_larger_than_the_limit_is_413_said_or_not(fake_server: LiveServer
     assert b" 413 " in talk(fake_server, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, until=b" 413 ")
 
 
-def test_slow_clients_and_crowds_hold_nobody_up(tmp_path: Path) -> None:
+def test_slow_clients_and_crowds_delay_no_other_client(tmp_path: Path) -> None:
     limits = (
         "--server-timeouts.header-timeout-s",
         "0.5",

@@ -49,7 +49,7 @@ async def _slow_events() -> AsyncIterator[bytes]:
 
 
 class Listening:
-    """A server on a free port. `refused` counts what on_refusal heard."""
+    """A server on a free port. `refused` counts the calls of on_refusal."""
 
     def __init__(self, state: ServerState) -> None:
         self.port = 0

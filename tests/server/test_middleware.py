@@ -89,7 +89,7 @@ def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     assert "k" != line["key"] != ""
 
 
-def test_what_nobody_expected_leaves_through_all_layers(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_leaves_through_all_layers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pagoda.access")
     broken: Any = SimpleNamespace(drain=Drain())  # a state that no route can use
     app = create_app(broken, ServerConfig(cors_origins=("*",)))

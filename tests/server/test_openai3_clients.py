@@ -1,4 +1,4 @@
-"""Clients over openai 3 against a live server: chat, streams, and errors as each of them tells them.
+"""Clients over openai 3 against a live server: chat, streams, and errors as each of them reports them.
 
 They have their own environment (see the Makefile), because their pins differ from ours.
 """

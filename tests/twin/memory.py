@@ -1,4 +1,4 @@
-"""Which blocks a sequence needs, which it may give back, and what of its prompt is in the cache already."""
+"""The twin's memory rules: which blocks a sequence needs, which it may free, and which of its prompt are cached."""
 
 from collections.abc import Hashable
 
@@ -71,8 +71,8 @@ class Memory:
                 return None
             table.append(found)
         # A hit may reach into what the window no longer needs: those places stay empty.
-        behind = self.behind_window(group, length * self.block_size)
-        return [NULL] * behind + table[behind:]
+        freed = self.behind_window(group, length * self.block_size)
+        return [NULL] * freed + table[freed:]
 
     def record(self, request: Request, sequence: TwinSequence, confirmed: int) -> None:
         """Full blocks up to `confirmed` tokens can be found from now on."""
@@ -107,7 +107,7 @@ class Memory:
                 table[index] = NULL
 
     def admission_need(self, request: Request, tokens: int, hits: list[list[int]], capped: bool) -> int:
-        """Blocks a newcomer takes out of the free list so that `tokens` have slots, cached ones that lie free included.
+        """Blocks that a new request takes from the free list for `tokens`, including free blocks that are cached.
 
         capped: count for a window group no more than it can ever hold at once.
         """
@@ -187,7 +187,7 @@ class Memory:
             child.hashed[group] = min(source.hashed[group], tokens // self.block_size)
 
     def sibling_need(self, state: TwinRequest) -> int:
-        """Blocks of the sequences beside the first, behind the full prompt blocks that all share."""
+        """Blocks of the other sequences than the first, after the full prompt blocks that all share."""
         shared = state.request.num_prompt_tokens // self.block_size
         growing = sum(spec.kind is not KVGroupKind.CROSS for spec in self.groups)
         return sum(

@@ -429,7 +429,7 @@ class TwinScheduler:
         return "ok"
 
     def _sibling_need(self, state: TwinRequest) -> int:
-        """Blocks of sequences that return beside the first, behind the full prompt blocks they share with it."""
+        """Blocks of the sequences that resume with the first, after the full prompt blocks that they share with it."""
         return 0 if len(state.alive) == 1 or not state.forked else self.memory.sibling_need(state)
 
     def _enter(self, state: TwinRequest) -> None:

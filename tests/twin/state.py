@@ -9,7 +9,7 @@ Key = tuple[float | int | str, ...]
 
 @dataclass(eq=False)
 class TwinSequence:
-    """One sequence. `tables`: per KV group, block numbers, 0 where a block was given back."""
+    """One sequence. `tables`: per KV group, block numbers, 0 where a block was freed."""
 
     number: int
     tokens: list[int]

@@ -47,7 +47,7 @@ def test_v2_the_tightest_ancestor_decides(tmp_path: Path) -> None:
     write(root, **{f"{inner}max": "max\n", f"{inner}current": "5\n"})
     write(root, **{f"{outer}max": f"{4 * GIB}\n", f"{outer}current": f"{3 * GIB}\n"})
     assert available_memory(root) == GIB
-    write(root, **{f"{outer}stat": f"anon 1\ninactive_file {GIB}\n"})  # page cache that would be given back
+    write(root, **{f"{outer}stat": f"anon 1\ninactive_file {GIB}\n"})  # page cache that the kernel would free
     assert available_memory(root) == 2 * GIB
 
 

@@ -92,16 +92,16 @@ async def run_load(target: Target, requests: Sequence[LoadRequest], max_concurre
     """Send them all; returns one record each, in order. Bounded in count, and in time by the target's timeout."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     timeout = aiohttp.ClientTimeout(total=target.timeout_s)
-    seats = asyncio.Semaphore(max_concurrency or len(requests) or 1)
+    slots = asyncio.Semaphore(max_concurrency or len(requests) or 1)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(target.base_url, headers=headers, timeout=timeout, connector=connector) as session:
         start_s = time.perf_counter()
-        tasks = [asyncio.create_task(_send(session, target, r, start_s, seats)) for r in requests]
+        tasks = [asyncio.create_task(_send(session, target, r, start_s, slots)) for r in requests]
         return list(await asyncio.gather(*tasks))
 
 
 async def _send(
-    session: aiohttp.ClientSession, target: Target, request: LoadRequest, start_s: float, seats: asyncio.Semaphore
+    session: aiohttp.ClientSession, target: Target, request: LoadRequest, start_s: float, slots: asyncio.Semaphore
 ) -> RequestRecord:
     await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.perf_counter()))
     record = RequestRecord(request.arrival_s, len(request.prompt_token_ids))
@@ -115,7 +115,7 @@ async def _send(
     }
     if target.ignore_eos:
         body["ignore_eos"] = True
-    async with seats:
+    async with slots:
         try:
             async with session.post("/v1/completions", json=body) as response:
                 record.status = response.status

@@ -68,7 +68,7 @@ def throughput(
 
 
 def fixed_length(num_tokens: int) -> SamplingParams:
-    """Greedy, exactly so many tokens, no text: what the engines that are compared do."""
+    """Return greedy parameters for a fixed number of tokens and no text, as for the engines compared with."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
 

@@ -133,7 +133,7 @@ class GrammarChecker:
 def _subschemas(schema: object, defs: dict[str, object], places: dict[int, str]) -> list[dict[str, object]]:
     """Return the schemas directly inside a rewritten one; a reference counts as what it names.
 
-    Of combinations that the rewriter wrote, which have no place of their own, it is what they combine.
+    Of combinations that the rewriter wrote, which have no place of their own, return what they combine.
     """
     if not isinstance(schema, dict):
         return []
@@ -158,10 +158,10 @@ _PLACE_IN_TEXT = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?
 
 
 def _shorten(message: str) -> str:
-    """Return the first line of the library's message, which goes on with the grammar's own text."""
+    """Return the first line of the library's message; the grammar's own text follows it."""
     line = _PLACE_IN_TEXT.sub("", message.strip().split("\n", 1)[0])
     if line.startswith("oneOf constraints"):
-        return "its alternatives may overlap, and cannot be told apart with the supported keywords; use anyOf"
+        return "its alternatives may overlap, and cannot be distinguished with the supported keywords; use anyOf"
     return line if len(line) <= _MAX_MESSAGE_CHARS else line[: _MAX_MESSAGE_CHARS - 3] + "..."
 
 

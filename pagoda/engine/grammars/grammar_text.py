@@ -16,7 +16,7 @@ from pagoda.engine.grammars.json_schema import RewrittenSchema, parse_schema, re
 
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
-go on with white space for ever."""
+write white space for ever."""
 _FIELD = "structured_outputs"
 _SEVERAL = '{"grammars": ['
 
@@ -46,7 +46,7 @@ class GrammarText:
 
 
 def grammar_text(params: StructuredOutputsParams, field_name: str = _FIELD) -> GrammarText:
-    """Return the grammar. Raises RequestError for what cannot be one; whether it compiles, the checker says.
+    """Return the grammar. Raises RequestError if there is none. The checker finds out whether it compiles.
 
     field_name: the request's field that the parameters come from, for errors.
     """

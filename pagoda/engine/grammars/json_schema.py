@@ -30,7 +30,7 @@ class RewrittenSchema:
     """schema: for the grammar library.
 
     places: id of each dict in it -> the JSON pointer of the caller's schema that it comes from.
-    uncertain: pointers of keywords that were left for the library to judge.
+    uncertain: pointers of keywords that only the library can accept or refuse.
     """
 
     schema: Schema

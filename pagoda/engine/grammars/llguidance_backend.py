@@ -50,7 +50,7 @@ class LlguidanceMatcher:
 
     @property
     def has_ended(self) -> bool:
-        """An end token was taken: nothing but another may follow."""
+        """Whether an end token was taken; only end tokens may follow it."""
         return self._has_ended
 
     def advance(self, token_ids: Sequence[int]) -> None:

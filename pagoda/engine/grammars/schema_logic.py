@@ -140,7 +140,7 @@ class SchemaLogic:
     # ---- disjointness
 
     def are_disjoint(self, a: Schema, b: Schema, depth: int = 0) -> bool:
-        """Whether no value can match both schemas, as far as it can be told."""
+        """Whether certainly no value matches both schemas."""
         a, b = self._followed(a), self._followed(b)
         if a is False or b is False:
             return True
@@ -164,7 +164,7 @@ class SchemaLogic:
         return shared == {"object"} and self._are_disjoint_objects(a, b, depth)
 
     def _followed(self, schema: Schema) -> Schema:
-        """Follow references that stand alone."""
+        """Follow references without other keywords next to them."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"}:
                 break

@@ -90,7 +90,9 @@ def build(cache_dir: Path, compiler: Compiler, march: str = "native", extra_flag
         workplace = tempfile.TemporaryDirectory(prefix="build-", dir=cache_dir)
     except OSError as error:
         raise NativeUnavailable(f"cannot write compiled kernels to {cache_dir}: {error}") from error
-    logger.warning("compiling the native kernels with %s (once for this machine, some seconds) ...", compiler.version)
+    logger.warning(
+        "compiling the native kernels with %s (once for this machine; may take a minute) ...", compiler.version
+    )
     started = time.perf_counter()
     with workplace as folder:
         (Path(folder) / header.NAME).write_text(header.header())

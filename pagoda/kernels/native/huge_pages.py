@@ -12,7 +12,7 @@ _HUGE_PAGE = 2 << 20
 def huge_zeros(num_bytes: int) -> torch.Tensor:
     """Return uint8 zeros [num_bytes], aligned to 2 MiB; pages are allocated when they are first written.
 
-    The memory is the process' own: shared anonymous memory has no huge pages unless an administrator says so.
+    The memory is private, because shared anonymous memory has huge pages only if an administrator enables them.
     """
     size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE + _HUGE_PAGE
     mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

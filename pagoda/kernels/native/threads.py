@@ -9,7 +9,7 @@ def available_cpus(root: Path = Path("/")) -> int:
     """Return the number of physical cores this process may run on, limited by its cgroup's CPU quota; at least 1.
 
     Hyper-threads of one core count once: two threads on one core share the vector units that the kernels fill.
-    root: where /proc and /sys hang, for tests.
+    root: the folder of /proc and /sys (for tests).
     """
     cores = len(_allowed_cores(root)) or os.cpu_count() or 1
     quota = _cgroup_cpus(root)
@@ -19,8 +19,8 @@ def available_cpus(root: Path = Path("/")) -> int:
 def cores_to_pin(threads: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
     """Return the CPUs of each of `threads` cores, or nothing if the system should place the threads.
 
-    Threads have places of their own only when they take every core there is. With cores to spare, or a quota of time on
-    cores that others use too, the system finds free ones; two engines that chose for themselves would choose the same.
+    Threads are pinned only if they take every core. With cores to spare, or with a quota of time on shared cores, the
+    system places them better: two engines that pin their threads would choose the same cores.
     """
     cores = _allowed_cores(root)
     quota = _cgroup_cpus(root)

@@ -44,7 +44,7 @@ class Value:
 class Step:
     """One call of a kernel.
 
-    record: its argument struct.   inputs: Rows arguments, by name, as a value and the first element that is meant.
+    record: its argument struct.   inputs: Rows arguments, by name, as a value and the first element that the op reads.
     outputs: by name.   arguments: what the op was called with.   kept: what `record` points to.
     """
 
@@ -235,8 +235,8 @@ def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
 def assign_slots(steps: Sequence[Step], results: Sequence[Value]) -> tuple[dict[Value, int], list[dict[Domain, int]]]:
     """Return the slot of scratch memory of each value, and each slot's bytes per row of a domain.
 
-    A slot is taken again once its value was read for the last time, so a forward works on little memory that stays in
-    the cache. A step's outputs never share a slot with its inputs. Results and inputs take none.
+    A slot is reused after the last read of its value, so a forward needs little memory, which stays in the CPU cache. A
+    step's outputs never share a slot with its inputs. Results and inputs have no slot.
     """
     last_use = {value: index for index, step in enumerate(steps) for value, _ in step.inputs.values()}
     slots: dict[Value, int] = {}

@@ -129,7 +129,7 @@ def _sample_filtered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample rows with top_k or top_p from their `width` best; return the tokens and which are settled (bool [S]).
 
-    A row is not settled when its kept set reaches the end of the candidates, or an equal of their last value.
+    A row is not settled when its kept set reaches the end of the candidates, or a value equal to their last one.
     """
     vocab_size = logits.shape[1]
     values, ids = _ranked(logits, width)

@@ -14,13 +14,13 @@ from pagoda.worker.drafters.drafter import NO_DRAFT, Draft
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
 from pagoda.worker.sampler import Sampler
 
-_CHUNK_TOKENS = 256  # of a text that the draft model has not read yet, per forward pass
+_CHUNK_TOKENS = 256  # tokens that the draft model catches up with per forward pass
 
 
 class DraftModelDrafter:
-    """Keeps a KV cache of its own. A row is read when it is first drafted for, and again after its blocks were needed.
+    """Keeps a KV cache of its own, which is filled for a row when the row is first drafted for.
 
-    The blocks of the row that was drafted for least recently are taken when none is free.
+    If no block is free, the row that was drafted for least recently loses its blocks, and is computed again later.
     """
 
     def __init__(self, draft: DraftForward, sampler: Sampler, num_blocks: int) -> None:
@@ -48,7 +48,7 @@ class DraftModelDrafter:
         self._now += 1
         self._used_at[rows] = self._now
         drafts: list[Draft] = [NO_DRAFT] * len(rows)
-        # Positions that the last token drawn would need are not computed: nothing is drawn after it.
+        # The KV of the last drawn token is not needed: nothing is drawn after it.
         ends = table.num_tokens[rows] + most - 1
         fits = [self._make_room(row, end) for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
         some = np.flatnonzero(fits)
@@ -65,7 +65,7 @@ class DraftModelDrafter:
         return drafts
 
     def _catch_up(self, table: DeviceTable, row: int) -> None:
-        """Compute what the row has got since, up to the last chunk; forget drafts that were wrong."""
+        """Compute the row's new tokens except the last chunk; compute again from the first draft that was rejected."""
         own = self._draft.table.token_ids[row]
         known = int(table.num_tokens[row])
         tokens = table.token_ids[row, :known]

@@ -39,7 +39,7 @@ class Drafter(Protocol):
     def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         """Return a draft for each of `rows` (int32 [n]), of at most `most` tokens (int32 [n], at least 1).
 
-        The tokens known of a row are table.token_ids[row, :table.num_tokens[row]].
+        A row's known tokens are table.token_ids[row, :table.num_tokens[row]].
         """
         ...
 

@@ -17,8 +17,8 @@ from pagoda.worker.sampler import Sampler
 class LayerSkipDrafter:
     """Drafts in the slots that the scheduler reserves ahead of each row (num_lookahead_slots).
 
-    What it writes there is written again when the drafts are verified, so nothing else sees it. A slot of the future
-    may be shared with a sibling until one of them is given a copy; then only the drafts suffer.
+    Verifying the drafts overwrites what it writes there, so nothing else reads it. Until a copy-on-write, siblings may
+    share such a slot; then their drafts get worse, and nothing else.
     """
 
     def __init__(self, draft: DraftForward, sampler: Sampler) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 MOST_SCANNED = 32_768
-"""Tokens: only so much of the end of a text is searched, which keeps a search of a very long text below 50 us."""
+"""Tokens at the end of a text that are searched: this bounds the search of a very long text to 50 us."""
 
 
 def longest_suffix_matches(tokens: np.ndarray, longest: int) -> tuple[np.ndarray, int]:

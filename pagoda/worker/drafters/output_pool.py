@@ -30,7 +30,7 @@ class OutputPool:
         self._oldest = 0
 
     def add(self, tokens: np.ndarray, owner: int) -> None:
-        """Add a text (int32 [n]); of one that is longer than the pool, its end."""
+        """Add a text (int32 [n]); if it is longer than the pool, only its end."""
         tokens = tokens[-(self._capacity // 2) :]
         if len(tokens) <= _HASHED or not self._max_texts:
             return

@@ -18,8 +18,8 @@ from pagoda.worker.sampler import Sampler
 class DraftForward:
     """A forward pass that drafts.
 
-    table: has the token ids and block tables by which it is run.   kv: its caches.
-    num_layers: run only so many of its first layers; 0 for all.
+    table: the token ids and block tables that it reads.   kv: its caches.
+    num_layers: number of first layers to run; 0 for all.
     """
 
     forward: ForwardPass

@@ -25,7 +25,7 @@ _MOST_VOTES = 8  # occurrences whose continuations are counted, latest first
 class SuffixSettings:
     """max_depth: longest match looked for, in tokens.   max_cached_requests: finished outputs kept, 0 for none.
 
-    max_spec_factor: draft at most so many tokens per token of the match.   min_token_prob: stop the draft where the
+    max_spec_factor: most draft tokens per token of the match.   min_token_prob: stop the draft where the
     share of continuations that agree with it falls below this.
     """
 

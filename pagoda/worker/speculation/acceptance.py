@@ -4,9 +4,9 @@ import numpy as np
 
 from pagoda.worker.drafters.drafter import NUM_GRADES
 
-_ROW_DECAY = 0.85  # per draft: what happened ten drafts ago counts a fifth
+_ROW_DECAY = 0.85  # per draft: one made ten drafts ago counts a fifth
 _ALL_DECAY = 0.99
-_PRIOR_WEIGHT = 2.0  # tokens: how much the other requests' experience counts against the row's own
+_PRIOR_WEIGHT = 2.0  # tokens of the row's own history that other requests' history counts as
 _FIRST_GUESS = np.linspace(0.55, 0.85, NUM_GRADES)
 _FIRST_WEIGHT = 4.0
 
@@ -21,14 +21,14 @@ class Acceptance:
         self._all_tried = np.full(NUM_GRADES, _FIRST_WEIGHT)
 
     def forget(self, row: int) -> None:
-        """The row has a new request."""
+        """Forget the row's history: it has a new request."""
         self._right[row] = self._tried[row] = 0
 
     def copy(self, source: int, target: int) -> None:
         self._right[target], self._tried[target] = self._right[source], self._tried[source]
 
     def observe(self, row: int, grade: int, num_drafts: int, num_accepted: int) -> None:
-        """Of a draft of `num_drafts` tokens, the first `num_accepted` were right; the next, if any, was wrong."""
+        """Record a draft of `num_drafts` tokens, of which the first `num_accepted` were accepted."""
         tried = min(num_accepted + 1, num_drafts)
         self._right[row, grade] = self._right[row, grade] * _ROW_DECAY + num_accepted
         self._tried[row, grade] = self._tried[row, grade] * _ROW_DECAY + tried

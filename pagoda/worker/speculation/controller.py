@@ -1,6 +1,6 @@
-"""DraftController: whether and how far to draft, so that speculation never costs what it does not bring back.
+"""DraftController: choose how many tokens to draft, so that speculation never costs more time than it saves.
 
-Pure: it is given times and results, and holds no clock. Whatever it decides, tokens are the same.
+It has no clock: times and results are given to it. Its choices never change a token.
 """
 
 import numpy as np
@@ -10,8 +10,8 @@ from pagoda.worker.speculation.acceptance import Acceptance
 from pagoda.worker.speculation.lengths import MIN_GAIN, best_lengths
 from pagoda.worker.speculation.step_costs import StepCosts
 
-_LOSS_SHARE = 0.007  # of the time: what speculation that does not pay may cost in the long run
-_MOST_CREDIT_S = 0.25  # of time that may be lost in one go
+_LOSS_SHARE = 0.007  # fraction of the time that useless speculation may cost in the long run
+_MOST_CREDIT_S = 0.25  # largest credit: the time that may be lost at once
 _FIRST_CREDIT_S = 0.03
 _LEAST_CREDIT_S = -0.05  # a slow machine is not held against drafts for longer than some seconds
 _MIN_GAIN_WITHOUT_CREDIT = 1.5
@@ -24,11 +24,11 @@ _MOST_IN_A_STEP = 256  # drafts
 
 
 class DraftController:
-    """Plans the lengths of drafts before they are made and again, with their grades known, before they are verified.
+    """Chooses the lengths of drafts before they are made, and again before they are verified, with their grades known.
 
-    Losses are kept account of: a step with drafts must emit its tokens in the time that plain steps would have taken.
-    What it takes longer is drawn from a credit, which grows with 0.7 % of all time and with what speculation gains;
-    without credit only what promises a large gain is drafted, and nothing is probed.
+    A step with drafts should emit its tokens in the time that plain steps would have taken. If it takes longer, the
+    difference is paid from a credit, which grows by 0.7 % of all time and by the time that speculation saves. Without
+    credit, only drafts that promise a large gain are made, and nothing is probed.
     """
 
     def __init__(self, max_rows: int, max_drafts: int) -> None:
@@ -55,9 +55,9 @@ class DraftController:
     # What happened
 
     def observe_step(self, num_rows: int, num_drafts: int, num_emitted: int, seconds: float, draft_s: float) -> None:
-        """A step of decoding rows is complete.
+        """Record a completed step of decoding rows.
 
-        num_drafts: verified in it.   num_emitted: tokens sampled.   seconds: of the step and what goes with it.
+        num_drafts: verified in it.   num_emitted: tokens sampled.   seconds: of the step and the work around it.
         draft_s: the part of it that making the drafts took.
         """
         self._costs.observe(num_rows, num_drafts, seconds - draft_s)
@@ -77,14 +77,14 @@ class DraftController:
         self._credit_s = min(max(self._credit_s, _LEAST_CREDIT_S), _MOST_CREDIT_S)
 
     def observe_drafting(self, num_tokens: int, seconds: float) -> None:
-        """Making drafts of `num_tokens` tokens in all took `seconds`."""
+        """Record that drafting `num_tokens` tokens in total took `seconds`."""
         if num_tokens:
             per_token = seconds / num_tokens
             known = self._draft_s_per_token
             self._draft_s_per_token = per_token if not known else 0.9 * known + 0.1 * per_token
 
     def observe_draft(self, row: int, grade: int, num_drafts: int, num_accepted: int) -> None:
-        """The draft of one row was verified."""
+        """Record the verification of one row's draft."""
         self._acceptance.observe(row, grade, num_drafts, num_accepted)
 
     # What to do
@@ -92,7 +92,7 @@ class DraftController:
     def plan(self, rows: np.ndarray, room: np.ndarray) -> np.ndarray:
         """Return the tokens to draft for each of `rows`, int32 [num_rows], before the drafts are known.
 
-        room: int32 [num_rows], most tokens that could be of use.
+        room: int32 [num_rows], most tokens that the row could still emit.
         """
         lengths = np.minimum(room, self._max_drafts)
         nothing = np.zeros(len(rows), np.int32)
@@ -119,7 +119,7 @@ class DraftController:
         survival = self._acceptance.of(rows)[np.arange(len(rows)), np.minimum(grades, NUM_GRADES - 1)]
         chosen = best_lengths(survival, lengths, curve, min_gain=self._min_gain)
         if not chosen.any() and self._probe_is_due:
-            # Verify a little of one draft, to learn whether that pays by now.
+            # Verify a little of one draft, to learn whether drafting pays off by now.
             self._is_probe = True
             self._since_probe = 0
             probed = int(np.flatnonzero(lengths)[0])

@@ -3,7 +3,7 @@
 import numpy as np
 
 MIN_GAIN = 1.03
-"""Drafting must promise so many times the speed of a plain step: estimates are noisy, and planning costs time too."""
+"""Minimum expected speed relative to plain steps: estimates are noisy, and planning costs time too."""
 
 
 def best_lengths(
@@ -18,8 +18,8 @@ def best_lengths(
     survival: float64 [num_rows], probability that a drafted token is right if those before it were.
     lengths: int32 [num_rows], most tokens per row.
     step_costs: float64, seconds of a step with 0, 1, 2, .. drafts; no more are planned than there are costs.
-    draft_s_per_token: what drafting itself takes.   min_gain: nothing is planned that promises less than this many
-    times the speed of a plain step.
+    draft_s_per_token: seconds to draft one token.   min_gain: minimum expected speed relative to plain steps; nothing
+    is drafted for less.
 
     Each row emits one token anyway, and its j-th draft adds one with probability survival ** j. Of all ways to verify m
     drafts, the m most probable ones are best, and since probabilities fall along a row, they are beginnings of drafts.

@@ -1,4 +1,4 @@
-"""DraftSetup: what the settings of speculative decoding come to, before loading. Does not import torch."""
+"""DraftSetup: speculative decoding as resolved from the settings, before loading. Does not import torch."""
 
 import logging
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _LONGEST_ROWS = 2  # rows of full length that the draft model's KV cache holds
 class DraftSetup:
     """The resolved settings.
 
-    files: the draft model, or None.   num_layers: that draft, of the model itself (layer_skip), else 0.
+    files: the draft model, or None.   num_layers: of the model itself, for drafting (layer_skip); else 0.
     num_blocks: of the draft model's KV cache.   memory_bytes: of its weights and KV cache.
     """
 

@@ -24,7 +24,7 @@ class _Step:
 
 
 class Speculator:
-    """Called by what runs steps: `begin_step`, `apply`, and, when the step's tokens are in the table, `finish_step`."""
+    """The executor calls `begin_step`, `apply` and, once the step's tokens are in the table, `finish_step`."""
 
     def __init__(
         self,

@@ -61,13 +61,13 @@ class _Shape:
 
 
 class StepCosts:
-    """Seconds per step. Times are given by the caller, so that everything derived from them can be repeated."""
+    """Seconds per step. The caller provides the times, so results are reproducible."""
 
     def __init__(self) -> None:
         self._shapes: dict[int, _Shape] = {}
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step in which `num_rows` rows decoded and `num_drafts` drafts were verified took `seconds`."""
+        """Record a step of `seconds` in which `num_rows` rows decoded and `num_drafts` drafts were verified."""
         shape = self._shapes.setdefault(size_class(num_rows), _Shape(num_rows))
         size = size_class(num_drafts)
         samples = shape.samples.setdefault(size, deque(maxlen=_KEPT))

@@ -1,4 +1,4 @@
-"""The journal: what it writes down is enough to go on, and clients never see that someone else goes on."""
+"""The journal: its records suffice to continue, and clients never notice that another engine continues."""
 
 import dataclasses
 
