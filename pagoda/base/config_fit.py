@@ -13,7 +13,7 @@ _NATIVE_BLOCK_MULTIPLE = 8  # what the native attention kernels need of block_si
 
 
 def note_given(config: EngineConfig) -> EngineConfig:
-    """Return the config with `given` filled in: for one made without `from_options`, what differs from the defaults."""
+    """Return the config with `given` filled in. If it is unknown, it is every setting that differs from its default."""
     if config.given is not None:
         return config
     names = [
@@ -29,8 +29,8 @@ def note_given(config: EngineConfig) -> EngineConfig:
 def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple[EngineConfig, int]:
     """Return the config with defaults adjusted to the options that were given, and the max_model_len to use.
 
-    max_model_len: what was given, else the model's own limit. Options that were both given and contradict each other
-    stay as they are; their own check raises.
+    max_model_len: what was given, else the model's own limit. Given options that contradict each other are kept;
+    `resolve_engine` refuses them.
     """
     given = config.given or ()
     scheduler = config.scheduler
@@ -58,7 +58,7 @@ def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple
 
 
 def _fit_kernels(config: EngineConfig) -> EngineConfig:
-    """The automatic choice of kernels takes only those that can serve the block size."""
+    """With kernels=auto, choose torch's kernels if the native ones do not support the block size."""
     if config.parallel.kernels != "auto" or config.cache.block_size % _NATIVE_BLOCK_MULTIPLE == 0:
         return config
     logger.warning(

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 
 
 class FairTurns:
-    """Hands out a number of turns. Waiting keys alternate; calls of one key are served in order of arrival.
+    """Lets at most `num_turns` calls run at once. Waiting keys take turns; calls of one key keep their order.
 
     For one event loop. Each successful `take` needs one `release`.
     """
@@ -15,7 +15,7 @@ class FairTurns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def take(self, key: str) -> None:
-        """Wait for a turn. Cancelling leaves the queue."""
+        """Wait for a turn. If cancelled, leave the queue."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -24,14 +24,14 @@ class FairTurns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came just before the cancellation
+            if turn.done() and not turn.cancelled():  # the turn was granted just before the cancellation
                 self.release()
             else:
                 self._leave(key, turn)
             raise
 
     def release(self) -> None:
-        """Give a turn back: to the key that has waited longest since its last turn, if any waits."""
+        """End a turn, and pass it to the waiting key whose last turn was longest ago, if there is one."""
         while self._waiting:
             key, queue = next(iter(self._waiting.items()))
             turn = queue.popleft()

@@ -1,6 +1,6 @@
-"""Mistral: a Llama with a sliding window in every layer, where the checkpoint has one.
+"""Mistral: a Llama with a sliding window in every layer, if the checkpoint sets one.
 
-A Mistral in a GGUF calls itself "llama" and is read as one.
+In GGUF files, the architecture of a Mistral is named "llama", so it is loaded as a Llama.
 """
 
 from pagoda.models.architecture import Architecture

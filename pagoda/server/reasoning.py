@@ -17,6 +17,7 @@ class ReasoningSplitter:
         self._at_line_start = False  # newlines right after a tag belong to the tag
 
     def feed(self, text: str) -> tuple[str, str]:
+        """Add text; return the (reasoning, answer) that is certain so far and was not returned before."""
         self._text += text
         if self._at_line_start:
             self._text = self._text.lstrip("\n")

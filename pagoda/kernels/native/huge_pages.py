@@ -18,7 +18,7 @@ def huge_zeros(num_bytes: int) -> torch.Tensor:
     mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a Linux kernel built without huge pages
+        with contextlib.suppress(OSError):  # the Linux kernel was built without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE, offset - offset % mmap.PAGESIZE, size - _HUGE_PAGE)
     # The tensor keeps `mapping` alive; it is unmapped when its last view is gone.
     return torch.frombuffer(mapping, dtype=torch.uint8)[offset : offset + num_bytes]

@@ -67,13 +67,13 @@ def roll_out(
     while active.size:
         at = rows[active]
         drawn = sampler.sample(draft.logits(at, start, num_new), target, at, ends[active])
-        goes_on = drawn.finite & (most[active] > 1 + ends[active] - target.num_tokens[at])
+        continues = drawn.finite & (most[active] > 1 + ends[active] - target.num_tokens[at])
         for i, token, finite in zip(active.tolist(), drawn.tokens.tolist(), drawn.finite.tolist(), strict=True):
             if finite:
                 drawn_of[i].append(token)
         for table in (target, draft.table):
             table.token_ids[at, ends[active]] = drawn.tokens
-        active = active[goes_on]
+        active = active[continues]
         start = ends[active]
         ends[active] += 1
         num_new = np.ones(len(active), np.int32)

@@ -57,6 +57,22 @@ def run(
     asyncio.run(main())
 
 
+async def wait_for_steps(client: ProcessClient, count: int) -> None:
+    """Wait until the engine has completed `count` more steps, however long they take."""
+    done = asyncio.Event()
+    num_left = count
+
+    def on_step(_: int) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left <= 0:
+            done.set()
+
+    client.on_step = on_step
+    if count:
+        await done.wait()
+
+
 NAMES = ["a", "bb", "ccc", "dddd"]
 
 
@@ -75,9 +91,10 @@ def test_a_grammar_goes_on_after_kills_where_it_was() -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = await constrained(llm, "a")
         assert all(re.fullmatch(pattern, text) for text in undisturbed.split(" "))
-        for num_kills, pause_s in enumerate((0.0, 0.05, 0.1), 1):
+        for num_kills, num_steps in enumerate((0, 4, 8), 1):
             again = asyncio.create_task(constrained(llm, "b"))
-            await asyncio.sleep(pause_s)
+            await wait_for_steps(client, num_steps)
+            assert not again.done()
             assert client.engine_pid is not None
             os.kill(client.engine_pid, signal.SIGKILL)
             assert await again == undisturbed
@@ -93,9 +110,7 @@ def test_requests_go_on_after_kills_as_if_nothing_had_happened() -> None:
 
         async def killer() -> None:
             for _ in range(2):
-                await asyncio.sleep(0.06)
-                while not client.is_up:
-                    await asyncio.sleep(0.01)
+                await wait_for_steps(client, 10)
                 assert client.engine_pid is not None
                 os.kill(client.engine_pid, signal.SIGKILL)
                 while client.is_up:
