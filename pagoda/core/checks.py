@@ -7,6 +7,7 @@ import numpy as np
 from pagoda.base.config import SchedulingMode
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.core.encoder import EncoderInputs
+from pagoda.core.kv import KVCacheManager
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.policy import Policy
 from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
@@ -21,6 +22,7 @@ class RequestChecks:
 
     config: SchedulerOptions
     table: RequestTable
+    kv: KVCacheManager
     encoder: EncoderInputs
     policy: Policy
 
@@ -36,6 +38,18 @@ class RequestChecks:
         if not state.unfinished:
             raise RequestError("every sequence of prior_output has ended already", "prior_output")
         return state
+
+    def why_never(self, request: RequestState) -> str | None:
+        """Return why a waiting request can never be served: too many blocks or sequences, or too long for a step."""
+        config, num_blocks, num_prompt = self.config, self.kv.num_blocks, request.facts.num_prompt_tokens
+        need, num_seqs, longest = self.kv.most_blocks(request), len(request.unfinished), config.max_num_batched_tokens
+        if need > num_blocks:
+            return f"needs {need} KV blocks of the {num_blocks} there are"
+        if num_seqs > config.max_num_seqs:
+            return f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
+        if config.scheduling_mode is SchedulingMode.PHASED and num_prompt > longest:
+            return f"has {num_prompt} tokens; a phased step takes {longest} (max_num_batched_tokens)"
+        return None
 
     def _check(self, request: Request) -> None:
         num_tokens, longest = request.num_prompt_tokens, self.table.max_model_len

@@ -8,8 +8,8 @@ import numpy as np
 
 from pagoda.base.config import SchedulingMode
 from pagoda.core.decision_log import Reason
+from pagoda.core.drafts import Drafts
 from pagoda.core.request import RequestState, RequestStatus
-from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.step_plan import StepPlan
@@ -18,7 +18,8 @@ from pagoda.core.step_plan import StepPlan
 class ChunkLimit:
     """Shortens chunks: `narrow` once per step, then `fit` for one chunk, or `fit_rows` for all running rows at once.
 
-    This one shortens nothing.   reason: why a request waits of which `fit` leaves nothing.
+    This one shortens nothing; a limit overrides the methods that it needs.
+    reason: why a request waits if `fit` leaves it no token.
     """
 
     reason = Reason.BUDGET
@@ -40,7 +41,7 @@ class ChunkLimit:
         return num_new
 
     def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
-        """The chunk that `fit` was asked for is placed. A limit that keeps track overrides this, `release`, `enter`."""
+        """The chunk that `fit` was asked for is placed."""
 
     def commit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> None:
         """The chunks of running rows that `fit_rows` was asked for are placed."""
@@ -61,7 +62,7 @@ class LongPromptCap(ChunkLimit):
 
     threshold: int
     requests: Sized
-    table: RequestTable
+    drafts: Drafts
     whole_items: bool
 
     def narrow(self, plan: StepPlan) -> None:
@@ -70,7 +71,7 @@ class LongPromptCap(ChunkLimit):
     def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
         if num_new <= plan.row_cap or not plan.row_cap:
             return num_new
-        num_drafts = int(self.table.num_drafts[row]) if row >= 0 else 0
+        num_drafts = int(self.drafts.num_offered[row]) if row >= 0 else 0
         media = request.facts.media if self.whole_items else ()
         longest_item = max((item.length for item in media if item.offset + item.length > start), default=0)
         return min(num_new, max(plan.row_cap, 1 + num_drafts, longest_item))
@@ -78,7 +79,7 @@ class LongPromptCap(ChunkLimit):
     def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
         if not plan.row_cap:
             return num_new
-        return np.minimum(num_new, np.maximum(plan.row_cap, 1 + self.table.num_drafts[rows]))
+        return np.minimum(num_new, np.maximum(plan.row_cap, 1 + self.drafts.num_offered[rows]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +88,12 @@ class PrefillBesideDecodes(ChunkLimit):
 
     share: int
     batch: RunningBatch
-    table: RequestTable
+    drafts: Drafts
 
     def narrow(self, plan: StepPlan) -> None:
         num_decodes = len(self.batch.running.rows) - len(self.batch.prefilling)
         if num_decodes:
-            num_drafts = sum(len(drafts) for drafts in self.table.drafts.values())
+            num_drafts = int(self.drafts.num_offered.sum())
             plan.budget = min(plan.budget, num_decodes + num_drafts + self.share)
             plan.prompt_budget = self.share
 
@@ -164,16 +165,13 @@ class ChunkLimits:
 
     def __init__(self, limits: list[ChunkLimit]) -> None:
         self._limits = limits
-        self._narrowing = [limit for limit in limits if type(limit).narrow is not ChunkLimit.narrow]
-        self._fitting_rows = [limit for limit in limits if type(limit).fit_rows is not ChunkLimit.fit_rows]
-        self._by_row = [limit for limit in limits if type(limit).must_plan_by_row is not ChunkLimit.must_plan_by_row]
-        self._following = [limit for limit in limits if type(limit).commit is not ChunkLimit.commit]
+        self._narrowing = [limit for limit in limits if type(limit).narrow is not ChunkLimit.narrow]  # asked every step
         self.last_reason = Reason.BUDGET
 
     @property
     def must_plan_by_row(self) -> bool:
         """Whether running rows must be planned one by one."""
-        return any(limit.must_plan_by_row for limit in self._by_row)
+        return any(limit.must_plan_by_row for limit in self._limits)
 
     def narrow(self, plan: StepPlan) -> None:
         for limit in self._narrowing:
@@ -190,24 +188,28 @@ class ChunkLimits:
 
     def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
         """Return how many of the tokens that each running row lacks may be computed."""
-        for limit in self._fitting_rows:
+        for limit in self._limits:
             num_new = limit.fit_rows(plan, rows, num_new)
         return num_new
 
-    def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
-        for limit in self._following:
+    def place(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> None:
+        """The row computes the chunk that `fit` was asked for."""
+        plan.place(row, start, num_new)
+        for limit in self._limits:
             limit.commit(plan, request, row)
 
-    def commit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> None:
-        for limit in self._following:
+    def place_rows(self, plan: StepPlan, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> None:
+        """`place` for the running rows that `fit_rows` was asked for."""
+        plan.place_bulk(rows, start, num_new, int(num_new.sum()))
+        for limit in self._limits:
             limit.commit_rows(plan, rows, num_new)
 
     def release(self, request: RequestState) -> None:
-        for limit in self._following:
+        for limit in self._limits:
             limit.release(request)
 
     def enter(self, request: RequestState, row: int) -> None:
-        for limit in self._following:
+        for limit in self._limits:
             limit.enter(request, row)
 
 
@@ -215,7 +217,7 @@ def make_chunk_limits(
     config: SchedulerOptions,
     requests: Sized,
     batch: RunningBatch,
-    table: RequestTable,
+    drafts: Drafts,
     encoder: ChunkLimit,
     *,
     whole_items: bool,
@@ -227,7 +229,7 @@ def make_chunk_limits(
     limits: list[ChunkLimit] = []
     cuts_prompts = config.scheduling_mode is SchedulingMode.MIXED and config.enable_chunked_prefill
     if cuts_prompts and config.long_prefill_token_threshold:
-        limits.append(LongPromptCap(config.long_prefill_token_threshold, requests, table, whole_items))
+        limits.append(LongPromptCap(config.long_prefill_token_threshold, requests, drafts, whole_items))
     if cuts_prompts and config.prefill_beside_decodes:
-        limits.append(PrefillBesideDecodes(config.prefill_beside_decodes, batch, table))
+        limits.append(PrefillBesideDecodes(config.prefill_beside_decodes, batch, drafts))
     return ChunkLimits([*limits, Budget(config), encoder])

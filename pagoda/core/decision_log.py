@@ -84,8 +84,7 @@ class DecisionLog:
         self._steps: deque[StepDecisions] = deque(maxlen=max(num_steps, 1))
 
     def open_step(self, step: int) -> None:
-        if self.enabled:
-            self._steps.append(StepDecisions(step))
+        self._steps.append(StepDecisions(step))
 
     def note(self, decision: Decision) -> None:
         """Add to the open step. Callers check `enabled` first, so that a log that is off costs one comparison."""

@@ -7,9 +7,9 @@ from enum import Enum
 
 import numpy as np
 
-from pagoda.core.decision_log import Reason
+from pagoda.core.decision_log import DecisionLog, Reason
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.queues import RequestQueue
+from pagoda.core.queues import QueueScan, RequestQueue
 from pagoda.core.request import LoraRef, Request, RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
@@ -21,7 +21,7 @@ class Skip(Enum):
     """What a closed gate holds back in this step."""
 
     REQUEST = "this request"
-    KEY = "all requests with its LoRA adapter"
+    KEY = "all requests with its key (queues.key_of: the LoRA adapter)"
     QUEUE = "this request and all after it"
 
 
@@ -50,7 +50,10 @@ class GateContext:
 
 
 class Gate:
-    """A condition for entering. A request that a gate holds back keeps its place in the queue."""
+    """A condition for entering. A request that a gate holds back keeps its place in the queue.
+
+    A gate that counts overrides `enter` and `leave`.
+    """
 
     def __init__(self, context: GateContext) -> None:
         self.context = context
@@ -65,7 +68,7 @@ class Gate:
         raise NotImplementedError
 
     def enter(self, request: RequestState) -> None:
-        """The request enters the running batch. A gate that counts overrides this and `leave`."""
+        """The request enters the running batch."""
 
     def leave(self, request: RequestState) -> None:
         """The request leaves the running batch."""
@@ -161,9 +164,18 @@ class DelayGate(Gate):
 
 
 class PartialPrefillLimit(Gate):
-    """Closed while `max_num_partial_prefills` prompts stay incomplete after this step."""
+    """Closed while `max_num_partial_prefills` prompts stay incomplete after this step.
+
+    The running rows are counted once per step, each request that enters after that when the next one is checked.
+    """
 
     _HOLD = Hold(Reason.PARTIAL_PREFILLS, Skip.QUEUE)
+
+    def __init__(self, context: GateContext) -> None:
+        super().__init__(context)
+        self._plan: StepPlan | None = None  # the step that is counted
+        self._num_partial = 0
+        self._entered: list[RequestState] = []
 
     @staticmethod
     def is_needed(context: GateContext) -> bool:
@@ -172,12 +184,27 @@ class PartialPrefillLimit(Gate):
     def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
         if queue is not self.context.waiting:
             return None
-        table, rows = self.context.table, self.context.batch.running.rows
-        ends = plan.ends_of(table.num_computed)
+        if self._plan is not plan:
+            rows = self.context.batch.running.rows
+            ends = plan.ends_of(self.context.table.num_computed)[rows]
+            self._plan, self._num_partial = plan, self._count(rows, ends)
+        elif self._entered:
+            rows = np.array([row for entered in self._entered for row in entered.rows])
+            self._num_partial += self._count(rows, np.array([sum(plan.placed[row]) for row in rows.tolist()]))
+        self._entered.clear()
+        return self._HOLD if self._num_partial >= self.context.config.max_num_partial_prefills else None
+
+    def _count(self, rows: np.ndarray, ends: np.ndarray) -> int:
+        """Return how many prompts are incomplete when `rows` are computed up to `ends`."""
+        table = self.context.table
         # A resumed row that lacks only its last output token is a decode again.
-        prefill_ends = np.maximum(table.num_prompt_tokens[rows], table.num_tokens[rows] - 1)
-        num_partial = int(np.count_nonzero(ends[rows] < prefill_ends))
-        return self._HOLD if num_partial >= self.context.config.max_num_partial_prefills else None
+        return int(np.count_nonzero(ends < np.maximum(table.num_prompt_tokens[rows], table.num_tokens[rows] - 1)))
+
+    def enter(self, request: RequestState) -> None:
+        self._entered.append(request)
+
+    def leave(self, request: RequestState) -> None:
+        self._plan = None
 
 
 GATES: tuple[type[Gate], ...] = (
@@ -194,11 +221,39 @@ GATES: tuple[type[Gate], ...] = (
 class Gates:
     """The gates that the settings call for."""
 
-    def __init__(self, context: GateContext) -> None:
+    def __init__(self, context: GateContext, log: DecisionLog) -> None:
         self._gates = [gate(context) for gate in GATES if gate.is_needed(context)]
-        self._counting = [gate for gate in self._gates if type(gate).enter is not Gate.enter]
+        self._log = log
 
-    def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
+    def walk(
+        self,
+        queue: RequestQueue,
+        plan: StepPlan,
+        offer: Callable[[RequestState, StepPlan], Reason | None],
+        make_way: Callable[[RequestState, StepPlan, Reason], bool] = lambda request, plan, reason: False,
+    ) -> bool:
+        """Offer the requests of `queue` in order while budget is left. Return False if one of them has to wait.
+
+        Strict queue order: only requests that a gate holds back alone, or with their key, are passed over.
+        offer: let the request in, or end it, and return None; or return why it waits.   make_way: called when a
+        request waits; return True to look at the queue again.
+        """
+        scan = QueueScan(queue)
+        is_open = True
+        while is_open and plan.budget > 0 and (request := scan.peek()) is not None:
+            hold = self._check(request, queue, plan)
+            if hold is not None and hold.skip is not Skip.QUEUE:
+                self._log.held(request.request_id, hold.reason, stops_queue=False)
+                scan.skip_key(request) if hold.skip is Skip.KEY else scan.skip(request)
+                continue
+            reason = hold.reason if hold is not None else offer(request, plan)
+            if reason is not None and not make_way(request, plan, reason):
+                self._log.held(request.request_id, reason, stops_queue=True)
+                is_open = False
+        scan.close()
+        return is_open and plan.budget > 0
+
+    def _check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
         """Return the first gate's answer that is not None."""
         for gate in self._gates:
             hold = gate.check(request, queue, plan)
@@ -207,9 +262,9 @@ class Gates:
         return None
 
     def enter(self, request: RequestState) -> None:
-        for gate in self._counting:
+        for gate in self._gates:
             gate.enter(request)
 
     def leave(self, request: RequestState) -> None:
-        for gate in self._counting:
+        for gate in self._gates:
             gate.leave(request)

@@ -17,8 +17,7 @@ class StepsInFlight:
     def __init__(self) -> None:
         self.outputs: deque[SchedulerOutput] = deque()
         self._prompt_steps: dict[int, float] = {}  # step -> when it was planned
-        self._departed: dict[int, list[Sequence]] = {}  # step -> sequences that left a row it names
-        self._steps_of: dict[Sequence, set[int]] = {}  # the same, by sequence
+        self._late_until: dict[Sequence, int] = {}  # sequences that left a row -> last step in flight that names it
         self.last_prompt_step_s = 0.0
 
     def opened(self, output: SchedulerOutput, prompts_planned_at_s: float | None) -> None:
@@ -37,32 +36,24 @@ class StepsInFlight:
 
     def departed(self, sequence: Sequence) -> int:
         """Record that the sequence leaves its row. Return the last step in flight that names the row, or 0."""
-        row, last_step = sequence.row, 0
-        for output in self.outputs:
+        row = sequence.row
+        for output in reversed(self.outputs):
             if (output.rows == row).any() or (output.sample_rows == row).any():
-                self._steps_of.setdefault(sequence, set()).add(output.step)
-                self._departed.setdefault(output.step, []).append(sequence)
-                last_step = output.step
-        return last_step
+                self._late_until[sequence] = output.step
+                return output.step
+        return 0
 
     def unpin(self, step: int) -> None:
         """Stop waiting for `step`, whose results are committed, for the sequences that left its rows."""
-        for sequence in self._departed.pop(step, ()):
-            self._forget(sequence, step)
-
-    def _forget(self, sequence: Sequence, step: int) -> None:
-        steps = self._steps_of.get(sequence, set())
-        steps.discard(step)
-        if not steps:
-            self._steps_of.pop(sequence, None)
+        self._late_until = {one: last_step for one, last_step in self._late_until.items() if last_step > step}
 
     def disown(self, sequence: Sequence) -> None:
         """Forget the sequence: its tokens in flight will be dropped."""
-        self._steps_of.pop(sequence, None)
+        self._late_until.pop(sequence, None)
 
     def has_late_tokens(self, request: RequestState) -> bool:
         """Return whether a sequence left its row while a step that names the row is still in flight."""
-        return bool(self._steps_of) and any(sequence in self._steps_of for sequence in request.sequences)
+        return bool(self._late_until) and any(sequence in self._late_until for sequence in request.sequences)
 
     def num_drafts(self) -> dict[int, int]:
         """Return the drafts in flight by row."""

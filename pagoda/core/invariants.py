@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
+from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.queues import RequestQueue
@@ -22,6 +23,7 @@ def check_invariants(
     *,
     table: RequestTable,
     kv: KVCacheManager,
+    drafts: Drafts,
     batch: RunningBatch,
     in_flight: StepsInFlight,
     waiting: RequestQueue,
@@ -36,7 +38,7 @@ def check_invariants(
     _check_counts(table, rows, in_flight)
     stops.check(request.facts for request in requests.values())
     active = set(rows.tolist())
-    for name, kept in (("prefilling", batch.prefilling), ("leaders", batch.leaders), ("drafts", table.drafts)):
+    for name, kept in (("prefilling", batch.prefilling), ("leaders", batch.leaders), ("drafts", drafts.offered)):
         if not kept.keys() <= active:
             raise InvariantBroken(f"{name} has rows {sorted(kept.keys() - active)}, which have no sequence")
     num_seqs = sum(_check_place(request, waiting, swapped, batch) for request in requests.values())
@@ -48,7 +50,7 @@ def check_invariants(
 
 def _check_counts(table: RequestTable, rows: np.ndarray, in_flight: StepsInFlight) -> None:
     """No row has computed more than is known or planned: its tokens, those in flight, and drafts in flight."""
-    known = table.num_tokens + table.num_pending
+    known = table.num_known(np.arange(table.max_rows))
     for row, num_drafts in in_flight.num_drafts().items():
         known[row] += num_drafts
     if (table.num_computed[rows] > known[rows]).any() or (table.num_pending[rows] < 0).any():

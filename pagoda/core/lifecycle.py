@@ -17,7 +17,7 @@ from pagoda.core.queues import RequestQueue
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
-from pagoda.core.scheduler_output import Finish
+from pagoda.core.scheduler_output import AdmitKind, Finish
 from pagoda.core.stops import StopTokens
 
 logger = logging.getLogger("pagoda")
@@ -63,16 +63,25 @@ class Lifecycle:
         self.stops.add(request.facts)
         self.waiting.push(request)
 
-    def enter(self, request: RequestState) -> None:
-        """The request enters the running batch; the caller gives rows to its sequences."""
-        if request.admission < 0:
+    def enter(self, request: RequestState, num_cached: int = 0) -> AdmitKind:
+        """The request enters the running batch; the caller gives rows to its sequences. Return what it is to workers.
+
+        num_cached: its tokens that the prefix cache has.
+        """
+        queue, kind = self.waiting, AdmitKind.RESUMED
+        if request.status is RequestStatus.SWAPPED:
+            queue, kind = self.swapped, AdmitKind.SWAPPED_IN
+        elif request.admission < 0:
+            kind = AdmitKind.NEW
+            request.num_cached_tokens = num_cached
             request.queue_s = self.clock.now() - request.facts.arrival_time_s
-        (self.swapped if request.status is RequestStatus.SWAPPED else self.waiting).remove(request)
+        queue.remove(request)
         self._num_admissions += 1
         request.admission = self._num_admissions
         request.status = RequestStatus.RUNNING
         self.batch.add(request)
         self.gates.enter(request)
+        return kind
 
     def give_row(self, sequence: Sequence, num_computed: int) -> int:
         """The sequence gets a row, without blocks. Return the row."""
@@ -127,6 +136,7 @@ class Lifecycle:
         """The sequence leaves its row, which has no blocks any more."""
         row, last_step = sequence.row, self.in_flight.departed(sequence)
         self.table.release(sequence, last_step)
+        self.outbox.post_released(row)
         for owner in self.forgetful:
             owner.forget(row)
 

@@ -41,8 +41,8 @@ class Outbox:
 
     # For workers, with the next SchedulerOutput
 
-    def forget(self, row: int) -> None:
-        """The row is released: workers may forget it."""
+    def post_released(self, row: int) -> None:
+        """The row's sequence has left it: workers may forget it, and it emits no first output."""
         self._released.append(row)
         if self.awaiting_first_output.pop(row, None) is not None:
             self._awaits[row] = False

@@ -1,7 +1,7 @@
 """Preemption: which request leaves the running batch when blocks run out, and whether its KV is dropped or swapped."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -55,43 +55,17 @@ class CostModel:
         return 2 * num_blocks * self.copy_s_per_block < num_tokens * self.prefill_s_per_token
 
 
-class PreemptionRule(Protocol):
-    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
-        """Whether to swap `request`, with `num_tokens` computed in `num_blocks` blocks, if the host has room."""
-        ...
-
-
-class AlwaysRecompute:
-    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
-        return False
-
-
-class AlwaysSwap:
-    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
-        return True
-
-
-class SwapSiblings:
-    """Swap while more than one sequence is unfinished: recomputing would compute each of them."""
-
-    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
-        return len(request.unfinished) > 1
-
-
-class CheaperOfBoth:
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
-
-    def prefers_swap(self, request: RequestState, num_tokens: int, num_blocks: int) -> bool:
-        return self._costs.swap_is_cheaper(num_tokens, num_blocks)
+PreemptionRule = Callable[[RequestState, int, int], bool]
+"""Whether to swap a request, with that many computed tokens in that many blocks, if the host has room."""
 
 
 def make_preemption_rule(mode: PreemptionMode, costs: CostModel) -> PreemptionRule:
     rules: dict[PreemptionMode, PreemptionRule] = {
-        PreemptionMode.AUTO: SwapSiblings(),
-        PreemptionMode.RECOMPUTE: AlwaysRecompute(),
-        PreemptionMode.SWAP: AlwaysSwap(),
-        PreemptionMode.COST: CheaperOfBoth(costs),
+        # While more than one sequence is unfinished: recomputing would compute each of them.
+        PreemptionMode.AUTO: lambda request, num_tokens, num_blocks: len(request.unfinished) > 1,
+        PreemptionMode.RECOMPUTE: lambda request, num_tokens, num_blocks: False,
+        PreemptionMode.SWAP: lambda request, num_tokens, num_blocks: True,
+        PreemptionMode.COST: lambda request, num_tokens, num_blocks: costs.swap_is_cheaper(num_tokens, num_blocks),
     }
     return rules[mode]
 
@@ -142,7 +116,7 @@ class Preemption:
         return (
             not any(row in self.batch.leaders for row in rows)
             and not any(self.encoder.has_media_ahead(row) for row in rows)
-            and self.rule.prefers_swap(victim, num_computed, self._num_blocks(rows))
+            and self.rule(victim, num_computed, self._num_blocks(rows))
             and self.kv.can_swap_out(rows)
         )
 

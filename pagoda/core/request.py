@@ -102,6 +102,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether its tokens may be found in the prefix cache. Logprobs of the prompt need all of it computed."""
+        return not self.skip_prefix_read and (self.sampling is None or self.sampling.prompt_logprobs is None)
+
+    @property
     def num_seqs(self) -> int:
         return self.sampling.n if self.sampling is not None else 1
 
@@ -169,6 +174,11 @@ class RequestState:
     @property
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status < RequestStatus.FINISHED_STOPPED]
+
+    @property
+    def followers(self) -> list[Sequence]:
+        """Sequences that will share the first one's prompt blocks when they return with it; none before the fork."""
+        return [] if self.awaiting_fork else self.unfinished[1:]
 
     @property
     def rows(self) -> list[int]:

@@ -27,46 +27,34 @@ class RequestTable:
 
     token_ids: int32 [rows, max_model_len], prompt then output.
     num_prompt_tokens, num_tokens, num_computed: int32 [rows].
-    num_pending: int32 [rows], sampled tokens planned and not yet back that count as known (asynchronous scheduling).
+    num_pending: int32 [rows], sampled tokens planned and not yet back that count as known; 0 without `expect_tokens`.
     num_in_flight: int32 [rows], tokens planned whose step is not complete; kept only with `track_in_flight`.
-    num_drafts: int32 [rows], draft tokens offered for the next step; `drafts` has them by row.
     is_pooled: bool [rows], samples nothing.   length_limit: int32 [rows], num_tokens at which the row ends.
     order: int64 [rows], the running order.   handle, index, client: what outputs are labelled with.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, track_in_flight: bool = False) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, *, track_in_flight: bool = False, expect_tokens: bool = False
+    ) -> None:
         self.max_rows = max_rows
         self.max_model_len = max_model_len
-        self._token_ids = np.zeros((max_rows, max_model_len), np.int32)
-        self._num_prompt_tokens = np.zeros(max_rows, np.int32)
-        self._num_tokens = np.zeros(max_rows, np.int32)
-        self._num_computed = np.zeros(max_rows, np.int32)
-        self._num_pending = np.zeros(max_rows, np.int32)
-        self._num_in_flight = np.zeros(max_rows, np.int32)
-        self._num_drafts = np.zeros(max_rows, np.int32)
-        self._is_pooled = np.zeros(max_rows, np.bool_)
-        self._length_limit = np.zeros(max_rows, np.int32)
+        self._token_ids, self.token_ids = _column((max_rows, max_model_len), np.int32)
+        self._num_prompt_tokens, self.num_prompt_tokens = _column(max_rows, np.int32)
+        self._num_tokens, self.num_tokens = _column(max_rows, np.int32)
+        self._num_computed, self.num_computed = _column(max_rows, np.int32)
+        self._num_pending, self.num_pending = _column(max_rows, np.int32)
+        self._num_in_flight, self.num_in_flight = _column(max_rows, np.int32)
+        self._is_pooled, self.is_pooled = _column(max_rows, np.bool_)
+        self._length_limit, self.length_limit = _column(max_rows, np.int32)
+        self._handle, self.handle = _column(max_rows, np.int64)
+        self._index, self.index = _column(max_rows, np.int32)
+        self._client, self.client = _column(max_rows, np.int32)
         self._order = np.zeros(max_rows, np.int64)
-        self._handle = np.zeros(max_rows, np.int64)
-        self._index = np.zeros(max_rows, np.int32)
-        self._client = np.zeros(max_rows, np.int32)
         self._state = np.zeros(max_rows, np.int8)
-        self.token_ids = readonly(self._token_ids)
-        self.num_prompt_tokens = readonly(self._num_prompt_tokens)
-        self.num_tokens = readonly(self._num_tokens)
-        self.num_computed = readonly(self._num_computed)
-        self.num_pending = readonly(self._num_pending)
-        self.num_in_flight = readonly(self._num_in_flight)
-        self.num_drafts = readonly(self._num_drafts)
-        self.is_pooled = readonly(self._is_pooled)
-        self.length_limit = readonly(self._length_limit)
-        self.handle = readonly(self._handle)
-        self.index = readonly(self._index)
-        self.client = readonly(self._client)
-        self.drafts: dict[int, np.ndarray] = {}
         self.sequence_of: list[Sequence | None] = [None] * max_rows
         self.has_pinned_rows = False
         self._track_in_flight = track_in_flight
+        self._expect_tokens = expect_tokens
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._pinned: list[tuple[int, int]] = []  # (row, step after which it is free)
 
@@ -119,7 +107,6 @@ class RequestTable:
         return self._assign(row, sequence)
 
     def _assign(self, row: int, sequence: Sequence) -> int:
-        self._num_drafts[row] = 0
         self._order[row] = (sequence.request.admission << 16) | sequence.index
         self._index[row] = sequence.index
         self._state[row] = RowState.ACTIVE
@@ -137,7 +124,6 @@ class RequestTable:
         sequence.token_ids = self._token_ids[row, : self._num_tokens[row]].copy()
         sequence.num_computed = int(self._num_computed[row])
         sequence.row = -1
-        self.take_drafts(row)
         if last_step_in_flight:
             self._state[row] = RowState.PINNED
             self._pinned.append((row, last_step_in_flight))
@@ -182,19 +168,21 @@ class RequestTable:
 
         Not of rows with drafts: where those go on depends on how many are accepted.
         """
-        self._num_pending[_without(rows, drafts)] += 1
+        if self._expect_tokens:
+            self._num_pending[_without(rows, drafts)] += 1
 
     def settle_expected(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> None:
         """The tokens that `expect_tokens` counted are back."""
-        self._num_pending[_without(rows, drafts)] -= 1
+        if self._expect_tokens:
+            self._num_pending[_without(rows, drafts)] -= 1
 
-    def commit(self, rows: np.ndarray, tokens: np.ndarray, were_expected: bool) -> np.ndarray:
-        """Append one token to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
+    def commit(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Append one token, expected or not, to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
         end = self._num_tokens[rows]
         self._token_ids[rows, end] = tokens
         end += 1
         self._num_tokens[rows] = end
-        if were_expected:
+        if self._expect_tokens:
             self._num_pending[rows] -= 1
         return end
 
@@ -219,20 +207,11 @@ class RequestTable:
         """Nothing of a sequence without a row is computed any more."""
         sequence.num_computed = 0
 
-    def offer_drafts(self, row: int, drafts: np.ndarray) -> None:
-        """Replace the draft tokens that the next step may verify for `row`. None if `drafts` is empty."""
-        self._num_drafts[row] = len(drafts)
-        if len(drafts):
-            self.drafts[row] = drafts
-        else:
-            self.drafts.pop(row, None)
-
-    def take_drafts(self, row: int) -> np.ndarray:
-        """Return the drafts offered for `row`, and forget them."""
-        self._num_drafts[row] = 0
-        return self.drafts.pop(row, _NO_DRAFTS)
-
     # Questions
+
+    def num_known(self, rows: np.ndarray | int) -> np.ndarray:
+        """Return how many tokens of each row are known, those that are expected included; int32 [num_rows]."""
+        return self._num_tokens[rows] + self._num_pending[rows]
 
     def active_rows(self) -> np.ndarray:
         """int64 [n]: rows of running sequences, in running order."""
@@ -259,4 +238,7 @@ def _without(rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> np.ndarray:
     return rows[~np.isin(rows, np.fromiter(drafts, np.int32, len(drafts)))] if drafts else rows
 
 
-_NO_DRAFTS = np.empty(0, np.int32)
+def _column(shape: int | tuple[int, int], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """Return a column for the table to write, and the view that everyone else reads."""
+    column = np.zeros(shape, dtype)
+    return column, readonly(column)

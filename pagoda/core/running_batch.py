@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.request import RequestState
@@ -59,7 +60,13 @@ class RunningBatch:
     """
 
     def __init__(
-        self, table: RequestTable, kv: KVCacheManager, in_flight: StepsInFlight, async_scheduling: bool
+        self,
+        table: RequestTable,
+        kv: KVCacheManager,
+        in_flight: StepsInFlight,
+        drafts: Drafts,
+        *,
+        async_scheduling: bool,
     ) -> None:
         self.requests: dict[str, RequestState] = {}
         self.num_seqs = 0
@@ -68,6 +75,7 @@ class RunningBatch:
         self._table = table
         self._kv = kv
         self._in_flight = in_flight
+        self._drafts = drafts
         self._async = async_scheduling
         self._running: RunningRows | None = None
         self._is_steady = False
@@ -90,8 +98,9 @@ class RunningBatch:
             self.num_seqs -= 1
 
     def lead(self, row: int, request: RequestState) -> None:
-        """The request's other sequences wait for this row."""
-        self.leaders[row] = request
+        """The request's other sequences, if it has any, wait for this row."""
+        if len(request.unfinished) > 1:
+            self.leaders[row] = request
 
     def dissolve(self, row: int) -> None:
         """The request's other sequences no longer wait for this row."""
@@ -138,9 +147,9 @@ class RunningBatch:
     def plan_steady_step(self, plan: StepPlan) -> bool:
         """Plan one more token for every row. Return False, and plan nothing, if the step is not as simple as that.
 
-        `_is_steady` is derived when `changed()` was called since, and then stays; `_num_computed` are then the counts
-        of the running rows. `_steps_until_reserve` is the number of further steps in which no row can need a block or,
-        planned ahead, reach its length limit.
+        `_derive` finds out whether it is, once after each `changed()`. From then on three attributes are kept:
+        `_is_steady`; `_num_computed`, the counts of the running rows; and `_steps_until_reserve`, the number of further
+        steps in which no row can need a block or, with tokens in flight, reach its length limit.
         """
         if self._in_flight.outputs and not self._async:
             return False  # the tokens that rows in flight sample are not known
@@ -161,11 +170,11 @@ class RunningBatch:
     def _derive(self) -> bool:
         """Whether every row lacks exactly one token, and gets nothing else in the next step."""
         table = self._table
-        if self.prefilling or self.leaders or table.drafts:
+        if self.prefilling or self.leaders or self._drafts.offered:
             return False
         rows = self.running.at
         self._num_computed = table.num_computed[rows]
-        lacks = table.num_tokens[rows] + table.num_pending[rows] - self._num_computed
+        lacks = table.num_known(rows) - self._num_computed
         self._is_steady = bool((lacks == 1).all()) and not table.is_pooled[rows].any()
         self._steps_until_reserve = 0
         return self._is_steady

@@ -19,6 +19,7 @@ from pagoda.base.errors import RequestError
 from pagoda.core.checks import RequestChecks, check_config
 from pagoda.core.chunk_limits import make_chunk_limits
 from pagoda.core.decision_log import DecisionLog
+from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.gates import GateContext, Gates
 from pagoda.core.in_flight import StepsInFlight
@@ -78,16 +79,16 @@ class Scheduler:
         # A row is given out again when the steps that name it are complete: each step in flight may pin
         # max_num_seqs rows.
         self.max_rows = config.max_num_seqs * max(config.pipeline_depth, 1)
-        has_windows = any(group.is_window for group in sizing.groups)
-        self._table = table = RequestTable(self.max_rows, max_model_len, track_in_flight=has_windows)
-        watermark_blocks = int(cache.watermark * (num_blocks + 1))
-        self._kv = kv = KVCacheManager(
-            table, sizing, num_blocks, num_host_blocks, watermark_blocks, cache, config.prefix_hash_seed
+        has_windows, is_async = any(group.is_window for group in sizing.groups), config.async_scheduling
+        self._table = table = RequestTable(
+            self.max_rows, max_model_len, track_in_flight=has_windows, expect_tokens=is_async
         )
+        self._kv = kv = KVCacheManager(table, sizing, num_blocks, num_host_blocks, cache, config, counters)
         self._in_flight = in_flight = StepsInFlight()
         self._outbox = outbox = Outbox(self.max_rows)
         self._waiting, self._swapped = waiting, swapped = RequestQueue(), RequestQueue()
-        self._batch = batch = RunningBatch(table, kv, in_flight, config.async_scheduling)
+        self._drafts = drafts = Drafts(table, counters)
+        self._batch = batch = RunningBatch(table, kv, in_flight, drafts, async_scheduling=is_async)
         whole_items = config.no_partial_media and not encoder_decoder
         encoder = EncoderInputs(
             table,
@@ -96,11 +97,11 @@ class Scheduler:
             encoder_decoder=encoder_decoder,
             whole_items=whole_items,
         )
-        gates = Gates(GateContext(config, table, batch, in_flight, waiting, is_grammar_ready))
+        gates = Gates(GateContext(config, table, batch, in_flight, waiting, is_grammar_ready), log)
         self._limits = limits = make_chunk_limits(
-            config, self._requests, batch, table, encoder, whole_items=whole_items
+            config, self._requests, batch, drafts, encoder, whole_items=whole_items
         )
-        forgetful = (kv, batch, encoder, outbox)
+        forgetful = (kv, drafts, batch, encoder)
         self._lifecycle = lifecycle = Lifecycle(
             self._requests, table, kv, batch, in_flight, outbox, waiting, swapped, self._stops, gates, limits, policy,
             clock, log, forgetful,
@@ -110,16 +111,16 @@ class Scheduler:
         self._preemption = preemption = Preemption(
             config, policy, rule, table, kv, batch, in_flight, lifecycle, encoder, outbox, log, counters
         )
-        self._checks = RequestChecks(config, table, encoder, policy)
-        self._run_running = RunRunning(config, table, kv, batch, limits, preemption, lifecycle, outbox)
+        self._checks = checks = RequestChecks(config, table, kv, encoder, policy)
+        self._run_running = RunRunning(table, kv, drafts, batch, limits, preemption, lifecycle, outbox)
         self._resume_swapped = ResumeSwapped(swapped, gates, kv, batch, limits, lifecycle, outbox, log)
         self._admit_waiting = AdmitWaiting(
-            config, waiting, table, kv, batch, gates, limits, preemption, lifecycle, outbox, log, counters
+            waiting, table, kv, batch, gates, checks, limits, preemption, lifecycle, outbox, log
         )
         fork = Fork(table, kv, batch, lifecycle, limits)
-        self._finish_plan = FinishPlan(config, table, kv, batch, outbox, encoder, fork, log)
+        self._finish_plan = FinishPlan(table, kv, batch, outbox, encoder, fork, log)
         self._commit = CommitOutputs(
-            config, table, kv, batch, in_flight, outbox, lifecycle, encoder, self._stops, costs, counters, clock
+            table, kv, drafts, batch, in_flight, outbox, lifecycle, encoder, self._stops, costs, counters, clock
         )
 
     # Requests come and go
@@ -132,8 +133,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         state = self._checks.make_state(request)
-        for sequence in state.unfinished[:1] if state.awaiting_fork else state.unfinished:
-            self._kv.hash_prompt(sequence)
+        self._kv.hash_prompt(state)
         self._lifecycle.add(state)
 
     def finish_requests(
@@ -235,12 +235,10 @@ class Scheduler:
 
     def _offer_drafts(self, drafts: Mapping[int, Sequence[int] | np.ndarray]) -> None:
         """`update_draft_token_ids` by row; rows without a running sequence are ignored."""
-        table = self._table
         for row, tokens in drafts.items():
-            sequence = table.sequence_of[row] if row >= 0 else None
+            sequence = self._table.sequence_of[row] if row >= 0 else None
             if sequence is not None and sequence.row == row:
-                fits = table.num_tokens[row] - table.num_computed[row] == 1 and row not in self._batch.prefilling
-                table.offer_drafts(row, np.array(tokens if fits else (), np.int32))
+                self._drafts.offer(row, () if row in self._batch.prefilling else tokens)
         self._batch.changed(rows=False)
 
     # Questions
@@ -312,6 +310,7 @@ class Scheduler:
     def check(self) -> None:
         """Check the contract's invariants. Raises InvariantBroken."""
         check_invariants(
-            self._requests, table=self._table, kv=self._kv, batch=self._batch, in_flight=self._in_flight,
-            waiting=self._waiting, swapped=self._swapped, stops=self._stops, max_num_seqs=self.config.max_num_seqs,
+            self._requests, table=self._table, kv=self._kv, drafts=self._drafts, batch=self._batch,
+            in_flight=self._in_flight, waiting=self._waiting, swapped=self._swapped, stops=self._stops,
+            max_num_seqs=self.config.max_num_seqs,
         )  # fmt: skip

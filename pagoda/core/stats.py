@@ -20,6 +20,15 @@ class Counters:
     accepted_tokens: int = 0
     accepted_tokens_per_pos: list[int] = field(default_factory=list[int])
 
+    def count_lookup(self, num_tokens: int, num_cached: int, *, resumed: bool) -> None:
+        """A request entered with `num_tokens` tokens, of which the prefix cache had `num_cached`."""
+        if resumed:
+            self.prefix_queries_resumed += num_tokens
+            self.prefix_hits_resumed += num_cached
+        else:
+            self.prefix_queries += num_tokens
+            self.prefix_hits += num_cached
+
     def count_draft(self, num_drafted: int, num_accepted: int) -> None:
         """A draft of `num_drafted` tokens was verified; the first `num_accepted` were right."""
         self.drafts += 1

@@ -21,7 +21,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteadyStep:
-    """The bulk rows are all running rows, and each computes one token: what follows from that.
+    """Arrays that are known without a computation if each running row computes exactly one token.
 
     at: int64 [n], the rows.   ends, numbers (0..n-1): int32 [n].
     """
@@ -94,6 +94,12 @@ class StepPlan:
         self.bulk_rows, self.bulk_start, self.bulk_new = rows, start, num_new
         self.budget -= total
         self.num_scheduled += total
+
+    def spend(self, num_tokens: int) -> None:
+        """A row that enters takes `num_tokens` tokens from the budgets."""
+        self.budget -= num_tokens
+        if self.prompt_budget is not None:
+            self.prompt_budget -= num_tokens
 
     def take_prompt_tokens(self, row: int, num_new: int) -> None:
         """The `num_new` tokens that the row computes are a prompt's."""

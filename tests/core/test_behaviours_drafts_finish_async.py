@@ -94,6 +94,24 @@ def test_rule_120_lookahead_is_counted_with_the_known_tokens() -> None:
     assert rig.plan().output.num_lookahead_slots == 3
 
 
+@pytest.mark.parametrize(
+    ("names", "drafted", "scheduled", "num_preemptions"),
+    [("ab", "a", {"a": 4}, 1), ("ab", "b", {"a": 1}, 1), ("a", "a", {"a": 1}, 0)],
+    ids=["of a newer request", "of itself", "of nobody"],
+)
+def test_drafts_that_find_no_block_cause_a_preemption(
+    names: str, drafted: str, scheduled: dict[str, int], num_preemptions: int
+) -> None:
+    """Drafts are tokens like all others (conformance: draft_preempt); only a request that runs alone drops them."""
+    rig = Rig(num_blocks=2 * len(names), num_speculative_tokens=3)
+    for name in names:
+        rig.add(name, 6)
+    rig.step()
+    rig.scheduler.update_draft_token_ids({drafted: [51, 52, 53]})
+    assert rig.step().scheduled == scheduled
+    assert (rig.scheduler.make_stats().preemptions, rig.scheduler._drafts.offered) == (num_preemptions, {})
+
+
 def test_rule_121_draft_stats() -> None:
     rig = drafting()
     verify(rig, [51, 52, 53], [51, 52, 99])

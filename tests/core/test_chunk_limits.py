@@ -71,7 +71,11 @@ def test_an_item_at_the_start_of_a_chunk_is_not_split() -> None:
     assert rig.step().scheduled == {"m": 8}
 
 
-def test_a_cap_below_an_item_that_must_stay_whole_yields_to_it() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "offset", "chunks"), [(12, 2, [2, 8, 2]), (18, 0, [8, 3, 3])], ids=["before it", "after it"]
+)
+def test_a_cap_below_an_item_that_must_stay_whole_yields_to_it(prompt: int, offset: int, chunks: list[int]) -> None:
+    """Until the item is computed, and no longer."""
     rig = Rig(
         max_num_batched_tokens=16,
         no_partial_media=True,
@@ -81,8 +85,8 @@ def test_a_cap_below_an_item_that_must_stay_whole_yields_to_it() -> None:
     )
     rig.add("a", 4)
     rig.step()
-    rig.add("m", 12, media=(MediaItem("image", 2, 8),))
-    assert [rig.step().scheduled["m"] for _ in range(3)] == [2, 8, 2]
+    rig.add("m", prompt, media=(MediaItem("image", offset, 8),))
+    assert [rig.step().scheduled["m"] for _ in range(3)] == chunks
 
 
 def test_a_replayed_request_that_outgrew_a_phased_step_is_served() -> None:
@@ -114,9 +118,7 @@ def test_every_chunk_limit_is_asked_for_a_request_that_comes_back_from_host_memo
     rig.step()
     preempt(rig, "a")
     limit = NotNow()
-    limits = rig.scheduler._limits
-    limits._limits.append(limit)
-    limits._following.append(limit)
+    rig.scheduler._limits._limits.append(limit)
     assert rig.step().scheduled == {}
     assert rig.swapped == ["a"]
     limit.is_closed = False
@@ -125,15 +127,36 @@ def test_every_chunk_limit_is_asked_for_a_request_that_comes_back_from_host_memo
     assert len(rig.run()["a"]) == 8
 
 
-def test_the_cap_yields_to_an_item_only_until_it_is_computed() -> None:
-    rig = Rig(
-        max_num_batched_tokens=16,
-        no_partial_media=True,
-        long_prefill_token_threshold=3,
-        encoder_budget=16,
-        encoder_cache_tokens=16,
-    )
+class Entries(ChunkLimit):
+    """Overrides one method only."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def enter(self, request: RequestState, row: int) -> None:
+        self.rows.append(row)
+
+
+def test_a_limit_overrides_the_methods_that_it_needs() -> None:
+    rig, limit = Rig(), Entries()
+    rig.scheduler._limits._limits.append(limit)
     rig.add("a", 4)
     rig.step()
-    rig.add("m", 18, media=(MediaItem("image", 0, 8),))
-    assert [rig.step().scheduled["m"] for _ in range(3)] == [8, 3, 3]
+    assert limit.rows == [0]
+
+
+def test_siblings_that_come_back_together_share_what_prompts_may_take() -> None:
+    """Each of the three lacks one token; next to the decode of `b`, two tokens are left for rows that enter."""
+    rig = Rig(
+        num_host_blocks=16,
+        preemption_mode=PreemptionMode.SWAP,
+        prefill_beside_decodes=2,
+        max_num_batched_tokens=16,
+        num_blocks=8,
+    )
+    rig.add("b", 4)
+    rig.add("a", 4, n=3)
+    rig.step()
+    preempt(rig, "a")
+    assert rig.step().scheduled == {"b": 1, "a/0": 1, "a/1": 1}
+    assert rig.step().scheduled == {"b": 1, "a/0": 1, "a/1": 1, "a/2": 1}

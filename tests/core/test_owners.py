@@ -26,18 +26,18 @@ COLUMNS = {
             "_num_computed",
             "_num_pending",
             "_num_in_flight",
-            "_num_drafts",
             "_is_pooled",
             "_length_limit",
             "_order",
             "_handle",
             "_index",
             "_client",
-            "drafts",
             "sequence_of",
         ),
         "request_table.py",
     ),
+    "_num_offered": "drafts.py",
+    "offered": "drafts.py",
     "_awaits": "outbox.py",
     "prefilling": "running_batch.py",
     "leaders": "running_batch.py",
@@ -53,7 +53,9 @@ ATTRIBUTES = {
     "awaiting_fork": "passes/fork.py",
     "has_output": "outbox.py",
     "num_preemptions": "preemption.py",
-    "num_cached_tokens": "passes/admit_waiting.py",
+    "num_cached_tokens": "lifecycle.py",
+    "num_draft_tokens": "drafts.py",
+    "num_accepted_tokens": "drafts.py",
     "num_prompt_logprobs_sent": "passes/commit_outputs.py",
     "row": "request_table.py",
     "token_ids": "request_table.py",
@@ -67,9 +69,9 @@ ATTRIBUTES = {
     "last_reason": "chunk_limits.py",
 }
 
-# StepPlan takes back what it was given, and several owners keep a dict of the same name for themselves.
-EXCEPTIONS = {("steady", "step_plan.py"), ("drafts", "step_plan.py"), ("drafts", "in_flight.py")}
-SAME_NAME = {("requests", "running_batch.py"), ("drafts", "passes/run_running.py")}  # batch.requests, plan.drafts
+# StepPlan takes back what it was given, and two owners keep a dict of the same name for themselves.
+EXCEPTIONS = {("steady", "step_plan.py")}
+SAME_NAME = {("requests", "running_batch.py")}  # batch.requests
 
 
 class Writes(ast.NodeVisitor):

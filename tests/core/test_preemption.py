@@ -27,21 +27,21 @@ def observe(
 def test_auto_swaps_while_more_than_one_sequence_is_left() -> None:
     rule = make_preemption_rule(PreemptionMode.AUTO, CostModel())
     four = state(4)
-    assert rule.prefers_swap(four, 10, 3)
+    assert rule(four, 10, 3)
     for sequence in four.sequences[:3]:
         sequence.status = RequestStatus.FINISHED_STOPPED
-    assert not rule.prefers_swap(four, 10, 3)
+    assert not rule(four, 10, 3)
 
 
 def test_cost_compares_two_copies_with_one_computation() -> None:
     costs = CostModel()
     rule = make_preemption_rule(PreemptionMode.COST, costs)
-    assert not rule.prefers_swap(state(1), 1000, 60)  # nothing is measured yet
+    assert not rule(state(1), 1000, 60)  # nothing is measured yet
     observe(costs, num_tokens=1000, num_rows=1, duration_s=1.0, num_copied_blocks=0, copy_s=0.0)
-    assert rule.prefers_swap(state(1), 1000, 60)  # a copy that was never measured is tried
+    assert rule(state(1), 1000, 60)  # a copy that was never measured is tried
     observe(costs, num_tokens=1, num_rows=1, duration_s=0.1, num_copied_blocks=10, copy_s=0.1)
-    assert not rule.prefers_swap(state(1), 1000, 60)  # 1.2 s of copies against 1 s of prefill
-    assert rule.prefers_swap(state(1), 1000, 40)
+    assert not rule(state(1), 1000, 60)  # 1.2 s of copies against 1 s of prefill
+    assert rule(state(1), 1000, 40)
 
 
 def test_small_steps_do_not_count_as_prefill_speed() -> None:

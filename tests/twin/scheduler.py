@@ -298,7 +298,7 @@ class TwinScheduler:
             for sequence in state.alive:
                 want = min(len(sequence.tokens) - sequence.computed, self.budget - sum(wants))
                 want = self._capped(state, sequence.computed, want)
-                wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget))
+                wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget - sum(wants)))
             if not any(wants) and any(sequence.computed < len(sequence.tokens) for sequence in state.alive):
                 return False
             uptos = [
@@ -516,11 +516,8 @@ class TwinScheduler:
         """Sequences that return after a recompute share the full prompt blocks of the first one, once it has them."""
         first = state.alive[0]
         known = min((len(sequence.tokens) for sequence in state.alive if not sequence.started), default=0)
-        prompt_end = state.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
         shared = min(state.request.num_prompt_tokens, known - 1) // self.memory.block_size * self.memory.block_size
-        # The first one's window moves on: siblings that need less than the full prompt blocks must not wait.
-        ready = shared if self.memory.has_windows else prompt_end
-        if not state.forked or not first.started or first.computed < ready:
+        if not state.forked or not first.started or first.computed < shared:
             return
         for sequence in state.alive:
             if not sequence.started:

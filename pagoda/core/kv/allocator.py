@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.block_moves import BlockMoves
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
@@ -89,12 +90,9 @@ class BlockAllocator:
         missing = max(
             blocks_for(self._sizing.slots_up_to(end), self._block_size) - int(self._tables.num_blocks[row]), 0
         )
-        shared = self._shared_tail_groups(row)
-        if missing * len(self.growing) + len(shared) > self._pool.num_free:
+        if missing * len(self.growing) + len(self._shared_tail_groups(row)) > self._pool.num_free:
             return False
-        for group, index in shared:
-            self._copy_on_write(row, group, index)
-        self._shared_tails.discard(row)
+        self.unshare_tail(row)
         self.append(row, end, is_known=True)
         return True
 
@@ -248,3 +246,36 @@ class BlockAllocator:
             self._pool.free(blocks[blocks != 0][::-1])
         tables.num_blocks[row] = tables.num_cross_blocks[row] = 0
         self._shared_tails.discard(row)
+
+    # Invariants
+
+    def check(self, rows: np.ndarray) -> None:
+        """Check reference counts, and who may write, of the running `rows`. Raises InvariantBroken."""
+        self._check_references(rows)
+        self._check_writers(rows)
+
+    def _check_references(self, rows: np.ndarray) -> None:
+        """Every block's count equals the number of table entries naming it."""
+        tables, ref_count = self._tables, self._pool.ref_count
+        counted = np.zeros(len(ref_count), np.int64)
+        for group, entries in zip(tables.groups, tables.entries, strict=True):
+            used = tables.num_blocks[rows] if group.grows else tables.num_cross_blocks[rows]
+            held = entries[rows][np.arange(entries.shape[1]) < used[:, None]]
+            counted += np.bincount(held, minlength=len(counted))
+        counted[0] = 0
+        if (counted != ref_count).any():
+            block = int(np.flatnonzero(counted != ref_count)[0])
+            raise InvariantBroken(
+                f"block {block} has {ref_count[block]} references, but {counted[block]} table entries name it"
+            )
+
+    def _check_writers(self, rows: np.ndarray) -> None:
+        """No row goes on writing to a block that others reference without the manager being asked first."""
+        tables, num_computed = self._tables, self._table.num_computed[rows]
+        tail = num_computed // self._block_size
+        inside = (tail < tables.num_blocks[rows]) & (num_computed % self._block_size != 0)
+        rows, tail, num_computed = rows[inside], tail[inside], num_computed[inside]
+        for group in self.growing:
+            shared = self._pool.ref_count[tables.entries[group.index][rows, tail]] > 1
+            if (tables.reserved_until[rows[shared]] >= num_computed[shared]).any():
+                raise InvariantBroken("a row would write to a block that another row references")

@@ -6,7 +6,7 @@ from pagoda.core.kv.sizing import KVGroup
 
 
 class BlockTables:
-    """The KV columns, one row per running sequence.
+    """The KV columns, one row per running sequence. (`num_cached` is next to the prefix cache, in CachedContent.)
 
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block.
     num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).

@@ -53,8 +53,12 @@ class CachedContent:
         self.num_cached[row] = num_cached
 
     def share(self, source: int, row: int, num_tokens: int) -> None:
-        """`row` references the blocks of the first `num_tokens` tokens of `source`."""
-        self.num_cached[row] = min(int(self.num_cached[source]), num_tokens // self._block_size)
+        """`row` references the blocks of the first `num_tokens` tokens of `source`, and their hashes if it has none."""
+        sequence, chain = self._table.owner(row), self._chains.get(self._table.owner(source))
+        num_full = num_tokens // self._block_size
+        if chain is not None and sequence not in self._chains and len(chain.hashes) <= num_full:
+            self._chains[sequence] = chain.fork()
+        self.num_cached[row] = min(int(self.num_cached[source]), num_full)
 
     def hash_tokens(self, sequence: Sequence) -> HashChain:
         """Hash the full blocks of a sequence without a row."""
@@ -65,12 +69,6 @@ class CachedContent:
             chain = self._chains[sequence] = HashChain(root, self._block_size, facts.media)
         chain.extend(sequence.token_ids, len(sequence.token_ids))
         return chain
-
-    def fork_hashes(self, source: Sequence, sequence: Sequence) -> None:
-        """`sequence` starts with the tokens of `source`."""
-        chain = self._chains.get(source)
-        if chain is not None:
-            self._chains[sequence] = chain.fork()
 
     def forget_hashes(self, sequence: Sequence) -> None:
         """The sequence has ended."""
@@ -127,20 +125,16 @@ class CachedContent:
             self._remove(self._tables.entries[group.index][row, first:last])
         self.num_cached[row] = min(first, last)
 
-    def uncache_row(self, row: int) -> None:
-        """The row's KV cannot be trusted: its blocks are removed from the prefix cache."""
-        count = int(self._tables.num_blocks[row])
-        for group in self._groups:
-            self._remove(self._tables.entries[group.index][row, :count])
-        self.num_cached[row] = count
-
-    def uncache_sequence(self, sequence: Sequence) -> None:
-        """The KV of a sequence without a row cannot be trusted: all that is found by its hashes is removed."""
-        chain = self._chains.get(sequence)
-        if chain is None:
-            return
-        for group in self._groups:
-            self._remove(np.array(self.prefix_cache.blocks_with(group.index, chain.hashes), np.int32))
+    def uncache(self, sequence: Sequence) -> None:
+        """The sequence's KV cannot be trusted: its row's blocks are removed, or all that is found by its hashes."""
+        row, chain = sequence.row, self._chains.get(sequence)
+        if row >= 0:
+            self.num_cached[row] = count = int(self._tables.num_blocks[row])
+            for group in self._groups:
+                self._remove(self._tables.entries[group.index][row, :count])
+        elif chain is not None:
+            for group in self._groups:
+                self._remove(np.array(self.prefix_cache.blocks_with(group.index, chain.hashes), np.int32))
 
     def _remove(self, blocks: np.ndarray) -> None:
         blocks = blocks[blocks != 0]

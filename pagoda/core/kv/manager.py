@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 
 from pagoda.base.config import CacheConfig
-from pagoda.base.errors import InvariantBroken
+from pagoda.core.decision_log import Reason
 from pagoda.core.kv.allocator import BlockAllocator
 from pagoda.core.kv.block_moves import BlockMoves, StepMoves
 from pagoda.core.kv.block_pool import BlockPool
@@ -15,25 +15,25 @@ from pagoda.core.kv.cached_content import CachedContent, CachedPrefix
 from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.sizing import KVSizing, blocks_for
 from pagoda.core.readonly import readonly
-from pagoda.core.request import Sequence
+from pagoda.core.request import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.core.stats import Counters
 
 
 class AdmissionResult(Enum):
-    """Whether blocks are there for a request that wants to enter."""
+    """Whether blocks are there for a request that wants to enter. The value is why it must wait, if it must."""
 
-    OK = "ok"
-    NO_BLOCKS = "too few free blocks now"
-    WATERMARK = "the watermark would be broken"
-    NEVER = "too few blocks even in an empty pool"
+    OK = None
+    NO_BLOCKS = Reason.BLOCKS
+    WATERMARK = Reason.WATERMARK
+    NEVER = Reason.NEVER
 
 
 class KVCacheManager:
     """Blocks for rows: device pool, prefix cache and host tier.
 
     num_blocks: usable device blocks; block 0 is the null block.   num_host_blocks: blocks of the swap pool.
-    watermark_blocks: kept free when a request enters next to running ones.
-    prefix_hash_seed: seed of the block hashes; None draws a secret one.
     reserved_until: int32 [rows], read-only: up to this position a row needs nothing from the manager.
     """
 
@@ -43,14 +43,16 @@ class KVCacheManager:
         sizing: KVSizing,
         num_blocks: int,
         num_host_blocks: int,
-        watermark_blocks: int,
         cache: CacheConfig,
-        prefix_hash_seed: int | None = None,
+        options: SchedulerOptions,
+        counters: Counters,
     ) -> None:
         self.sizing = sizing
         self.block_size = sizing.block_size
         self.num_blocks = num_blocks
-        self._watermark_blocks = watermark_blocks
+        self._watermark_blocks = int(cache.watermark * (num_blocks + 1))  # free when a request enters next to others
+        self._admit_whole_prompt = options.admit_whole_prompt
+        self._counters = counters
         self._table = table
         max_blocks = blocks_for(sizing.max_model_len, sizing.block_size)
         self._tables = BlockTables(sizing.groups, table.max_rows, max_blocks)
@@ -59,7 +61,8 @@ class KVCacheManager:
         self._moves = BlockMoves()
         has_cross = not all(group.grows for group in sizing.groups)
         caching = cache.enable_prefix_caching and not has_cross
-        self._content = CachedContent(table, self._tables, self._pool, sizing.block_size, caching, prefix_hash_seed)
+        seed = options.prefix_hash_seed
+        self._content = CachedContent(table, self._tables, self._pool, sizing.block_size, caching, seed)
         self._allocator = BlockAllocator(table, self._tables, self._pool, self._moves, self._content, sizing)
         host_pool = BlockPool(num_host_blocks, first_id=0)
         self._host = HostTier(table, self._tables, self._pool, host_pool, self._allocator, self._moves, sizing)
@@ -75,14 +78,6 @@ class KVCacheManager:
     @property
     def num_free_host_blocks(self) -> int:
         return self._host.pool.num_free
-
-    @property
-    def has_windows(self) -> bool:
-        return bool(self._allocator.windows)
-
-    @property
-    def caches_prefixes(self) -> bool:
-        return self._content.enabled
 
     def tables_of(self, row: int) -> tuple[np.ndarray, ...]:
         """Return a copy of the row's block table per KV group."""
@@ -109,16 +104,44 @@ class KVCacheManager:
 
     # A request enters
 
-    def hash_prompt(self, sequence: Sequence) -> None:
-        """Hash a new sequence's tokens now, so that its admission need not."""
+    def hash_prompt(self, request: RequestState) -> None:
+        """Hash a new request's tokens now, so that its admission need not."""
         if self._content.enabled:
-            self._content.hash_tokens(sequence)
+            for sequence in (request.unfinished[0], *request.followers):
+                self._content.hash_tokens(sequence)
 
-    def get_computed_blocks(self, sequence: Sequence, *, skip: bool = False) -> CachedPrefix:
-        """Return the cached prefix of a sequence without a row, as block ids per KV group. skip: do not look."""
-        return self._content.nothing if skip else self._content.longest_prefix(sequence)
+    def get_computed_blocks(self, request: RequestState) -> CachedPrefix:
+        """Return the cached prefix of the first sequence of a request without rows, as block ids per KV group."""
+        # Its followers share its blocks, which a hit in a window group may not all have.
+        if not request.facts.reads_prefix_cache or (self._allocator.windows and request.followers):
+            return self._content.nothing
+        return self._content.longest_prefix(request.unfinished[0])
 
-    def blocks_to_admit(self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False) -> int:
+    def most_blocks(self, request: RequestState) -> int:
+        """Return the most blocks that the request's known tokens hold at once. A pool with fewer can never serve it."""
+        num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.facts.encoder_len
+        return self.sizing.blocks_for_request(num_tokens, encoder_len) + self._blocks_of_followers(request)
+
+    def can_allocate(
+        self, request: RequestState, prefix: CachedPrefix, num_new: int, *, others_run: bool
+    ) -> AdmissionResult:
+        """Whether a request without rows may compute `num_new` tokens after `prefix`.
+
+        With `admit_whole_prompt`, blocks for all its known tokens must be free (a check, not a reservation).
+        """
+        encoder_len = request.facts.encoder_len
+        need = self._blocks_to_admit(self.sizing.slots_up_to(prefix.num_tokens + num_new), prefix, encoder_len)
+        if self._admit_whole_prompt:
+            num_known = len(request.unfinished[0].token_ids)
+            whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
+            need = max(need, whole + self._blocks_of_followers(request))
+        return self._result_for(need, others_run=others_run)
+
+    def _blocks_of_followers(self, request: RequestState) -> int:
+        lengths = [len(sequence.token_ids) for sequence in request.followers]
+        return self.sizing.blocks_for_siblings(lengths, request.facts.num_prompt_tokens)
+
+    def _blocks_to_admit(self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False) -> int:
         """Free blocks needed to hold `num_tokens` tokens after `prefix`; its blocks that are free count too.
 
         capped: count at most what a window group holds at once.
@@ -136,7 +159,7 @@ class KVCacheManager:
                 need += int(np.count_nonzero(self._pool.ref_count[cached] == 0))
         return need
 
-    def can_allocate(self, num_needed: int, *, others_run: bool) -> AdmissionResult:
+    def _result_for(self, num_needed: int, *, others_run: bool) -> AdmissionResult:
         """Whether `num_needed` blocks are free for a newcomer. The watermark is kept only next to running requests."""
         free = self._pool.num_free
         if num_needed > free:
@@ -146,11 +169,16 @@ class KVCacheManager:
             return AdmissionResult.WATERMARK
         return AdmissionResult.OK
 
-    def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int, encoder_len: int) -> None:
-        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `can_allocate`."""
-        self._allocator.fill_row(row, prefix, end, encoder_len)
+    def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int, *, resumed: bool) -> None:
+        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `can_allocate`.
+
+        resumed: its request had entered before; its lookup is counted apart.
+        """
+        self._allocator.fill_row(row, prefix, end, self._table.owner(row).request.facts.encoder_len)
         self._content.start_row(row, prefix.num_tokens // self.block_size)
         self._content.cache_blocks(row, end)
+        if self._content.enabled:
+            self._counters.count_lookup(int(self._table.num_tokens[row]), prefix.num_tokens, resumed=resumed)
 
     # A row goes on
 
@@ -170,10 +198,6 @@ class KVCacheManager:
         self._allocator.share(source, row, num_tokens)
         self._content.share(source, row, num_tokens)
 
-    def fork_hashes(self, source: Sequence, sequence: Sequence) -> None:
-        """`sequence` starts with all tokens of `source`."""
-        self._content.fork_hashes(source, sequence)
-
     def cache_blocks(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Insert the full blocks of `rows` into the prefix cache, up to `ends` computed tokens."""
         self._content.cache_filled(rows, ends)
@@ -182,13 +206,9 @@ class KVCacheManager:
         """The row was taken out of the step: what it would have computed is removed from the prefix cache."""
         self._content.uncache_uncomputed(row)
 
-    def uncache_row(self, row: int) -> None:
-        """The row's KV cannot be trusted: its blocks are removed from the prefix cache."""
-        self._content.uncache_row(row)
-
-    def uncache_sequence(self, sequence: Sequence) -> None:
-        """`uncache_row` for a sequence that has left its row."""
-        self._content.uncache_sequence(sequence)
+    def uncache(self, sequence: Sequence) -> None:
+        """The sequence's KV cannot be trusted: its blocks are removed from the prefix cache."""
+        self._content.uncache(sequence)
 
     # A row leaves
 
@@ -216,9 +236,9 @@ class KVCacheManager:
         """Move the KV of sibling sequences to the host. Their rows lose all device blocks."""
         self._host.swap_out(sequences)
 
-    def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> int:
-        """Free device blocks needed to bring `sequences` back, with room for their tokens up to `ends`."""
-        return self._host.blocks_to_swap_in(sequences, ends)
+    def can_swap_in(self, sequences: list[Sequence], ends: list[int], *, others_run: bool) -> AdmissionResult:
+        """`can_allocate` for sequences that would come back from the host, and compute up to `ends`."""
+        return self._result_for(self._host.blocks_to_swap_in(sequences, ends), others_run=others_run)
 
     def swap_in(self, sequences: list[Sequence]) -> None:
         """Bring sibling sequences back into their new rows."""
@@ -252,32 +272,4 @@ class KVCacheManager:
         self._pool.check()
         self._host.check()
         self._content.check()
-        self._check_references(rows)
-        self._check_writers(rows)
-
-    def _check_references(self, rows: np.ndarray) -> None:
-        """Every block's count equals the number of table entries naming it."""
-        tables, ref_count = self._tables, self._pool.ref_count
-        counted = np.zeros(len(ref_count), np.int64)
-        for group, entries in zip(tables.groups, tables.entries, strict=True):
-            used = tables.num_blocks[rows] if group.grows else tables.num_cross_blocks[rows]
-            held = entries[rows][np.arange(entries.shape[1]) < used[:, None]]
-            counted += np.bincount(held, minlength=len(counted))
-        counted[0] = 0
-        if (counted != ref_count).any():
-            block = int(np.flatnonzero(counted != ref_count)[0])
-            raise InvariantBroken(
-                f"block {block} has {ref_count[block]} references, but {counted[block]} table entries name it"
-            )
-
-    def _check_writers(self, rows: np.ndarray) -> None:
-        """No row goes on writing to a block that others reference without the manager being asked first."""
-        tables, num_computed = self._tables, self._table.num_computed[rows]
-        tail = num_computed // self.block_size
-        inside = (tail < tables.num_blocks[rows]) & (num_computed % self.block_size != 0)
-        rows, tail, num_computed = rows[inside], tail[inside], num_computed[inside]
-        for group in self.sizing.groups:
-            if group.grows:
-                shared = self._pool.ref_count[tables.entries[group.index][rows, tail]] > 1
-                if (tables.reserved_until[rows[shared]] >= num_computed[shared]).any():
-                    raise InvariantBroken("a row would write to a block that another row references")
+        self._allocator.check(rows)

@@ -8,6 +8,7 @@ is hashed again; equal hashes mean equal prefixes, which is what a chain of pare
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -80,12 +81,8 @@ class HashChain:
 
     def fork(self) -> "HashChain":
         """Return a copy that can be extended on its own."""
-        twin = HashChain.__new__(HashChain)
-        twin.hashes = list(self.hashes)
-        twin._hasher = self._hasher.copy()
-        twin._block_size = self._block_size
-        twin._block_bytes = self._block_bytes
-        twin._media = self._media
+        twin = copy(self)
+        twin.hashes, twin._hasher = list(self.hashes), self._hasher.copy()
         return twin
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagoda.base.clock import Clock
+from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
@@ -14,19 +15,20 @@ from pagoda.core.preemption import CostModel
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
-from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import Counters
 from pagoda.core.stops import StopTokens, find_end
+
+NOTHING = only_finishes(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CommitOutputs:
     """Takes results in the order of planning."""
 
-    config: SchedulerOptions
     table: RequestTable
     kv: KVCacheManager
+    drafts: Drafts
     batch: RunningBatch
     in_flight: StepsInFlight
     outbox: Outbox
@@ -50,7 +52,7 @@ class CommitOutputs:
             self.in_flight.unpin(output.step)
         if self.outbox.has_deferred:
             for client, deferred in self.outbox.take_deferred().items():
-                by_client[client] = _with_finishes(by_client.get(client), deferred.finishes)
+                by_client[client] = _with_finishes(by_client.get(client, NOTHING), deferred.finishes)
         return by_client
 
     def _is_plain(self, output: SchedulerOutput, result: ModelRunnerOutput) -> bool:
@@ -78,7 +80,7 @@ class CommitOutputs:
             at = rows.astype(np.intp)
             handles, indices, counts = table.handle[at], table.index[at], np.ones(len(at), np.int32)
             limits = table.length_limit[at]
-        ends = table.commit(at, tokens, self.config.async_scheduling)
+        ends = table.commit(at, tokens)
         self.counters.generation_tokens += len(at)
         may_end = self.stops.among(tokens) | (ends >= limits)
         clients = table.client[at] if running.client is None else None
@@ -110,10 +112,8 @@ class CommitOutputs:
         clients = table.client[rows]
         first = self.outbox.take_first_outputs(rows[result.num_sampled > 0])
         prompt_logprobs = self._new_prompt_logprobs(output, result)  # before a first token ends its request
-        if self.config.async_scheduling:
-            table.settle_expected(rows, output.drafts)
-        if output.drafts:
-            self.batch.changed(rows=False)  # rejected ones are taken back
+        table.settle_expected(rows, output.drafts)
+        self.batch.changed(rows=False)  # counts move by more or less than one token
         for i, row in enumerate(rows.tolist()):
             sequence = table.sequence_of[row]
             if sequence is None or sequence.is_finished:
@@ -122,8 +122,7 @@ class CommitOutputs:
                 finishes.append(self._fail(sequence, result.failed[row]))
                 continue
             tokens = result.sampled[i, : result.num_sampled[i]].tolist()
-            if row in output.drafts:
-                self._roll_back(sequence, row, len(output.drafts[row]), len(tokens))
+            self.drafts.verified(sequence, row, len(output.drafts.get(row, ())), len(tokens))
             if sequence.row < 0 and tokens and not sequence.request.has_output:
                 first.append(self.outbox.note_first_output(sequence.request))  # its row was forgotten
             num_kept[i], finish = self._append(sequence, tokens)
@@ -145,20 +144,10 @@ class CommitOutputs:
         outputs = _kept_outputs(table, rows, result, num_kept)
         by_client = self._by_client(outputs, clients[num_kept > 0], None, finishes, first)
         for client, by_handle in prompt_logprobs.items():
-            by_client[client] = replace(by_client.get(client) or only_finishes(()), prompt_logprobs=by_handle)
+            by_client[client] = replace(by_client.get(client, NOTHING), prompt_logprobs=by_handle)
         for client, vectors in pooled.items():
-            by_client[client] = replace(by_client.get(client) or only_finishes(()), pooled=vectors)
+            by_client[client] = replace(by_client.get(client, NOTHING), pooled=vectors)
         return by_client
-
-    def _roll_back(self, sequence: Sequence, row: int, num_drafts: int, num_tokens: int) -> None:
-        """Take back the drafts that were rejected: their slots are written again."""
-        num_accepted = max(num_tokens - 1, 0)
-        # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
-        if sequence.row == row or sequence.status is RequestStatus.SWAPPED:
-            self.table.roll_back(sequence, num_drafts - num_accepted)
-        sequence.request.num_draft_tokens += num_drafts
-        sequence.request.num_accepted_tokens += num_accepted
-        self.counters.count_draft(num_drafts, num_accepted)
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
         """Append to a running sequence, or to one that was preempted or parked meanwhile. Return (kept, its end)."""
@@ -176,10 +165,7 @@ class CommitOutputs:
 
     def _fail(self, sequence: Sequence, message: str) -> tuple[int, Finish]:
         """The row's numbers are no longer finite: it ends, and its blocks are removed from the prefix cache."""
-        if sequence.row >= 0:
-            self.kv.uncache_row(sequence.row)
-        else:
-            self.kv.uncache_sequence(sequence)
+        self.kv.uncache(sequence)
         finish = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_ERROR, message=message)
         return sequence.request.facts.client_index, finish
 
@@ -222,8 +208,7 @@ class CommitOutputs:
         for request in first:
             facts = request.facts
             self.counters.prompt_tokens += facts.num_prompt_tokens
-            # A first token that failed leaves nothing but an end to report.
-            one = by_client.setdefault(facts.client_index, only_finishes(()))
+            one = by_client.get(facts.client_index, NOTHING)  # a first token that failed leaves only an end to report
             by_client[facts.client_index] = replace(
                 one,
                 num_cached_tokens=one.num_cached_tokens | {facts.handle: request.num_cached_tokens},
@@ -233,7 +218,7 @@ class CommitOutputs:
         for one_client, finish in finishes:
             ended.setdefault(one_client, []).append(finish)
         for one_client, of_client in ended.items():
-            by_client[one_client] = _with_finishes(by_client.get(one_client), tuple(of_client))
+            by_client[one_client] = _with_finishes(by_client.get(one_client, NOTHING), tuple(of_client))
         return by_client
 
 
@@ -255,9 +240,7 @@ def _kept_outputs(
     )
 
 
-def _with_finishes(outputs: EngineCoreOutputs | None, finishes: tuple[Finish, ...]) -> EngineCoreOutputs:
-    if outputs is None:
-        return only_finishes(finishes)
+def _with_finishes(outputs: EngineCoreOutputs, finishes: tuple[Finish, ...]) -> EngineCoreOutputs:
     return replace(outputs, finishes=outputs.finishes + finishes)
 
 

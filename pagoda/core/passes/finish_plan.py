@@ -11,7 +11,6 @@ from pagoda.core.outbox import Outbox
 from pagoda.core.passes.fork import Fork
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
-from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind, RowInit
 from pagoda.core.step_plan import Entry, StepPlan
 
@@ -20,7 +19,6 @@ from pagoda.core.step_plan import Entry, StepPlan
 class FinishPlan:
     """Runs after the passes that place rows: nothing is preempted any more."""
 
-    config: SchedulerOptions
     table: RequestTable
     kv: KVCacheManager
     batch: RunningBatch
@@ -41,17 +39,15 @@ class FinishPlan:
             self.table.advance(plan.at, plan.ends, plan.num_new)
             self._find_samples(plan)
             enter = any(entry.kind is not AdmitKind.SWAPPED_IN for entry in plan.entering.values())
-            if self.batch.leaders:
-                self.fork.run(plan)
+            self.fork.run(plan)
             plan.has_prompts = self.batch.note_progress(plan) or enter
-        if self.config.async_scheduling:
-            self.table.expect_tokens(plan.sample_rows, plan.drafts)
+        self.table.expect_tokens(plan.sample_rows, plan.drafts)
         self._drain(plan)
 
     def _find_samples(self, plan: StepPlan) -> None:
         """A row samples when its chunk reaches the end of its known tokens."""
         table, rows = self.table, plan.at
-        reaches = (plan.ends >= table.num_tokens[rows] + table.num_pending[rows]) & ~table.is_pooled[rows]
+        reaches = (plan.ends >= table.num_known(rows)) & ~table.is_pooled[rows]
         plan.sample_index = reaches.nonzero()[0].astype(np.int32)
         plan.sample_rows = plan.rows[plan.sample_index]
 
@@ -67,7 +63,7 @@ class FinishPlan:
         plan.notices = self.outbox.drain()
         plan.encoder_freed = self.encoder.take_evicted()
         plan.num_common_prefix_blocks = self.kv.num_common_prefix_blocks(self.batch.running.rows)
-        plan.num_lookahead_slots = self.config.num_lookahead_slots
+        plan.num_lookahead_slots = self.kv.sizing.num_lookahead_slots
         plan.num_running = len(self.batch.requests)
 
     def _row_init(self, entry: Entry) -> RowInit:

@@ -35,10 +35,8 @@ class Fork:
                 if all(sequence.row >= 0 for sequence in request.unfinished):
                     self.batch.dissolve(row)  # those that waited for it have ended
                     continue
-                prompt_end = request.facts.num_prompt_tokens // self.kv.block_size * self.kv.block_size
                 shared = self._num_shared_tokens(request)
-                # A window of the leader's would move on without its siblings: then they join as soon as they can.
-                if self.table.num_computed[row] >= (shared if self.kv.has_windows else prompt_end):
+                if self.table.num_computed[row] >= shared:
                     self._join(plan, row, request, shared)
 
     def _fork(self, plan: StepPlan, source: int, request: RequestState) -> None:
@@ -51,7 +49,6 @@ class Fork:
             if sequence is first:
                 continue
             row = self.lifecycle.fork_row(source, sequence)
-            self.kv.fork_hashes(first, sequence)
             self.kv.fork(source, row, int(self.table.num_computed[source]))
             forks.append(RowFork(source, row, sequence.index, sequence.seed))
         where = int(np.flatnonzero(plan.rows == source)[0])
@@ -76,5 +73,5 @@ class Fork:
             row = self.lifecycle.give_row(sequence, shared)
             self.kv.fork(leader, row, shared)
             plan.enter(row, AdmitKind.RESUMED, shared)
-            self.batch.start_prefill(row)
             self.limits.enter(request, row)
+            self.batch.start_prefill(row)

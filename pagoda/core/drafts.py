@@ -1,0 +1,70 @@
+"""Drafts: tokens that a drafter offers for the next step, and what becomes of them when they are verified."""
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from pagoda.core.readonly import readonly
+from pagoda.core.request import RequestStatus, Sequence
+from pagoda.core.request_table import RequestTable
+from pagoda.core.stats import Counters
+from pagoda.core.step_plan import StepPlan
+
+
+class Drafts:
+    """Offered drafts by row. A step takes those of the rows it plans; none is offered twice.
+
+    num_offered: int32 [rows], read-only.   offered: row -> int32 [k], k > 0.
+    """
+
+    def __init__(self, table: RequestTable, counters: Counters) -> None:
+        self.offered: dict[int, np.ndarray] = {}
+        self._num_offered = np.zeros(table.max_rows, np.int32)
+        self.num_offered = readonly(self._num_offered)
+        self._table = table
+        self._counters = counters
+
+    def offer(self, row: int, tokens: Items[int] | np.ndarray) -> None:
+        """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped."""
+        self.forget(row)
+        if len(tokens) and self._table.num_tokens[row] - self._table.num_computed[row] == 1:
+            self.offered[row] = np.array(tokens, np.int32)
+            self._num_offered[row] = len(tokens)
+
+    def forget(self, row: int) -> None:
+        """The row's sequence has left it, or a step has taken its drafts."""
+        if self.offered.pop(row, None) is not None:
+            self._num_offered[row] = 0
+
+    def num_wanted(self, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Return how many tokens each row lacks from `start` on, drafts included; int32 [num_rows]."""
+        table, known = self._table, self._table.num_known(rows)
+        # The token at the model's last position is sampled, never computed.
+        last = np.maximum(table.num_tokens[rows], table.max_model_len - 1)
+        # The token in flight finishes this row; do not schedule it again.
+        ends_in_flight = (table.num_pending[rows] > 0) & (known >= table.length_limit[rows])
+        end = np.where(ends_in_flight, start, np.minimum(known + self._num_offered[rows], last))
+        return np.maximum(end - start, 0)
+
+    def place(self, plan: StepPlan, rows: np.ndarray, ends: np.ndarray) -> None:
+        """`rows` compute up to `ends`: plan those of their drafts that fit before that, and drop the others."""
+        if not self.offered:
+            return
+        for i in self._num_offered[rows].nonzero()[0].tolist():
+            row = int(rows[i])
+            num_fitting = int(ends[i] - self._table.num_known(row))
+            if num_fitting > 0:
+                plan.drafts[row] = self.offered[row][:num_fitting]
+            self.forget(row)
+
+    def verified(self, sequence: Sequence, row: int, num_drafts: int, num_sampled: int) -> None:
+        """A step has verified the drafts of `row`, which was the sequence's: take back those that were rejected."""
+        if not num_drafts:
+            return
+        num_accepted = max(num_sampled - 1, 0)
+        # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
+        if sequence.row == row or sequence.status is RequestStatus.SWAPPED:
+            self._table.roll_back(sequence, num_drafts - num_accepted)
+        sequence.request.num_draft_tokens += num_drafts
+        sequence.request.num_accepted_tokens += num_accepted
+        self._counters.count_draft(num_drafts, num_accepted)
