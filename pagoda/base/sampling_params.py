@@ -129,11 +129,6 @@ class SamplingParams:
         object.__setattr__(changed, "grammar", grammar)
         return changed
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen, without a random number."""
-        return self.temperature == 0.0
-
 
 _FLAGS = (
     "ignore_eos",

@@ -1,6 +1,5 @@
 """The flight recorder: readable by another process, whatever the writer was doing."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,9 @@ def test_a_step_in_flight_is_seen_with_its_requests(tmp_path: Path) -> None:
     record = reader.read()
     assert record.steps_begun - record.steps_ended == 1
     assert set(record.keys.tolist()) == {request_key("a"), request_key("b")}
-    assert record.in_flight_for_s(time.monotonic() + 5) > 4.9
     writer.end_step()
-    assert reader.read().in_flight_for_s(time.monotonic() + 5) == 0.0
+    record = reader.read()
+    assert record.steps_begun == record.steps_ended == 1
 
 
 def test_more_rows_than_it_has_room_for_are_cut(tmp_path: Path) -> None:
