@@ -21,7 +21,6 @@ from pagoda.base.setting import describe_settings
 from pagoda.core.executor import Executor
 from pagoda.core.grammar import GrammarBackend
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.engine_core import EngineCore
@@ -200,10 +199,6 @@ def build_engine_core(
     options = scheduler_options(setup.config, setup.drafting)
     grammars = _make_grammars(setup)
 
-    def is_grammar_ready(request: Request) -> bool:
-        grammar = request.sampling.grammar if request.sampling is not None else None
-        return grammar is None or grammars.is_ready(grammar)
-
     scheduler = Scheduler(
         options,
         setup.config.cache,
@@ -212,7 +207,7 @@ def build_engine_core(
         setup.max_model_len,
         clock,
         num_host_blocks=capacity.num_host_blocks,
-        is_grammar_ready=is_grammar_ready,
+        grammars=grammars,
     )
     executor = _make_executor(setup, capacity, scheduler.max_rows, grammars, pin_threads)
     if wrap_executor is not None:

@@ -8,9 +8,10 @@ from enum import Enum
 import numpy as np
 
 from pagoda.core.decision_log import DecisionLog, Reason
+from pagoda.core.grammar import CompiledGrammars
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.queues import QueueScan, RequestQueue
-from pagoda.core.request import LoraRef, Request, RequestState
+from pagoda.core.request import LoraRef, RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -38,7 +39,7 @@ class GateContext:
     """What gates may look at.
 
     waiting: the queue of requests without KV; the other queue has swapped ones.
-    is_grammar_ready: whether a request's grammar is compiled; None if no request has one.
+    grammars: None if no request has a grammar.
     """
 
     config: SchedulerOptions
@@ -46,7 +47,7 @@ class GateContext:
     batch: RunningBatch
     in_flight: StepsInFlight
     waiting: RequestQueue
-    is_grammar_ready: Callable[[Request], bool] | None = None
+    grammars: CompiledGrammars | None = None
 
 
 class Gate:
@@ -115,17 +116,30 @@ class LateOutputGate(Gate):
 
 
 class GrammarGate(Gate):
-    """Holds a request back until its grammar is compiled."""
+    """Holds a request back until its grammar is compiled; keeps the grammars of running requests compiled."""
 
     _HOLD = Hold(Reason.GRAMMAR, Skip.REQUEST)
 
+    def __init__(self, context: GateContext) -> None:
+        super().__init__(context)
+        assert context.grammars is not None
+        self._grammars = context.grammars
+
     @staticmethod
     def is_needed(context: GateContext) -> bool:
-        return context.is_grammar_ready is not None
+        return context.grammars is not None
 
     def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
-        is_ready = self.context.is_grammar_ready
-        return None if is_ready is None or is_ready(request.facts) else self._HOLD
+        grammar = request.facts.grammar
+        return None if grammar is None or self._grammars.is_ready(grammar) else self._HOLD
+
+    def enter(self, request: RequestState) -> None:
+        if (grammar := request.facts.grammar) is not None:
+            self._grammars.pin(grammar)
+
+    def leave(self, request: RequestState) -> None:
+        if (grammar := request.facts.grammar) is not None:
+            self._grammars.unpin(grammar)
 
 
 class SequenceLimit(Gate):

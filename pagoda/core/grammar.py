@@ -8,7 +8,10 @@ import numpy as np
 
 
 class GrammarMatcher(Protocol):
-    """The state of one sequence in its grammar: which tokens may follow those that it was given."""
+    """The state of one sequence in its grammar: which tokens may follow those that it was given.
+
+    Its methods do not raise, whatever the library does: what goes wrong is in `error`.
+    """
 
     @property
     def error(self) -> str:
@@ -40,26 +43,42 @@ class MaskWork:
     drafts: tuple[int, ...] = ()
 
 
-class GrammarBackend(Protocol):
-    """Compiles grammars and fills masks. Thread-safe."""
+class CompiledGrammars(Protocol):
+    """What the scheduler needs of a GrammarBackend."""
 
     def is_ready(self, grammar: str) -> bool:
         """Whether the grammar is compiled (or cannot be); if not, begin to compile it on another thread."""
         ...
+
+    def pin(self, grammar: str) -> None:
+        """Keep a compiled grammar until `unpin`: a request that has it enters the running batch. Pins are counted."""
+        ...
+
+    def unpin(self, grammar: str) -> None:
+        """Undo one `pin`."""
+        ...
+
+
+class GrammarBackend(CompiledGrammars, Protocol):
+    """Compiles grammars and fills masks. Thread-safe."""
 
     def wait(self, timeout_s: float) -> None:
         """Return when a grammar has been compiled, when none is being compiled, or after `timeout_s`."""
         ...
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """Return a matcher at the beginning of the grammar; it has an `error` if the grammar does not compile."""
+        """Return a matcher at the beginning of the grammar; it has an `error` if the grammar does not compile.
+
+        Called in steps: a pinned grammar is not compiled again. Does not raise.
+        """
         ...
 
     def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> None:
         """Fill masks in parallel, without holding the GIL.
 
         masks: int32 [num_masks, ceil(vocab_size / 32)], one bit per token, lowest first: 1 where it may follow. After
-        a draft that may not follow, the later masks of that sequence may be anything.
+        a draft that may not follow, the later masks of that sequence may be anything. A matcher that fails has an
+        `error`, and its masks may be anything; the others' masks are not affected.
         """
         ...
 

@@ -110,6 +110,11 @@ class Request:
     def num_seqs(self) -> int:
         return self.sampling.n if self.sampling is not None else 1
 
+    @property
+    def grammar(self) -> str | None:
+        """The grammar that its output follows, as text."""
+        return self.sampling.grammar if self.sampling is not None else None
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -9,7 +9,7 @@ A step is planned in a few moves (passes/), each with the owners that it uses:
 and its results are applied by passes/commit_outputs.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from pagoda.core.decision_log import DecisionLog
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.gates import GateContext, Gates
+from pagoda.core.grammar import CompiledGrammars
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.invariants import check_invariants
 from pagoda.core.kv import KVCacheManager, KVSizing
@@ -48,7 +49,7 @@ class Scheduler:
     num_blocks: usable device blocks; block 0 is one more, the null block.
     num_host_blocks: blocks of the swap pool, with ids from 0.
     encoder_decoder: a request's encoder input is run in its first step and read through cross-attention tables.
-    is_grammar_ready: whether a request's grammar is compiled; until then it waits. None: no request has a grammar.
+    grammars: says when a request's grammar is compiled; until then it waits. None: no request has a grammar.
     max_rows: capacity of the row table; workers size theirs by it.
     """
 
@@ -62,7 +63,7 @@ class Scheduler:
         clock: Clock,
         num_host_blocks: int = 0,
         encoder_decoder: bool = False,
-        is_grammar_ready: Callable[[Request], bool] | None = None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         check_config(config, kv_groups, num_blocks, max_model_len)
         self.config = config
@@ -97,7 +98,7 @@ class Scheduler:
             encoder_decoder=encoder_decoder,
             whole_items=whole_items,
         )
-        gates = Gates(GateContext(config, table, batch, in_flight, waiting, is_grammar_ready), log)
+        gates = Gates(GateContext(config, table, batch, in_flight, waiting, grammars), log)
         self._limits = limits = make_chunk_limits(
             config, self._requests, batch, drafts, encoder, whole_items=whole_items
         )

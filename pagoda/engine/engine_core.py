@@ -70,7 +70,7 @@ class EngineCore:
         If it fails, the engine's state is unchanged.
         """
         check_token_ids(request, self._vocab_size)
-        grammar = request.sampling.grammar if request.sampling is not None else None
+        grammar = request.grammar
         structure = request.sampling.structured_outputs if request.sampling is not None else None
         if structure is not None or (grammar is not None and self._grammars is None):
             raise RequestError("structured output is not available on this engine", "structured_outputs")

@@ -36,7 +36,9 @@ class GrammarRows:
     """Follows each row's output in its grammar.
 
     A matcher reads the table's tokens when a mask is needed, so it stays correct after preemptions, restarts, forks and
-    rejected drafts: masks depend only on the grammar and the row's output.
+    rejected drafts: masks depend only on the grammar and the row's output. So do failures: a matcher that meets a limit
+    of the library, perhaps because of what earlier drafts made it explore, is replaced by a new one, and the row fails
+    only if that one fails too, without drafts.
     """
 
     def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
@@ -84,7 +86,11 @@ class GrammarRows:
         for row, tokens in drafts.items():
             count = len(tokens)
             if row in self._rows:
-                count = self._caught_up(table, row, int(table.num_tokens[row])).count_allowed(tokens.tolist())
+                matcher = self._caught_up(table, row, int(table.num_tokens[row]))
+                count = matcher.count_allowed(tokens.tolist())
+                if matcher.error:
+                    count = 0
+                    self._restart(row)
             if count:
                 kept[row] = tokens[:count]
         return kept
@@ -93,10 +99,15 @@ class GrammarRows:
         """Return the row's matcher after it was given the output up to `position`."""
         grammar, prompt = self._rows[row], int(table.num_prompt[row])
         if position - prompt < grammar.num_taken:  # tokens were taken back
-            grammar.matcher, grammar.num_taken = self._backend.matcher(grammar.text), 0
+            self._restart(row)
         grammar.matcher.advance(table.token_ids[row, prompt + grammar.num_taken : position].tolist())
         grammar.num_taken = position - prompt
         return grammar.matcher
+
+    def _restart(self, row: int) -> None:
+        """Give the row a new matcher, which has taken nothing."""
+        grammar = self._rows[row]
+        grammar.matcher, grammar.num_taken = self._backend.matcher(grammar.text), 0
 
     def shutdown(self) -> None:
         """Forget all rows and end the thread. Idempotent."""
@@ -107,21 +118,32 @@ class GrammarRows:
 
     def _fill(self, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> GrammarMasks:
         draws = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
+        bits = np.full((len(draws), self._num_words), -1, np.int32)
         work: list[MaskWork] = []
-        failed: dict[int, str] = {}
         firsts = [i for i, draw in enumerate(draws) if i == 0 or rows[draw] != rows[draws[i - 1]]]
         for first, end in zip(firsts, [*firsts[1:], len(draws)], strict=True):
             row, position = int(rows[draws[first]]), int(positions[draws[first]])
-            matcher = self._caught_up(table, row, position)
-            if error := matcher.error:
-                failed[row] = f"the output left its grammar: {error}"
-                continue
             drafts = table.token_ids[row, position : position + end - first - 1].tolist()
-            work.append(MaskWork(matcher, first, tuple(drafts)))
-        bits = np.full((len(draws), self._num_words), -1, np.int32)
-        if work:
-            self._backend.fill(work, bits)
-        for one in work:  # filling may meet a limit of the library
-            if error := one.matcher.error:
-                failed[int(rows[draws[one.first]])] = f"the grammar is too complex here: {error}"
+            work.append(MaskWork(self._caught_up(table, row, position), first, tuple(drafts)))
+        self._backend.fill([one for one in work if not one.matcher.error], bits)
+        failed: dict[int, str] = {}
+        for one in work:
+            if one.matcher.error:
+                row, position = int(rows[draws[one.first]]), int(positions[draws[one.first]])
+                masks = bits[one.first : one.first + 1 + len(one.drafts)]
+                if error := self._fill_afresh(table, row, position, masks):
+                    failed[row] = error
         return GrammarMasks(draws, bits, failed)
+
+    def _fill_afresh(self, table: DeviceTable, row: int, position: int, masks: np.ndarray) -> str:
+        """Fill the masks of a row whose matcher has failed, by a new matcher. Return why that fails too, or "".
+
+        Its drafts are rejected: after them, nothing is allowed.
+        """
+        self._restart(row)
+        matcher = self._caught_up(table, row, position)
+        if error := matcher.error:
+            return f"the output left its grammar: {error}"
+        masks[1:] = 0
+        self._backend.fill([MaskWork(matcher, 0)], masks[:1])
+        return f"the grammar is too complex here: {error}" if (error := matcher.error) else ""

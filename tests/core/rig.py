@@ -1,6 +1,5 @@
 """Rig: a scheduler on the bench, driven step by step with small numbers, answering in plain ones."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.grammar import CompiledGrammars
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Rig:
         max_model_len: int = 256,
         groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),),
         encoder_decoder: bool = False,
-        is_grammar_ready: Callable[[Request], bool] | None = None,
+        grammars: CompiledGrammars | None = None,
         block_size: int = 4,
         enable_prefix_caching: bool = False,
         watermark: float = 0.0,
@@ -63,7 +63,7 @@ class Rig:
             self.clock,
             num_host_blocks=num_host_blocks,
             encoder_decoder=encoder_decoder,
-            is_grammar_ready=is_grammar_ready,
+            grammars=grammars,
         )
         self.requests: list[Request] = []
         self.owners: dict[int, str] = {}
@@ -74,6 +74,8 @@ class Rig:
         tokens = [1000 * number + place for place in range(prompt)] if isinstance(prompt, int) else prompt
         names = ("n", "min_tokens", "stop_token_ids", "ignore_eos", "prompt_logprobs")
         sampling = SamplingParams(max_tokens=max_tokens, **{name: facts.pop(name) for name in names if name in facts})
+        if "grammar" in facts:
+            sampling = sampling.with_grammar(facts.pop("grammar"))
         facts = {"arrival_time_s": float(number), **facts}
         request = Request(request_id, np.asarray(tokens, np.int32), sampling, handle=number, seed=number, **facts)
         self.scheduler.add_request(request)

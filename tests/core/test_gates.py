@@ -1,6 +1,7 @@
 """Gates: uniform answers, balanced enter and leave, and what it takes to add one."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -13,12 +14,48 @@ from pagoda.core.step_plan import StepPlan
 from tests.core.rig import Rig
 
 
+class FakeGrammars(set[str]):
+    """Grammars that are ready, and how often each is pinned."""
+
+    def __init__(self) -> None:
+        self.pins: Counter[str] = Counter()
+
+    def is_ready(self, grammar: str) -> bool:
+        return grammar in self
+
+    def pin(self, grammar: str) -> None:
+        assert grammar in self
+        self.pins[grammar] += 1
+
+    def unpin(self, grammar: str) -> None:
+        assert self.pins[grammar] > 0
+        self.pins[grammar] -= 1
+
+
+def test_grammars_of_running_requests_are_pinned() -> None:
+    ready = FakeGrammars()
+    ready.update("ab")
+    rig = Rig(grammars=ready, num_blocks=9)
+    for name in "abc":
+        rig.add(name, 8, max_tokens=8, grammar="ab"[name == "b"])
+    most = 0
+    for _ in range(60):
+        rig.step()
+        assert ready.pins["a"] == sum(name in rig.running for name in "ac")
+        assert ready.pins["b"] == ("b" in rig.running)
+        most = max(most, ready.pins.total())
+    assert most > 1
+    assert not rig.running
+    assert not +ready.pins
+    assert rig.scheduler.make_stats().preemptions
+
+
 def test_a_request_waits_for_its_grammar_and_others_pass() -> None:
-    ready: set[str] = set()
-    rig = Rig(decision_log_steps=8, is_grammar_ready=lambda request: request.request_id in ready)
+    ready = FakeGrammars()
+    rig = Rig(decision_log_steps=8, grammars=ready)
     ready.add("b")
-    rig.add("a", 4)
-    rig.add("b", 4)
+    rig.add("a", 4, grammar="a")
+    rig.add("b", 4, grammar="b")
     assert rig.step().scheduled == {"b": 4}
     assert rig.waiting == ["a"]
     assert rig.scheduler.explain.of_request("a") == [(1, Held("a", Reason.GRAMMAR, stops_queue=False))]

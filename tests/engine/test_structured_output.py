@@ -17,6 +17,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.core.grammar import MaskWork
 from pagoda.core.request import RequestStatus
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
@@ -262,6 +263,94 @@ def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path) -> N
     core.shutdown()
     assert answers.finishes["r0", 0].status is RequestStatus.FINISHED_ERROR
     assert len(answers.tokens["r1", 0]) == 3
+
+
+class PanicException(BaseException):
+    """What a panic of a Rust library is in Python."""
+
+
+class PanickingCopy:
+    def deep_copy(self) -> None:
+        raise PanicException("index out of bounds")
+
+
+def test_a_panic_when_a_row_gets_its_grammar_ends_its_request_only(model: Path) -> None:
+    """The worker does not die of it: it would be started again, and the request replayed, over and over."""
+    core = engine(model)
+    backend = core._grammars
+    assert isinstance(backend, LlguidanceBackend)
+    grammar = KINDS[4].grammar
+    assert grammar is not None
+    while not backend.is_ready(grammar):
+        backend.wait(1.0)
+    backend._compiled[grammar].inner = PanickingCopy()  # type: ignore[union-attr]
+    answers = drive(core, [request(0, [5], KINDS[4], eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=3))])
+    core.shutdown()
+    assert answers.finishes["r0", 0].status is RequestStatus.FINISHED_ERROR
+    assert "index out of bounds" in str(answers.finishes["r0", 0].message)
+    assert len(answers.tokens["r1", 0]) == 3
+
+
+class LimitedMatcher:
+    """Fails for ever after so much work, as at a library's limit; a new matcher begins at 0."""
+
+    def __init__(self, inner: Any, limit: int, cost_of_draft: int) -> None:
+        self._inner, self._left, self._cost = inner, limit, cost_of_draft
+        self.inner = self
+
+    @property
+    def error(self) -> str:
+        return self._inner.error or ("too many states" if self._left < 0 else "")
+
+    def advance(self, token_ids: list[int]) -> None:
+        self._inner.advance(token_ids)
+
+    def count_allowed(self, token_ids: list[int]) -> int:
+        self._left -= len(token_ids) == 4
+        return self._inner.count_allowed(token_ids) if not self.error else 0
+
+    def copy(self) -> "LimitedMatcher":
+        return LimitedMatcher(self._inner.copy(), self._left, self._cost)
+
+    def spend(self, num_masks: int) -> Any:
+        self._left -= 1 + self._cost * (num_masks - 1)
+        return self._inner
+
+
+class LimitedBackend:
+    """A backend whose matchers meet a limit early when they look at drafts."""
+
+    def __init__(self, inner: LlguidanceBackend, limit: int, cost_of_draft: int) -> None:
+        self._inner, self._limit, self._cost = inner, limit, cost_of_draft
+        self.num_matchers = 0
+
+    def matcher(self, grammar: str) -> LimitedMatcher:
+        self.num_matchers += 1
+        return LimitedMatcher(self._inner.matcher(grammar), self._limit, self._cost)
+
+    def fill(self, work: list[MaskWork], masks: np.ndarray) -> None:
+        inner = [MaskWork(one.matcher.spend(1 + len(one.drafts)), one.first, one.drafts) for one in work]  # type: ignore[attr-defined]
+        self._inner.fill(inner, masks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_limits_that_only_drafts_meet_fail_no_request(model: Path, expected: Trace, method: str | None) -> None:
+    """Masks after drafts cost the library work; a row fails only if a new matcher fails without drafts."""
+    drafting = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    core = engine(model, **({"speculative_config": drafting} if method else {}))
+    rows = core._executor.worker._runner._grammars  # type: ignore[attr-defined]
+    rows._backend = limited = LimitedBackend(rows._backend, 12, 9)
+    watched = [watched_requests()[i] for i in (0, 3, 6)]
+    answers = drive(core, [request(i, each.prompt, each.params, each.seed) for i, each in enumerate(watched)])
+    stats = core.make_stats()
+    core.shutdown()
+    for i, each in enumerate(watched):
+        assert answers.tokens[f"r{i}", 0] == expected.tokens[each.seed]
+    assert limited.num_matchers > 6
+    assert (stats.drafted_tokens > 0) == (method is not None)
 
 
 class SlowTokenizer:

@@ -2,9 +2,10 @@
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import llguidance
 import numpy as np
@@ -14,7 +15,7 @@ from pagoda.base.errors import PagodaError
 from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.grammars.grammar_text import library_form
 from pagoda.engine.grammars.vocabulary import LibraryVocabulary, Vocabulary
-from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer, is_panic
 
 logger = logging.getLogger("pagoda")
 
@@ -37,16 +38,21 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 class LlguidanceMatcher:
-    """See core.grammar.GrammarMatcher."""
+    """See core.grammar.GrammarMatcher. The library reports errors by `get_error`, but it may also panic."""
 
     def __init__(self, matcher: LLMatcher, eos_ids: Sequence[int]) -> None:
         self.inner = matcher
         self._eos_ids = frozenset(eos_ids)
         self._has_ended = False
+        self._failure = ""
 
     @property
     def error(self) -> str:
-        return self.inner.get_error()
+        return self._failure or self.inner.get_error()
+
+    def fail(self, error: BaseException) -> None:
+        """The library raised `error` instead of reporting it. Raises it again if it is not the library's."""
+        self._failure = _library_error(error)
 
     @property
     def has_ended(self) -> bool:
@@ -54,13 +60,16 @@ class LlguidanceMatcher:
         return self._has_ended
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            if self._has_ended:
-                return
-            # Any end token ends the output; the library knows several, but takes each once.
-            self._has_ended = token_id in self._eos_ids
-            if not self.inner.consume_token(token_id):
-                return
+        try:
+            for token_id in token_ids:
+                if self._has_ended or self._failure:
+                    return
+                # Any end token ends the output; the library knows several, but takes each once.
+                self._has_ended = token_id in self._eos_ids
+                if not self.inner.consume_token(token_id):
+                    return
+        except BaseException as error:
+            self.fail(error)
 
     def before_end(self, drafts: Sequence[int]) -> list[int]:
         """Return the drafts in front of the first end token; none after the output has ended."""
@@ -70,12 +79,21 @@ class LlguidanceMatcher:
         return list(drafts[:end])
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        if self._has_ended:
+        if self._has_ended or self._failure:
             return 0
-        return self.inner.validate_tokens(list(token_ids))
+        try:
+            return self.inner.validate_tokens(list(token_ids))
+        except BaseException as error:
+            self.fail(error)
+            return 0
 
-    def copy(self) -> "LlguidanceMatcher":
-        copied = LlguidanceMatcher(self.inner.deep_copy(), ())
+    def copy(self) -> "GrammarMatcher":
+        if self._failure:
+            return FailedGrammar(self._failure)
+        try:
+            copied = LlguidanceMatcher(self.inner.deep_copy(), ())
+        except BaseException as error:
+            return FailedGrammar(_library_error(error))
         copied._eos_ids, copied._has_ended = self._eos_ids, self._has_ended
         return copied
 
@@ -96,8 +114,21 @@ class FailedGrammar:
         return self
 
 
+_Work = tuple[LlguidanceMatcher, int] | tuple[LlguidanceMatcher, int, list[int]]
+
+
+def _library_error(error: BaseException) -> str:
+    """Return the message of what the library raised. Raises it again if it is not the library's, as Ctrl-C is not."""
+    if not (isinstance(error, Exception) or is_panic(error)):
+        raise error
+    logger.error("the grammar library failed: %s", error, exc_info=error)
+    return str(error) or type(error).__name__
+
+
 class LlguidanceBackend:
     """See core.grammar.GrammarBackend. The tokenizer is loaded with the first grammar, on the thread that compiles it.
+
+    Keeps the grammars that are pinned, and of the others those used last, MAX_GRAMMARS together.
 
     load_tokenizer: returns the model's tokenizer.   vocab_size: of the model's logits.
     threads: that fill masks.
@@ -111,6 +142,8 @@ class LlguidanceBackend:
         self._changed = threading.Condition(self._lock)
         self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
         self._compiling: set[str] = set()
+        self._pins: Counter[str] = Counter()
+        self._last_ready = ""  # about to be pinned
         self._pool: ThreadPoolExecutor | None = None
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
@@ -120,6 +153,8 @@ class LlguidanceBackend:
     def is_ready(self, grammar: str) -> bool:
         with self._lock:
             if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+                self._last_ready = grammar
                 return True
             if grammar not in self._compiling:
                 if self._pool is None:
@@ -133,12 +168,21 @@ class LlguidanceBackend:
             if self._compiling:
                 self._changed.wait(timeout_s)
 
+    def pin(self, grammar: str) -> None:
+        with self._lock:
+            self._pins[grammar] += 1
+
+    def unpin(self, grammar: str) -> None:
+        with self._lock:
+            self._pins[grammar] -= 1
+            if not self._pins[grammar]:
+                del self._pins[grammar]
+            self._evict()
+
     def matcher(self, grammar: str) -> GrammarMatcher:
         with self._lock:
             compiled = self._compiled.get(grammar)
-            if compiled is not None:
-                self._compiled.move_to_end(grammar)
-        if compiled is None:  # it was pushed out of the cache while its request waited
+        if compiled is None:  # only if it was neither pinned nor found ready
             compiled = self._compile(grammar)
         return compiled.copy()
 
@@ -146,22 +190,35 @@ class LlguidanceBackend:
         if self._executor is None:
             self._executor = LLExecutor(self._threads)
         masks[:] = -1
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        plain: list[_Work] = []
+        drafted: list[_Work] = []
         for one in work:
             assert isinstance(one.matcher, LlguidanceMatcher)
             drafts = one.matcher.before_end(one.drafts)
             if drafts:
-                drafted.append((one.matcher.inner, one.first, drafts))
+                drafted.append((one.matcher, one.first, drafts))
             else:
-                plain.append((one.matcher.inner, one.first))
+                plain.append((one.matcher, one.first))
             if len(drafts) < len(one.drafts):  # what follows an end token, the library leaves open
                 masks[one.first + len(drafts) + 1 : one.first + len(one.drafts) + 1] = self._end_mask(masks.shape[1])
-        address, mask_bytes, count = masks.ctypes.data, masks.shape[1] * 4, masks.shape[0]
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, address, mask_bytes, count)
-        if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, mask_bytes, count)
+        self._compute(self._executor.unsafe_compute_mask_ptr, plain, masks)
+        self._compute(self._executor.unsafe_compute_mask_ptr_with_draft_token, drafted, masks)
+
+    def _compute(self, call: Callable[..., None], work: Sequence[_Work], masks: np.ndarray) -> None:
+        """Call the library for all of `work`, or, if that panics, for one after the other."""
+        if not work:
+            return
+        where = (masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
+        try:
+            call([(matcher.inner, *rest) for matcher, *rest in work], *where)
+            return
+        except BaseException as error:
+            _library_error(error)
+        for matcher, *rest in work:
+            try:
+                call([(matcher.inner, *rest)], *where)
+            except BaseException as error:
+                matcher.fail(error)
 
     def _end_mask(self, num_words: int) -> np.ndarray:
         """Return the mask after an end token: only end tokens may follow."""
@@ -182,17 +239,24 @@ class LlguidanceBackend:
         try:
             tokenizer = self._library_tokenizer()
             compiled = LlguidanceMatcher(compile_grammar(tokenizer, grammar), self._eos_ids)
-        except Exception as error:
-            if not isinstance(error, PagodaError):
-                logger.exception("a grammar could not be compiled")
-            compiled = FailedGrammar(str(error) or type(error).__name__)
+        except PagodaError as error:
+            compiled = FailedGrammar(str(error))
+        except BaseException as error:
+            compiled = FailedGrammar(_library_error(error))
         with self._changed:
             self._compiled[grammar] = compiled
-            if len(self._compiled) > MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
             self._compiling.discard(grammar)
+            self._evict()
             self._changed.notify_all()
         return compiled
+
+    def _evict(self) -> None:
+        """Drop those used least recently, with the lock held."""
+        excess = len(self._compiled) - MAX_GRAMMARS
+        if excess > 0:
+            unused = (one for one in self._compiled if one not in self._pins and one != self._last_ready)
+            for grammar in list(islice(unused, excess)):
+                del self._compiled[grammar]
 
     def _library_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:

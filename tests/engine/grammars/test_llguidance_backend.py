@@ -11,8 +11,9 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork, num_mask_words
+from pagoda.engine.grammars import llguidance_backend
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import MAX_GRAMMARS, LlguidanceBackend
+from pagoda.engine.grammars.llguidance_backend import MAX_GRAMMARS, LlguidanceBackend, LlguidanceMatcher
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -169,6 +170,108 @@ def test_what_does_not_compile_is_ready_with_an_error(backend: LlguidanceBackend
     matcher = ready(backend, "start: nothing")
     assert "nothing" in matcher.error
     assert matcher.copy().error == matcher.error
+
+
+class PanicException(BaseException):
+    """What a panic of a Rust library is in Python: not an Exception, and not importable."""
+
+
+class Panicking:
+    """A library's matcher that panics in some of its methods."""
+
+    def __init__(self, inner: Any, *names: str) -> None:
+        self._inner, self._names = inner, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            return self._panic
+        return getattr(self._inner, name)
+
+    def _panic(self, *_: object) -> None:
+        raise PanicException("index out of bounds")
+
+
+@pytest.mark.parametrize("name", ["consume_token", "validate_tokens", "deep_copy"])
+def test_a_panic_of_the_library_is_an_error_of_its_matcher(backend: LlguidanceBackend, name: str) -> None:
+    matcher = ready(backend, text_of(choice=["ab"]))
+    assert isinstance(matcher, LlguidanceMatcher)
+    matcher.inner = Panicking(matcher.inner, name)  # type: ignore[assignment]
+    if name == "deep_copy":
+        matcher = matcher.copy()
+    else:
+        assert matcher.count_allowed([ord("a"), ord("b")]) == 2 * (name == "consume_token")
+        matcher.advance([ord("a"), ord("b")])
+    assert "index out of bounds" in matcher.error
+    assert "index out of bounds" in matcher.copy().error
+    assert matcher.count_allowed([ord("a")]) == 0
+
+
+def test_a_panic_while_masks_are_filled_fails_one_row(backend: LlguidanceBackend) -> None:
+    matchers = [ready(backend, text_of(choice=[letter])) for letter in "abc"]
+    broken = matchers[1]
+    assert isinstance(broken, LlguidanceMatcher)
+    masks = np.zeros((3, num_mask_words(VOCAB)), np.int32)
+    inner = broken.inner
+    backend.fill([MaskWork(matchers[0], 0)], masks)  # makes the executor
+    backend._executor = PanickingExecutor(backend._executor, inner)  # type: ignore[assignment]
+    backend.fill([MaskWork(one, i) for i, one in enumerate(matchers)], masks)
+    assert "index out of bounds" in broken.error
+    for i in (0, 2):
+        assert matchers[i].error == ""
+        bits = np.flatnonzero(np.unpackbits(masks[i].view(np.uint8), bitorder="little")[:VOCAB])
+        assert bits.tolist() == [ord("abc"[i])]
+
+
+class PanickingExecutor:
+    """Panics where one matcher is among the work."""
+
+    def __init__(self, executor: Any, broken: Any) -> None:
+        self._executor, self._broken = executor, broken
+
+    unsafe_compute_mask_ptr_with_draft_token = None
+
+    def unsafe_compute_mask_ptr(self, work: list[Any], *where: int) -> None:
+        if any(matcher is self._broken for matcher, *_ in work):
+            raise PanicException("index out of bounds")
+        self._executor.unsafe_compute_mask_ptr(work, *where)
+
+
+def test_a_panic_while_compiling_ends_the_wait(monkeypatch: pytest.MonkeyPatch, backend: LlguidanceBackend) -> None:
+    def compile_grammar(*_: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(llguidance_backend, "compile_grammar", compile_grammar)
+    matcher = ready(backend, text_of(choice=["a"]))
+    assert matcher.error == "index out of bounds"
+
+
+def test_ctrl_c_is_not_taken_for_an_error_of_the_library(backend: LlguidanceBackend) -> None:
+    matcher = ready(backend, text_of(choice=["a"]))
+    assert isinstance(matcher, LlguidanceMatcher)
+    with pytest.raises(KeyboardInterrupt):
+        matcher.fail(KeyboardInterrupt())
+
+
+def test_pinned_grammars_stay_compiled(backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was just found ready: it is pinned next."""
+    kept, found = text_of(choice=["kept"]), text_of(choice=["found"])
+    ready(backend, kept)
+    backend.pin(kept)
+    backend.pin(kept)
+    backend.unpin(kept)
+    for i in range(MAX_GRAMMARS):
+        ready(backend, text_of(choice=[f"b{i}"]))
+    ready(backend, found)
+    for i in range(MAX_GRAMMARS):
+        backend._compile(text_of(choice=[f"c{i}"]))  # as on another thread
+    with monkeypatch.context() as patch:
+        patch.setattr(llguidance_backend, "compile_grammar", None)  # nothing can be compiled now
+        for one in (kept, found):
+            assert backend.matcher(one).error == ""
+    backend.unpin(kept)
+    for i in range(MAX_GRAMMARS):
+        ready(backend, text_of(choice=[f"d{i}"]))
+    assert not backend.is_ready(kept)
 
 
 def test_a_tokenizer_that_cannot_be_loaded_fails_its_grammars() -> None:
