@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+from structured_share import ShareSettings, measure_share
 
 from pagoda import LLM, RequestError, SamplingParams
 
@@ -59,47 +59,6 @@ def accepted(llm: LLM, schemas: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         except RequestError as error:
             reasons[str(error).rpartition(": ")[2][:80]] += 1
     return {"schemas": len(schemas), "accepted": len(served), "refused": dict(reasons.most_common())}, served
-
-
-def finished(llm: LLM, schemas: list[Any], generations: int, max_tokens: int) -> dict[str, Any]:
-    """Generate for each schema in turn, greedy first, then with seeds."""
-    prompts, params, used = [], [], []
-    for i in range(generations):
-        schema = schemas[i % len(schemas)]
-        asked = f"Write a short JSON example for this JSON schema:\n{json.dumps(schema)[:1500]}"
-        prompts.append(asked)
-        sampled = 0.0 if i < len(schemas) else 0.7
-        form: Any = {"json": schema}
-        params.append(SamplingParams(temperature=sampled, seed=i, max_tokens=max_tokens, structured_outputs=form))
-        used.append(schema)
-    begin_s = time.perf_counter()
-    rendered: list[Any] = []
-    for prompt in prompts:
-        chat = llm.engine.input_processor.render_chat([{"role": "user", "content": prompt}])
-        rendered.append(chat.token_ids)
-    outputs = llm.generate(rendered, params)
-    seconds = time.perf_counter() - begin_s
-    ends = Counter[str]()
-    invalid: list[str] = []
-    for schema, output in zip(used, outputs, strict=True):
-        one = output.outputs[0]
-        ends[str(one.finish_reason)] += 1
-        if one.finish_reason != "stop":
-            continue
-        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-        try:
-            validator(schema).validate(json.loads(one.text))
-        except Exception as error:
-            invalid.append(f"{type(error).__name__}: {str(error)[:120]}")
-    return {
-        "generations": generations,
-        "max_tokens": max_tokens,
-        "finished": round(ends["stop"] / generations, 3),
-        "ends": dict(ends),
-        "invalid": len(invalid),
-        "first_invalid": invalid[:5],
-        "seconds": round(seconds, 1),
-    }
 
 
 def speed(llm: LLM, runs: int) -> dict[str, Any]:
@@ -162,17 +121,34 @@ def main() -> None:
     parser.add_argument("--model", default=None)
     parser.add_argument("--generations", type=int, default=1000)
     parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--prompt-chars", type=int, default=1500, help="of a schema, shown to the model")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--out", type=Path, default=Path("structured_share.jsonl"), help="results; is continued")
+    parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--only", choices=PARTS, action="append")
     asked = parser.parse_args()
     parts = asked.only or PARTS
     schemas = read_schemas(asked.schemas)
-    with LLM(asked.model, max_num_seqs=32, max_model_len=asked.max_tokens + 1024) as llm:
+    options = {"threads": asked.threads, "quantization": asked.quantization}
+    options = {name: value for name, value in options.items() if value is not None}
+    with LLM(asked.model, max_num_seqs=32, max_model_len=asked.max_tokens + 3072, **options) as llm:
         report, served = accepted(llm, schemas)
         if "accepted" in parts:
             print(json.dumps({"part": "accepted", **report}), flush=True)
         if "finished" in parts:
-            result = finished(llm, served, asked.generations, asked.max_tokens)
+            settings = ShareSettings(
+                asked.generations,
+                asked.max_tokens,
+                asked.temperature,
+                asked.top_p,
+                asked.repetition_penalty,
+                asked.prompt_chars,
+            )
+            result = measure_share(llm, served, settings, asked.out)
             print(json.dumps({"part": "finished", **result}), flush=True)
         if "speed" in parts:
             print(json.dumps({"part": "speed", **speed(llm, asked.runs)}), flush=True)
