@@ -89,7 +89,11 @@ class ServerConfig:
         tuple[str, ...], Setting("Origin that browsers may send requests from.", unset="CORS is off")
     ] = ()
     tool_call_parser: Annotated[
-        str, Setting("How tool calls are read: auto (by the chat template), hermes, llama_json, none.")
+        str,
+        Setting(
+            "How tool calls are read: auto (by the chat template), none, hermes, llama_json, pythonic, mistral, "
+            "granite, deepseek_v3 or deepseek_v31."
+        ),
     ] = "auto"
     trust_request_chat_template: Annotated[bool, Setting("Accept chat templates in requests.")] = False
     server_limits: Annotated[ServerLimits, Setting("What clients may send and hold at once.")] = field(

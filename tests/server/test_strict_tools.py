@@ -37,6 +37,9 @@ TEMPLATES = {
     "hermes": {"chat_template": HERMES},
     "llama_json": {"chat_template": LLAMA},
     "mistral": {"chat_template": BARE.replace("<tool_call>", "[TOOL_CALLS]")},
+    "pythonic": {"chat_template": BARE.replace("<tool_call>", "[func_name1(params_name1=params_value1)]")},
+    "deepseek_v3": {"chat_template": BARE.replace("<tool_call>", "<｜tool▁calls▁begin｜>\n```json\n")},
+    "deepseek_v31": {"chat_template": BARE.replace("<tool_call>", "<｜tool▁calls▁begin｜>")},
     "granite": {"chat_template": BARE.replace("<tool_call>", "<|tool_call|>")},
 }
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Zürich?"}], "max_tokens": 900, "temperature": 0.7}

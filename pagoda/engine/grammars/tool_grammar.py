@@ -1,16 +1,17 @@
 """Grammars of tool calls, in the formats that models write them in.
 
 A call's name is one of the tools', and its arguments keep to that tool's schema. Each format has a parser of the same
-name in `server/tool_parsers.py`.
+name in `server/tool_parsers/`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pagoda.base.registry import Registry
-from pagoda.engine.grammars.grammar_text import JsonStyle, json_rule, literal
+from pagoda.engine.grammars.call_rules import CallRules, JsonCall, NamedCall, PythonCall, Tool
+from pagoda.engine.grammars.grammar_text import literal
+
+__all__ = ["CALL_FORMATS", "MAX_CALLS", "CallFormat", "Tool"]
 
 MAX_CALLS = 16
 """Calls of one answer that must consist of calls: a weak model might never stop."""
@@ -18,113 +19,94 @@ _TEXT = r"TEXT: /(.|\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that a model may call.
-
-    parameters: JSON schema of its arguments, or None for no arguments.   field: of the request, for errors.
-    """
-
-    name: str
-    parameters: dict[str, Any] | None
-    field: str = "tools"
-
-    def arguments_rule(self, is_free: bool) -> str:
-        """Return the body of a rule for the arguments' object. is_free: any object will do.
-
-        Raises RequestError for a schema that is not supported.
-        """
-        schema: dict[str, Any] = {"type": "object"}
-        if not is_free:
-            schema = {"properties": {}, "additionalProperties": False} if self.parameters is None else self.parameters
-            schema = {**schema, "type": "object"} if "type" not in schema else schema
-        return json_rule(schema, self.field, JsonStyle())
-
-
-@dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a model writes calls.
 
-    opening, closing: text around one call.   separator: between two calls.   name_key, arguments_key: of its JSON.
-    starts_answer: a call is not introduced by `opening` in the middle of a text, but is the answer from its first
-        character on.
-    list_marker: the calls are one JSON list after this text, or after the special token of this text. Or None.
+    call: what is between `opening` and `closing`, the text around one call.   separator: between two calls.
+    list_open, list_close: around all of them.   list_marker: this text, or the special token of this text, begins
+        them. Without one they are introduced by `opening` in the middle of a text, or,
+    starts_answer: they are the answer from its first character on.
     """
 
-    opening: str
-    closing: str
-    separator: str
-    arguments_key: str
-    starts_answer: bool = False
+    call: CallRules
+    opening: str = ""
+    closing: str = ""
+    separator: str = ""
+    list_open: str = ""
+    list_close: str = ""
     list_marker: str | None = None
+    starts_answer: bool = False
 
     def forced(self, tools: Sequence[Tool], max_calls: int, marker_id: int | None = None) -> str:
         """Return the grammar of an answer of 1 to `max_calls` calls and nothing else.
 
         marker_id: the special token that `list_marker` is in this vocabulary, if it is one.
         """
-        start = self._calls(max_calls)
-        if self.list_marker is not None:
-            start = f"{self._marker(marker_id)} calls"
-        return "\n".join([f"start: {start}", *self._call_rules(tools, (), max_calls, with_opening=True)])
+        start = "calls" if self.list_marker is None else f"{self._marker(marker_id)} calls"
+        return "\n".join([f"start: {start}", *self._rules(tools, (), max_calls)])
 
     def free(self, tools: Sequence[Tool], loose: Sequence[str], max_calls: int, marker_id: int | None = None) -> str:
         """Return the grammar of an answer in which calls may occur. loose: names of tools with any arguments."""
+        rules = self._rules(tools, loose, max_calls)
         if self.list_marker is not None:
             opened = f"TEXT? {self._marker(marker_id)}" if marker_id is not None else "opened"
-            rules = [f"start: {opened} calls | TEXT", _TEXT]
             if marker_id is None:
                 rules.append(f"opened[lazy]: TEXT {literal(self.list_marker)}")
-            return "\n".join([*rules, *self._call_rules(tools, loose, max_calls, with_opening=True)])
+            return "\n".join([f"start: {opened} calls | TEXT", _TEXT, *rules])
         if self.starts_answer:
-            calls = self._calls(max_calls)
-            text = r"OTHER: /[^{](.|\n)*/"
-            rules = self._call_rules(tools, loose, max_calls, with_opening=True)
-            return "\n".join([f"start: OTHER | {calls}", text, *rules])
+            first = "{" if not self.list_open else rf"\{self.list_open}"
+            return "\n".join(["start: OTHER | calls", rf"OTHER: /[^{first}](.|\n)*/", *rules])
         many = f"{{0,{max_calls}}}"
-        return "\n".join(
-            [
-                f"start: (opened call){many} tail",
-                "tail: TEXT",
-                f"opened[lazy]: TEXT {literal(self.opening.rstrip())}",
-                _TEXT,
-                *self._call_rules(tools, loose, max_calls, with_opening=False),
-            ]
-        )
-
-    def _calls(self, max_calls: int) -> str:
-        more = f" ({literal(self.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
-        return f"call{more}"
+        # In free text, the white space inside the tags is the model's choice.
+        call = f"WS? ({self._names(tools)}) WS? {literal(self.closing.lstrip())}"
+        opened = f"opened[lazy]: TEXT {literal(self.opening.rstrip())}"
+        return "\n".join([f"start: (opened free){many} tail", "tail: TEXT", opened, _TEXT, f"free: {call}", *rules])
 
     def _marker(self, marker_id: int | None) -> str:
         assert self.list_marker is not None
         return literal(self.list_marker) if marker_id is None else f"<[{marker_id}]>"
 
-    def _call_rules(
-        self, tools: Sequence[Tool], loose: Sequence[str], max_calls: int, *, with_opening: bool
-    ) -> list[str]:
-        opening = literal(self.opening) if with_opening and self.opening else ""
-        closing = literal(self.closing) if self.closing else ""
-        if not with_opening:  # in free text, the white space inside the tags is the model's choice
-            opening, closing = "WS?", f"WS? {literal(self.closing.lstrip())}"
+    def _names(self, tools: Sequence[Tool]) -> str:
+        return " | ".join(f"tool{i}" for i in range(len(tools)))
+
+    def _rules(self, tools: Sequence[Tool], loose: Sequence[str], max_calls: int) -> list[str]:
+        between = [literal(self.separator)] if self.separator else []
+        more = [f"({' '.join([*between, 'call'])}){{0,{max_calls - 1}}}"] if max_calls > 1 else []
+        calls = [*_literals(self.list_open), "call", *more, *_literals(self.list_close)]
         rules = [
-            f"call: {opening} ({' | '.join(f'tool{i}' for i in range(len(tools)))}) {closing}",
+            f"calls: {' '.join(['WS?', *calls] if self.list_marker is not None else calls)}",
+            f"call: {' '.join([*_literals(self.opening), f'({self._names(tools)})', *_literals(self.closing)])}",
             r"WS: /[ \n]{1,2}/",
         ]
-        if self.list_marker is not None:
-            rules.append(f'calls: WS? "[" {self._calls(max_calls)} "]"')
         for i, tool in enumerate(tools):
-            begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments_key}": '
-            rules.append(f"tool{i}: {literal(begin)} arguments{i} {literal('}')}")
-            rules.append(f"arguments{i}: {tool.arguments_rule(tool.name in loose)}")
+            rules += self.call.rules(i, tool, tool.name in loose)
         return rules
+
+
+def _literals(text: str) -> list[str]:
+    return [literal(text)] if text else []
+
+
+def _bracketed(call: CallRules, marker: str | None = None) -> CallFormat:
+    return CallFormat(call, "", "", ", ", "[", "]", marker, starts_answer=marker is None)
+
+
+def _deepseek(call: CallRules, opening: str, separator: str) -> CallFormat:
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    return CallFormat(call, opening, "<｜tool▁call▁end｜>", separator, "", end, begin)
 
 
 CALL_FORMATS: Registry[CallFormat] = Registry(
     "tool call format",
     {
-        "hermes": CallFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
-        "llama_json": CallFormat("", "", "; ", "parameters", starts_answer=True),
-        "mistral": CallFormat("", "", ", ", "arguments", list_marker="[TOOL_CALLS]"),
-        "granite": CallFormat("", "", ", ", "arguments", list_marker="<|tool_call|>"),
+        "hermes": CallFormat(JsonCall("arguments"), "<tool_call>\n", "\n</tool_call>", "\n"),
+        "llama_json": CallFormat(JsonCall("parameters"), separator="; ", starts_answer=True),
+        "pythonic": _bracketed(PythonCall()),
+        "mistral": _bracketed(JsonCall("arguments"), "[TOOL_CALLS]"),
+        "granite": _bracketed(JsonCall("arguments"), "<|tool_call|>"),
+        "deepseek_v3": _deepseek(
+            NamedCall("\n```json\n", "\n```"), "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n"
+        ),
+        "deepseek_v31": _deepseek(NamedCall("<｜tool▁sep｜>"), "<｜tool▁call▁begin｜>", ""),
     },
 )

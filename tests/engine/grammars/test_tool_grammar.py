@@ -1,6 +1,7 @@
 """The grammars of tool calls, text by text, and the parsers of the same names on what they allow."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
-from pagoda.server.tool_parsers import TOOL_PARSERS
+from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
 from tests.engine.grammars.matching import accepts, allowed, ready
 
 CITY = {
@@ -42,6 +43,35 @@ for name, marker in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>")):
         [marker + LIST, f"{marker} {PAIR}"],
         ["", "text", LIST, marker + LIST + "x", marker + LIST.replace("Bern", "Rom"), f"{marker}[]"],
     )
+PYTHON = '[weather(city="Bern")]'
+PYTHON_PAIR = '[weather(city="Zürich"), now()]'
+FORCED["pythonic"] = (
+    [PYTHON, "[now()]", PYTHON_PAIR],
+    ["", "text", "[]", f"{PYTHON} ", PYTHON[1:-1], PYTHON.replace("Bern", "Rom"), "[weather()]", "[now(city=1)]"],
+)
+DEEPSEEK: dict[str, tuple[str, str, str]] = {}
+for name, weather, now, between in (
+    (
+        "deepseek_v3",
+        'function<｜tool▁sep｜>weather\n```json\n{"city": "Bern"}\n```',
+        "function<｜tool▁sep｜>now\n```json\n{}\n```",
+        "\n",
+    ),
+    ("deepseek_v31", 'weather<｜tool▁sep｜>{"city": "Bern"}', "now<｜tool▁sep｜>{}", ""),
+):
+    weather, now = (f"<｜tool▁call▁begin｜>{one}<｜tool▁call▁end｜>" for one in (weather, now))
+    section = f"<｜tool▁calls▁begin｜>{weather}<｜tool▁calls▁end｜>"
+    DEEPSEEK[name] = (section, section.replace(weather, weather + between + now), weather + between)
+    FORCED[name] = (
+        [section, DEEPSEEK[name][1]],
+        ["", "text", weather, section + "x", section.replace("Bern", "Rom"), section.replace(weather, "")],
+    )
+
+
+def num_calls(text: str) -> int:
+    return text.count("weather") + text.count("now")
+
+
 FREE: dict[str, tuple[list[str], list[str]]] = {
     "hermes": (
         ["", "text", f"text {HERMES}", f"{HERMES} {HERMES_NOW} text", "a <tool b", HERMES.replace("\n", "")],
@@ -53,6 +83,17 @@ for name, marker in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>")):
     FREE[name] = (
         ["", "text", marker + LIST, f"text {marker}{PAIR}", "[1, 2]"],
         [marker + LIST.replace("Bern", "Rom"), f"{marker}text"],
+    )
+
+
+FREE["pythonic"] = (
+    ["text", PYTHON, PYTHON_PAIR, "a list: [1]"],
+    [PYTHON.replace("Bern", "Rom"), "[1]"],
+)
+for name, (section, pair, _) in DEEPSEEK.items():
+    FREE[name] = (
+        ["", "text", section, f"text {pair}", "a < b"],
+        [section.replace("Bern", "Rom"), "<｜tool▁calls▁begin｜>text"],
     )
 
 
@@ -71,6 +112,18 @@ def calls_in(name: str, text: str) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for part in parsed for call in part.calls]
 
 
+def several(name: str, count: int) -> str:
+    """Return an answer of `count` calls."""
+    if name in DEEPSEEK:
+        section, _, call = DEEPSEEK[name]
+        return section.replace(call.rstrip(), (call * count).rstrip())
+    good = FORCED[name][0][0]
+    marker = CALL_FORMATS[name].list_marker or ""
+    inner = good.removeprefix(marker)[1:-1] if CALL_FORMATS[name].list_open else good
+    joined = CALL_FORMATS[name].separator.join([inner] * count)
+    return f"{marker}[{joined}]" if CALL_FORMATS[name].list_open else joined
+
+
 @pytest.mark.parametrize("name", list(CALL_FORMATS))
 def test_forced_calls(backend: LlguidanceBackend, name: str) -> None:
     grammar = text_of(CALL_FORMATS[name].forced(TOOLS, 3))
@@ -79,14 +132,12 @@ def test_forced_calls(backend: LlguidanceBackend, name: str) -> None:
     assert [text for text in bad if accepts(backend, ByteTokenizer(), grammar, text)] == []
     for text in good:
         calls = calls_in(name, text)
-        assert len(calls) == text.count('"name"')
+        assert len(calls) == num_calls(text)
         assert all(
             call in [("weather", {"city": c}) for c in ("Bern", "Zürich")] or call == ("now", {}) for call in calls
         )
-    many = CALL_FORMATS[name].separator.join([good[0]] * 4)
-    if CALL_FORMATS[name].list_marker is not None:
-        many = good[0].replace("]", ", ".join(["", *[LIST[1:-1]] * 3]) + "]", 1 if name == "granite" else 2)
-    assert not accepts(backend, ByteTokenizer(), grammar, many)
+    assert accepts(backend, ByteTokenizer(), grammar, several(name, 3))
+    assert not accepts(backend, ByteTokenizer(), grammar, several(name, 4))
     single = text_of(CALL_FORMATS[name].forced(TOOLS, 1))
     assert not accepts(backend, ByteTokenizer(), single, good[-1])
 
@@ -98,7 +149,7 @@ def test_calls_in_text(backend: LlguidanceBackend, name: str) -> None:
     assert [text for text in good if not accepts(backend, ByteTokenizer(), grammar, text)] == []
     assert [text for text in bad if accepts(backend, ByteTokenizer(), grammar, text)] == []
     for text in good:
-        assert len(calls_in(name, text)) == text.count('"name"')
+        assert len(calls_in(name, text)) == num_calls(text)
     loose = text_of(CALL_FORMATS[name].free(TOOLS, ["weather"], 3))
     assert accepts(backend, ByteTokenizer(), loose, bad[0])
 
@@ -142,6 +193,119 @@ def test_lists_that_are_no_calls_stay_text(name: str) -> None:
     parsed = [*map(parser.feed, f"Look. {marker} {PAIR} Done"), parser.end()]
     assert "".join(one.content for one in parsed).replace(" ", "") == "Look.Done"
     assert [call.name for one in parsed for call in one.calls] == ["weather", "now"]
+
+
+def outcome(name: str, pieces: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
+    parser = TOOL_PARSERS[name]()
+    parsed = [*map(parser.feed, pieces), parser.end()]
+    calls = [(call.name, json.loads(call.arguments)) for one in parsed for call in one.calls]
+    return "".join(one.content for one in parsed), calls
+
+
+BERN = ("weather", {"city": "Bern"})
+PYTHON_TEXTS: list[tuple[str, str, list[tuple[str, Any]]]] = [
+    (PYTHON, "", [BERN]),
+    (f"\n{PYTHON}\n", "", [BERN]),
+    ("[weather( city = 'Bern' ), concert.get-details ( n = -5, x=1.5e2, l=[1, 'a', None], d={'k': {\"j\": []}} )]", "",
+     [BERN, ("concert.get-details", {"n": -5, "x": 150.0, "l": [1, "a", None], "d": {"k": {"j": []}}})]),
+    ("[f(a=True, b=false, c=null, class='x')]", "", [("f", {"a": True, "b": False, "c": None, "class": "x"})]),
+    ("""[f(a='it\\'s "]"', b="é\\u00e9\\ud83d\\ude00\\n\\d")]""", "", [("f", {"a": 'it\'s "]"', "b": "éé😀\n\\d"})]),
+    (f"{PYTHON} and more", " and more", [BERN]),
+    (f"{PYTHON} {PYTHON}", f" {PYTHON}", [BERN]),
+    *(
+        (text, text, [])
+        for text in (
+            "", "   ", "text [f(a=1)]", "[1, 2]", "[]", "[f]", "[f(1)]", "[f(a=1, a=2)]", "[f(a=g())]", "[f(a=x)]",
+            "[f(a=1)", "[f(a='", '[f(a="x)]', "[f(a=1), g(b=2), and then]", "[f(a=1)}]", "[f(a='\\ud800')]",
+            "[f(a=007)]",
+            "[f(a=" + "[" * 500 + "]" * 500 + ")]", "[f(a=1e999)]", "[f(a={1: 2})]", "[f(a='\\U99999999')]", "[",
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), PYTHON_TEXTS, ids=[one[0][:20] for one in PYTHON_TEXTS])
+def test_python_calls(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    """Whole or in pieces: calls are read, and anything else comes out as it was."""
+    for pieces in ([text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]):
+        assert outcome("pythonic", pieces) == (content, calls)
+
+
+@pytest.mark.parametrize("name", list(DEEPSEEK))
+def test_deepseek_calls(name: str) -> None:
+    section, pair, call = DEEPSEEK[name]
+    begin, end, now = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", ("now", {})
+    bad = call.rstrip().replace('"Bern"', "Bern")
+    texts: list[tuple[str, str, list[tuple[str, Any]]]] = [
+        (f"Look.\n{pair}", "Look.", [BERN, now]),
+        (f"{section} Then {section}", " Then", [BERN, BERN]),
+        (begin + call.rstrip().removesuffix("<｜tool▁call▁end｜>"), "", [BERN]),
+        (begin + call, "", [BERN]),
+        (f"{begin}{call}text{bad}{end}", f"{call[len(call.rstrip()) :]}text{bad}", [BERN]),
+        *((text, text, []) for text in ("", " ", "a < b", f"a {begin}", f"{begin}x{end}", f"a {begin}{bad}{end} b")),
+        *((text, text, []) for text in (f"a\n{begin[:-1]}", f"{begin} ", begin + call[:20], end, call)),
+    ]
+    for text, content, calls in texts:
+        for pieces in ([text], list(text), [text[i : i + 7] for i in range(0, len(text), 7)]):
+            assert outcome(name, pieces) == (content, calls), text
+
+
+OPTIONS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "boolean"},
+        "b": {"type": "integer", "maximum": 9, "minimum": 0},
+        "c": {"$ref": "#/$defs/c"},
+        "d": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "$defs": {"c": {"enum": ["x", None]}},
+    "required": ["b"],
+}
+
+
+def test_python_arguments_keep_to_their_schema(backend: LlguidanceBackend) -> None:
+    grammar = text_of(CALL_FORMATS["pythonic"].forced([Tool("f", OPTIONS)], 1))
+    good = ["b=1", "a=True, b=2", "a=False, b=0, d=[true]", 'b=3, c="x"', "b=3, c=null, d=[]"]
+    bad = ["", "a=True", "a=true, b=1", "b=10", "b=1, a=True", "b=1,c=null", "b=1, e=2", "b=1, ", ", b=1", "1"]
+    assert [one for one in good if not accepts(backend, ByteTokenizer(), grammar, f"[f({one})]")] == []
+    assert [one for one in bad if accepts(backend, ByteTokenizer(), grammar, f"[f({one})]")] == []
+    optional = {**OPTIONS, "required": []}
+    assert accepts(
+        backend, ByteTokenizer(), text_of(CALL_FORMATS["pythonic"].forced([Tool("f", optional)], 1)), "[f()]"
+    )
+    loose = text_of(CALL_FORMATS["pythonic"].free([Tool("f", OPTIONS), Tool("g", None)], ["f", "g"], 2))
+    for text in ("[f(x='it', y={\"k\": [1, None]}), g()]", "[f()]", "no list"):
+        assert accepts(backend, ByteTokenizer(), loose, text)
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        (Tool("get weather", None, "tools[1]"), r"tools\[1\]: 'get weather' cannot be a name"),
+        (Tool("f", {"properties": {"a=": True}}, "tools[1]"), "'a=' cannot be a name"),
+        (Tool("f", {"anyOf": [{"required": ["a"]}], "properties": {"a": True}}, "t"), "t: at /anyOf: is not supported"),
+        (Tool("f", {"properties": {"a": {"uniqueItems": True}}}, "t"), "t: at /properties/a/uniqueItems"),
+        (Tool("f", {"maxProperties": 1, "properties": {"a": True, "b": True}}, "t"), "t: at /maxProperties"),
+    ],
+)
+def test_schemas_that_python_calls_cannot_keep_to(tool: Tool, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        CALL_FORMATS["pythonic"].forced([tool], 1)
+
+
+def test_formats_are_found_in_templates() -> None:
+    calls = (
+        "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name']"
+    )
+    found = {
+        calls + r" + '\n```json\n' + arguments + '\n```'": "deepseek_v3",
+        calls.replace("tool['type'] + ", ""): "deepseek_v31",
+        "of [func_name1(params_name1=params_value1, ...), func_name2(params)]": "pythonic",
+        '{"name": function name, "parameters": dictionary}': "llama_json",
+        "{{ messages }}": None,
+    }
+    assert {template: parser_for_template(template) for template in found} == found
+    assert set(TOOL_PARSERS) == set(CALL_FORMATS)
 
 
 def test_a_name_is_written_as_json_writes_it(backend: LlguidanceBackend) -> None:
