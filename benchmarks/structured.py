@@ -8,6 +8,7 @@ SCHEMAS.jsonl has a JSON schema per line, alone or as {"schema": ...}. One JSON 
 accepted: how many schemas are served, and why the others are refused.
 finished: the share of generations that end within --max-tokens; every one that ends is validated with `jsonschema`.
 speed: milliseconds per output token with a schema and without, in turn, at batch 1 and 32, and the median ratio.
+forced: tokens per forward and milliseconds per token with forced tokens as drafts and without, in turn.
 first_token: from request to first token with a new schema of 10 kB, with one that is known, and without any.
 """
 
@@ -23,7 +24,7 @@ from structured_share import ShareSettings, measure_share
 
 from pagoda import LLM, RequestError, SamplingParams
 
-PARTS = ("accepted", "finished", "speed", "first_token")
+PARTS = ("accepted", "finished", "speed", "forced", "first_token")
 _SPEED_TOKENS = 96
 _BATCHES = (1, 32)
 # Long enough that no output ends before _SPEED_TOKENS.
@@ -87,6 +88,38 @@ def speed(llm: LLM, runs: int) -> dict[str, Any]:
     return report
 
 
+def forced(model: str | None, options: dict[str, Any], runs: int) -> dict[str, Any]:
+    """Alternate engines with and without forced tokens as drafts; their outputs must be equal."""
+    form: Any = {"json": _ENDLESS}
+    params = SamplingParams(temperature=0.0, max_tokens=_SPEED_TOKENS, structured_outputs=form)
+    report: dict[str, Any] = {}
+    with (
+        LLM(model, max_num_seqs=32, max_model_len=1024, **options) as plain,
+        LLM(model, max_num_seqs=32, max_model_len=1024, speculative_config={"method": "forced"}, **options) as drafting,
+    ):
+        for batch in _BATCHES:
+            prompts: list[Any] = [[100 + 7 * i + k for k in range(24)] for i in range(batch)]
+            times: tuple[list[float], list[float]] = ([], [])
+            accepted_before = drafting.engine.core.make_stats().accepted_tokens
+            for run in range(runs + 1):
+                outputs = []
+                for llm, seconds in zip((plain, drafting), times, strict=True):
+                    begin_s = time.perf_counter()
+                    outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+                    if run:
+                        seconds.append(time.perf_counter() - begin_s)
+                assert outputs[0] == outputs[1], "forced tokens changed an output"
+            num_tokens = batch * _SPEED_TOKENS * (runs + 1)
+            num_accepted = drafting.engine.core.make_stats().accepted_tokens - accepted_before
+            report[f"batch {batch}"] = {
+                "plain_ms": round(statistics.median(times[0]) / _SPEED_TOKENS * 1e3, 3),
+                "forced_ms": round(statistics.median(times[1]) / _SPEED_TOKENS * 1e3, 3),
+                "ratio": round(statistics.median(b / a for a, b in zip(*times, strict=True)), 3),
+                "tokens_per_forward": round(num_tokens / (num_tokens - num_accepted), 2),
+            }
+    return report
+
+
 def schema_of_10_kb(number: int) -> dict[str, Any]:
     """Return a schema that no other call returns."""
     properties: dict[str, Any] = {}
@@ -132,12 +165,14 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append")
     asked = parser.parse_args()
     parts = asked.only or PARTS
-    schemas = read_schemas(asked.schemas)
     options = {"threads": asked.threads, "quantization": asked.quantization}
     options = {name: value for name, value in options.items() if value is not None}
+    if "forced" in parts:
+        print(json.dumps({"part": "forced", **forced(asked.model, options, asked.runs)}), flush=True)
     with LLM(asked.model, max_num_seqs=32, max_model_len=asked.max_tokens + 3072, **options) as llm:
-        report, served = accepted(llm, schemas)
-        if "accepted" in parts:
+        served: list[Any] = []
+        if "accepted" in parts or "finished" in parts:
+            report, served = accepted(llm, read_schemas(asked.schemas))
             print(json.dumps({"part": "accepted", **report}), flush=True)
         if "finished" in parts:
             settings = ShareSettings(

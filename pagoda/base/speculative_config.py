@@ -7,7 +7,7 @@ from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.setting import Setting
 
-METHODS = ("ngram", "suffix", "draft_model", "layer_skip")
+METHODS = ("ngram", "suffix", "draft_model", "layer_skip", "forced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class SpeculativeConfig:
     """Speculative decoding. Outputs are the same with any method, and with none."""
 
     method: Annotated[
-        str | None, Setting("How to draft: ngram, suffix, draft_model or layer_skip.", unset="no speculation")
+        str | None, Setting("How to draft: ngram, suffix, draft_model, layer_skip or forced.", unset="no speculation")
     ] = None
     num_speculative_tokens: Annotated[int, Setting("Maximum draft tokens per sequence and step.", at_least=1)] = 8
     adaptive: Annotated[

@@ -26,6 +26,13 @@ class GrammarMatcher(Protocol):
         """Return how many of `token_ids` may follow, one after the other. The state stays."""
         ...
 
+    def forced(self) -> Sequence[int]:
+        """Return tokens that must follow one after the other: the only ones that the masks allow. May be empty.
+
+        The state stays. A backend that cannot tell returns none.
+        """
+        ...
+
     def copy(self) -> "GrammarMatcher":
         """Return another matcher in the same state."""
         ...

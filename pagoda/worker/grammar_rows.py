@@ -1,5 +1,6 @@
 """GrammarRows: the grammar of each row that has one, and the masks of a step, filled while its forward runs."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -94,6 +95,17 @@ class GrammarRows:
             if count:
                 kept[row] = tokens[:count]
         return kept
+
+    def forced(self, table: DeviceTable, row: int) -> Sequence[int]:
+        """Return the tokens that the row's grammar forces next; none if it has no grammar."""
+        if row not in self._rows:
+            return ()
+        matcher = self._caught_up(table, row, int(table.num_tokens[row]))
+        tokens = matcher.forced()
+        if matcher.error:
+            self._restart(row)
+            return ()
+        return tokens
 
     def _caught_up(self, table: DeviceTable, row: int, position: int) -> GrammarMatcher:
         """Return the row's matcher after it was given the output up to `position`."""

@@ -118,7 +118,7 @@ class Worker:
         speculator = None
         if config.drafting is not None:
             speculator = make_speculator(
-                config.drafting, forward, table, cache, ops, dtype, device.device, config.max_model_len
+                config.drafting, forward, table, cache, ops, dtype, device.device, config.max_model_len, grammars
             )
         self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops), speculator, grammars)
         self._runner.warm_up()

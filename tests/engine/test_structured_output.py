@@ -136,8 +136,8 @@ def test_random_schedules_give_the_same_bits(model: Path, expected: Trace) -> No
         rng = np.random.default_rng([9, seed])
         drawn = random_options(rng, MAX_MODEL_LEN)
         if seed % 2 and not drawn["async_scheduling"]:
-            method = "suffix" if seed % 4 == 1 else "ngram"
-            drawn["speculative_config"] = {"method": method, "num_speculative_tokens": 4}
+            method = ("suffix", "forced", "ngram")[seed // 2 % 3]
+            drawn["speculative_config"] = {"method": method, "num_speculative_tokens": 4, "adaptive": seed % 4 == 1}
         script = random_script(rng, watched, 259, 10, 12)
         core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **drawn})
         play(core, trace, script)
@@ -179,6 +179,37 @@ def test_logprobs_are_over_the_tokens_that_the_grammar_allows(model: Path) -> No
         assert (row[1 + allowed :] == -9999.0).all()
     assert values[0, 0] == values[2, 0] == 0
     assert ids[2, 0] == EOS
+
+
+@pytest.mark.parametrize("method", ["ngram", "forced"])
+def test_logprobs_are_the_same_with_drafts(model: Path, method: str) -> None:
+    """One column for each token that was verified, none for rejected drafts; the same values to the bit."""
+    asked = [
+        constrained(SamplingParams(temperature=0.8, max_tokens=40, logprobs=3, frequency_penalty=0.5), **JSON),
+        constrained(SamplingParams(temperature=0, max_tokens=30, logprobs=2), regex="(ab|ac|d){40}"),
+    ]
+    found = []
+    for config in ({}, {"speculative_config": {"method": method, "num_speculative_tokens": 4, "adaptive": False}}):
+        core = engine(model, **config)
+        columns: dict[int, list[Any]] = {0: [], 1: []}
+        for i, params in enumerate(asked):
+            core.add_request(request(i, [5, 6, 7, 5, 6], params, 100 * i, eos=(EOS,)))
+            while core.has_unfinished_requests():
+                for one in core.step().values():
+                    if one.logprobs is not None:
+                        assert len(one.logprobs.logprobs) == len(one.token_ids)
+                        assert one.logprobs.token_ids[:, 0].tolist() == one.token_ids.tolist()
+                        columns[i] += [one.logprobs.token_ids, one.logprobs.logprobs, one.logprobs.ranks]
+        stats = core.make_stats()
+        core.shutdown()
+        found.append([np.concatenate(columns[i][k::3]) for i in (0, 1) for k in range(3)])
+    assert stats.drafted_tokens > stats.accepted_tokens * (method == "ngram")
+    assert stats.accepted_tokens > 10
+    for plain, drafted in zip(*found, strict=True):
+        assert (plain == drafted).all()
+    values = np.concatenate([found[0][1].ravel(), found[0][4].ravel()])
+    assert np.isfinite(values).all()
+    assert values.min() == -9999.0
 
 
 def test_a_request_continues_in_the_middle_of_its_grammar(model: Path, expected: Trace) -> None:
@@ -265,6 +296,21 @@ def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path) -> N
     assert len(answers.tokens["r1", 0]) == 3
 
 
+@pytest.mark.parametrize("method", ["forced", "ngram"])
+def test_forced_tokens_share_a_forward(model: Path, expected: Trace, method: str) -> None:
+    """All of them are accepted, and every token is the one that it would have been."""
+    config = {"method": method, "num_speculative_tokens": 8, "adaptive": False}
+    core = engine(model, speculative_config=config)
+    watched = watched_requests()[0]
+    answers = drive(core, [request(0, watched.prompt, watched.params, watched.seed)])
+    stats = core.make_stats()
+    core.shutdown()
+    assert answers.tokens["r0", 0] == expected.tokens[watched.seed]
+    assert answers.num_steps < len(answers.tokens["r0", 0]) * 0.8
+    if method == "forced":
+        assert stats.accepted_tokens == stats.drafted_tokens > 15
+
+
 class PanicException(BaseException):
     """What a panic of a Rust library is in Python."""
 
@@ -308,6 +354,9 @@ class LimitedMatcher:
     def count_allowed(self, token_ids: list[int]) -> int:
         self._left -= len(token_ids) == 4
         return self._inner.count_allowed(token_ids) if not self.error else 0
+
+    def forced(self) -> list[int]:
+        return self._inner.forced()
 
     def copy(self) -> "LimitedMatcher":
         return LimitedMatcher(self._inner.copy(), self._left, self._cost)

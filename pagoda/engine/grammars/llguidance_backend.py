@@ -87,6 +87,16 @@ class LlguidanceMatcher:
             self.fail(error)
             return 0
 
+    def forced(self) -> Sequence[int]:
+        # The library's masks allow only these where the tokenizer is canonical; otherwise it returns none.
+        if self._has_ended or self._failure:
+            return ()
+        try:
+            return self.inner.compute_ff_tokens()
+        except BaseException as error:
+            self.fail(error)
+            return ()
+
     def copy(self) -> "GrammarMatcher":
         if self._failure:
             return FailedGrammar(self._failure)
@@ -109,6 +119,9 @@ class FailedGrammar:
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
         return 0
+
+    def forced(self) -> Sequence[int]:
+        return ()
 
     def copy(self) -> "FailedGrammar":
         return self

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from pagoda.base.speculative_config import SpeculativeConfig
 from pagoda.worker.drafters.drafter import Drafter
+from pagoda.worker.drafters.forced import ForcedDrafter
 from pagoda.worker.drafters.ngram import NgramDrafter
 from pagoda.worker.drafters.suffix import SuffixDrafter, SuffixSettings
 
 if TYPE_CHECKING:
     from pagoda.worker.drafters.rollout import DraftForward
+    from pagoda.worker.grammar_rows import GrammarRows
     from pagoda.worker.sampler import Sampler
 
 
@@ -54,15 +56,25 @@ def _layer_skip(_: SpeculativeConfig, parts: DraftParts | None) -> Drafter:
     return LayerSkipDrafter(parts.draft, parts.sampler)
 
 
-_DRAFTERS: Mapping[str, Callable[[SpeculativeConfig, DraftParts | None], Drafter]] = {
+def _none(_: SpeculativeConfig, __: DraftParts | None) -> None:
+    return None
+
+
+_DRAFTERS: Mapping[str, Callable[[SpeculativeConfig, DraftParts | None], Drafter | None]] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "draft_model": _draft_model,
     "layer_skip": _layer_skip,
+    "forced": _none,
 }
 
 
-def make_drafter(config: SpeculativeConfig, parts: DraftParts | None = None) -> Drafter:
-    """Return the drafter of a configuration whose method is set.   parts: for the methods that run a model."""
+def make_drafter(
+    config: SpeculativeConfig, parts: DraftParts | None = None, grammars: "GrammarRows | None" = None
+) -> Drafter:
+    """Return the drafter of a configuration whose method is set. What grammars force comes first with any method.
+
+    parts: for the methods that run a model.   grammars: of the worker's rows.
+    """
     assert config.method is not None
-    return _DRAFTERS[config.method](config, parts)
+    return ForcedDrafter(grammars, _DRAFTERS[config.method](config, parts))

@@ -12,6 +12,7 @@ from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.registry import DraftParts, make_drafter
 from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
+from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.controller import DraftController
 from pagoda.worker.speculation.setup import DraftSetup
@@ -27,10 +28,12 @@ def make_speculator(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    grammars: GrammarRows | None = None,
 ) -> Speculator:
     """Return the speculator of a worker, with the draft model loaded if there is one.
 
     forward, table, cache: of the model whose tokens are drafted.   dtype: of the draft model's weights and KV cache.
+    grammars: of the worker's rows; what they force is drafted first.
     """
     parts: DraftParts | None = None
     if setup.num_layers:
@@ -43,7 +46,7 @@ def make_speculator(
         own_table = DeviceTable(max_rows, max_len, table.block_size, len(model.kv_groups))
         draft = DraftForward(drafting, own_table, own_cache.layers, device)
         parts = DraftParts(draft, Sampler(ops), setup.num_blocks)
-    drafter = make_drafter(setup.config, parts)
+    drafter = make_drafter(setup.config, parts, grammars)
     max_rows = len(table.num_tokens)
     controller = DraftController(max_rows, setup.max_drafts) if setup.config.adaptive else None
     return Speculator(drafter, controller, setup.max_drafts, max_model_len, max_rows, time.perf_counter)

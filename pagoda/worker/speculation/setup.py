@@ -58,7 +58,7 @@ def resolve_drafting(
             "drafts would follow is known"
         )
         return None
-    runs_model = speculative.method in ("layer_skip", "draft_model")
+    runs_model = speculative.method in ("layer_skip", "draft_model", "forced")
     if runs_model and config.debug.distributed_executor_backend == "fake":
         raise ConfigError(
             f"speculative_config.method={speculative.method} needs an executor with a model; take ngram or suffix"

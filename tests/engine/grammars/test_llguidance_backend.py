@@ -128,6 +128,26 @@ def test_masks_of_drafts_equal_those_of_single_steps(backend: LlguidanceBackend)
     assert allowed(backend, matcher) == {ord("{")}  # nothing of this has moved it
 
 
+def test_forced_tokens_are_those_that_the_masks_allow_alone(backend: LlguidanceBackend) -> None:
+    schema = {"type": "object", "properties": {"long_name": {"enum": ["first", "second"]}}, "required": ["long_name"]}
+    tokens = [*b'{ "long_name":"second"', ord("}")]
+    matcher = ready(backend, text_of(json={**schema, "additionalProperties": False}))
+    num_forced = 0
+    for i, token in enumerate(tokens):
+        forced = list(matcher.forced())
+        ahead = matcher.copy()
+        for one in forced:
+            assert allowed(backend, ahead) == {one}
+            ahead.advance([one])
+        assert forced == tokens[i : i + len(forced)]
+        assert matcher.error == ""
+        num_forced += bool(forced)
+        matcher.advance([token])
+    assert num_forced > 12
+    matcher.advance([EOS])
+    assert list(matcher.forced()) == []
+
+
 def test_a_batch_gives_the_masks_of_single_calls(backend: LlguidanceBackend) -> None:
     grammar, other = text_of(json=SCHEMA), text_of(regex="[a-z]+")
     matchers = []
