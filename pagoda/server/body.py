@@ -12,8 +12,10 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import is_encodable
 from pagoda.server.answers import ANSWERS
+from pagoda.server.fields import Body
 from pagoda.server.json_structure import check_structure
-from pagoda.server.protocol import REQUEST_BODIES, Body, ChatMessage
+from pagoda.server.messages import ChatMessage
+from pagoda.server.protocol import REQUEST_BODIES
 
 B = TypeVar("B", bound=Body)
 

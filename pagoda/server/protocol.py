@@ -3,69 +3,37 @@
 msgspec checks the types of single values while decoding, and stops at the first error (body.py). `check` does what
 types cannot: it checks fields against each other, and counts and sizes against RequestLimits. Undeclared fields are
 rejected, so that nothing a caller asks for is silently ignored; unserved.py declares the fields of OpenAI and vLLM that
-are not supported, to say so. answers.py declares the answers.
+are not supported, to say so. What several bodies share is apart: fields.py (what a body is, and its types of values),
+structure.py (the form of the output) and messages.py (conversations). answers.py declares the answers.
 """
 
-import functools
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.server.structure import structure_of
+from pagoda.server.fields import (
+    Body,
+    Flag,
+    Int32,
+    NumLogprobs,
+    Priority,
+    PromptOnlyCount,
+    RequestId,
+    Seed,
+    TokenCount,
+    TokenId,
+)
+from pagoda.server.messages import DESCRIBED_MESSAGES, Messages, NamedTool, Tool, check_chat, without_nulls
+from pagoda.server.structure import ResponseFormat, structure_of, structure_values
 from pagoda.server.unserved import Unserved, UnservedFields, check_chat_only, check_unserved
-
-Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Name = Annotated[str, Meta(min_length=1, max_length=64)]
-RequestId = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
-TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-PromptOnlyCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=1000)]
-
-if TYPE_CHECKING:
-    Flag = bool
-    Priority = int
-else:
-    # null means the default: Body replaces it, so that readers never see None.
-    Flag = bool | None
-    Priority = Int32 | None
-
-
-class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A request body: unknown fields are errors, null is the same as not given."""
-
-    def __post_init__(self) -> None:
-        for name, default in _defaults(type(self)):
-            if getattr(self, name) is None:
-                msgspec.structs.force_setattr(self, name, default)
-
-    def check(self, limits: RequestLimits) -> None:
-        """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
-
-
-@functools.cache
-def _defaults(kind: type[Body]) -> tuple[tuple[str, Any], ...]:
-    """Return the fields whose default is not None, with that default."""
-    fields = ((field.name, field.default) for field in msgspec.structs.fields(kind))
-    none = (None, UNSET, msgspec.NODEFAULT)
-    return tuple((name, value) for name, value in fields if not any(value is one for one in none))
 
 
 class StreamOptions(Body, kw_only=True, frozen=True):
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
-
-
-class ResponseFormat(Body, kw_only=True, frozen=True):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
 
 
 class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
@@ -117,20 +85,9 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
         check_unserved(self)
         limits.check_lists(self)
         limits.check_names(model=self.model, user=self.user, session_id=self.session_id, cache_salt=self.cache_salt)
-        limits.check_values(
-            {
-                "response_format": self._schema,
-                "structured_outputs": self.structured_outputs,
-                "guided_json": self.guided_json,
-            }
-        )
+        limits.check_values(structure_values(self))
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
-
-    @property
-    def _schema(self) -> Any:
-        given = self.response_format
-        return [given.json_schema, given.structures] if given is not None else None
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -179,72 +136,10 @@ def _token_bias(bias: dict[str, float]) -> dict[int, float]:
         raise RequestError("logit_bias: keys must be token ids", "logit_bias") from None
 
 
-class ToolFunction(Body, kw_only=True, frozen=True):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body, kw_only=True, frozen=True):
-    function: ToolFunction
-    type: Literal["function"] = "function"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the tool for chat templates: its fields that are not None, `type` first."""
-        fields = ((name, getattr(self.function, name)) for name in self.function.__struct_fields__)
-        return {"type": self.type, "function": {name: value for name, value in fields if value is not None}}
-
-
-class NamedTool(Body, kw_only=True, frozen=True):
-    function: dict[str, str]
-    type: Literal["function"] = "function"
-
-
-class ChatMessage(Struct, kw_only=True, frozen=True):
-    """A message; content is a string or a list of text parts. Other fields are kept for the chat template."""
-
-    role: Name
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
-Messages = list[dict[str, Any]]
-"""Messages as sent, with every field; `check_messages` validates them as ChatMessage."""
-_DESCRIBED = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
-
-
-def check_messages(messages: Messages) -> None:
-    """Raise msgspec.ValidationError, with a path below `messages`, for a message that is not a ChatMessage."""
-    msgspec.convert(messages, list[ChatMessage])
-
-
-def _check_chat(
-    limits: RequestLimits,
-    messages: Messages,
-    tools: list[Tool] | None,
-    template: str | None,
-    template_kwargs: dict[str, Any] | None,
-) -> None:
-    """Check a conversation's sizes, then its types."""
-    schemas = [tool.function.parameters for tool in tools or ()]
-    limits.check_chat(messages, schemas, template, template_kwargs)
-    check_messages(messages)
-    for index, message in enumerate(messages):
-        named = {f"messages[{index}].{name}": message.get(name) for name in ("name", "tool_call_id")}
-        limits.check_names(**named)
-
-
-def _without_nulls(messages: Messages) -> Messages:
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
-
-
 class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[Messages, Meta(min_length=1, extra_json_schema=_DESCRIBED)]
+    messages: Annotated[Messages, Meta(min_length=1, extra_json_schema=DESCRIBED_MESSAGES)]
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: Flag = False
@@ -274,7 +169,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
         limits.check_lists_of_prompts(self, 1)
-        _check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
+        check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
         limits.check_values(
             {"metadata": self.metadata, "prompt_cache_options": self.prompt_cache_options, "documents": self.documents}
         )
@@ -298,7 +193,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
     def rendered_messages(self) -> Messages:
         """The messages for a chat template: without the fields that are null."""
-        return _without_nulls(self.messages)
+        return without_nulls(self.messages)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -398,7 +293,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Messages, Meta(extra_json_schema=_DESCRIBED)] | None = None
+    messages: Annotated[Messages, Meta(extra_json_schema=DESCRIBED_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
@@ -412,7 +307,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
             raise RequestError("prompt: give either prompt or messages", "prompt")
         limits.check_names(model=self.model)
         limits.check("tokenized_chars", len(self.prompt or ""), "prompt")
-        _check_chat(limits, self.messages or [], self.tools, self.chat_template, self.chat_template_kwargs)
+        check_chat(limits, self.messages or [], self.tools, self.chat_template, self.chat_template_kwargs)
 
     @property
     def opens_answer(self) -> bool:
@@ -421,7 +316,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     def rendered_messages(self) -> Messages:
         """The messages for a chat template: without the fields that are null."""
-        return _without_nulls(self.messages or [])
+        return without_nulls(self.messages or [])
 
 
 class DetokenizeRequest(Body, kw_only=True, frozen=True):

@@ -2,14 +2,12 @@
 its older `guided_*`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.structured_outputs import StructuredOutputsParams
-
-if TYPE_CHECKING:
-    from pagoda.server.protocol import ResponseFormat, SamplingBody
+from pagoda.server.fields import Body
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -17,7 +15,37 @@ _KNOWN = ("json", "regex", "choice", "grammar", "json_object", "structural_tag",
 _IGNORED = ("disable_fallback",)  # of vLLM: there is one backend here, and so nothing to fall back to
 
 
-def structure_of(body: "SamplingBody") -> StructuredOutputsParams | None:
+class ResponseFormat(Body, kw_only=True, frozen=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructureFields(Protocol):
+    """The fields of a body that are read here."""
+
+    @property
+    def response_format(self) -> ResponseFormat | None: ...
+    @property
+    def structured_outputs(self) -> dict[str, Any] | None: ...
+    @property
+    def guided_json(self) -> dict[str, Any] | str | None: ...
+    @property
+    def guided_whitespace_pattern(self) -> str | None: ...
+
+
+def structure_values(body: StructureFields) -> dict[str, Any]:
+    """Return the fields that hold JSON of any size, for RequestLimits.check_values."""
+    given = body.response_format
+    return {
+        "response_format": [given.json_schema, given.structures] if given is not None else None,
+        "structured_outputs": body.structured_outputs,
+        "guided_json": body.guided_json,
+    }
+
+
+def structure_of(body: StructureFields) -> StructuredOutputsParams | None:
     """Return the form that a request asks for, or None. Raises RequestError for more than one."""
     asked: dict[str, dict[str, Any]] = {}
     if body.response_format is not None and body.response_format.type != "text":
@@ -49,7 +77,7 @@ def _known_only(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in _KNOWN}
 
 
-def _of_response_format(given: "ResponseFormat") -> dict[str, Any]:
+def _of_response_format(given: ResponseFormat) -> dict[str, Any]:
     if given.type == "json_object":
         return {"json_object": True}
     if given.type == "structural_tag":

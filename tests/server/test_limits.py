@@ -9,8 +9,8 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
 from pagoda.server.body import parse_body
+from pagoda.server.fields import Body
 from pagoda.server.protocol import (
-    Body,
     ChatCompletionRequest,
     CompletionRequest,
     TokenizeRequest,
