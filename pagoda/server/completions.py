@@ -64,6 +64,9 @@ class CompletionFormat:
         self._body = body
         self._llm = llm
         self._n = body.n or 1
+        # Read for every delta of a stream, so they are worked out once.
+        self._num_logprobs = body.num_logprobs
+        self._is_hidden = body.asked_tokens[1] == 0
         num_choices = len(generation.requests) * self._n
         self._offsets = [0] * num_choices
         self._has_begun = [False] * num_choices
@@ -100,13 +103,12 @@ class CompletionFormat:
         at = index * self._n + output.index
         is_first = not self._has_begun[at]
         self._has_begun[at] = True
-        is_hidden = body.asked_tokens[1] == 0
-        text, token_ids = ("", []) if is_hidden else (output.text, output.token_ids)
+        text, token_ids = ("", []) if self._is_hidden else (output.text, output.token_ids)
         if is_first and body.echo:
             text = await self._llm.detokenize(self._prompt_token_ids(index), self._generation.key) + text
         choice = CompletionChoice(at, text, None, output.finish_reason, output.stop_reason)
-        if body.num_logprobs is not None:
-            choice.logprobs = await self._logprobs(at, index, delta, output, is_first, is_hidden)
+        if self._num_logprobs is not None:
+            choice.logprobs = await self._logprobs(at, index, delta, output, is_first)
         if is_first and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             choice.prompt_logprobs = await prompt_logprobs_in_slices(delta.prompt_logprobs)
         if body.return_token_ids:
@@ -116,11 +118,11 @@ class CompletionFormat:
         return choice
 
     async def _logprobs(
-        self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool, is_hidden: bool
+        self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool
     ) -> CompletionLogprobs:
         """Return the log-probabilities of an output; with echo, the first ones are those of the prompt."""
-        token_ids = [] if is_hidden else output.token_ids
-        entries = [] if is_hidden else list(output.logprobs or [])
+        token_ids = [] if self._is_hidden else output.token_ids
+        entries = [] if self._is_hidden else list(output.logprobs or [])
         if is_first and self._body.echo:
             prompt_ids = self._prompt_token_ids(index)
             known = delta.prompt_logprobs or [None] * len(prompt_ids)
@@ -128,7 +130,7 @@ class CompletionFormat:
         logprobs, self._offsets[at] = await completion_logprobs_in_slices(
             token_ids,
             entries,
-            self._body.num_logprobs or 0,
+            self._num_logprobs or 0,
             self._offsets[at],
             lambda token_id: self._llm.decode([token_id]),
             self._body.return_tokens_as_token_ids,
