@@ -27,6 +27,10 @@ class _Lists(Protocol):
     def logit_bias(self) -> Any: ...
 
 
+def _limit(counted: str, flat: bool = False) -> Setting:
+    return Setting(counted, at_least=0, flat=flat)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """The limits of one request. The text of each says what is counted, as errors say it after the number.
@@ -36,70 +40,53 @@ class RequestLimits:
 
     tokenized_chars: Annotated[
         int,
-        Setting(
-            "characters in a text that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`)",
-            at_least=0,
-        ),
+        _limit("characters in a text that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`)"),
     ] = 1_048_576
-    stop_strings: Annotated[int, Setting("strings in `stop`", at_least=0)] = 64
-    stop_chars: Annotated[int, Setting("characters in all strings of `stop`", at_least=0)] = 8_192
-    stop_token_ids: Annotated[int, Setting("ids in `stop_token_ids`", at_least=0)] = 1_024
-    bad_words: Annotated[int, Setting("entries of `bad_words` (or `bad_words_token_ids`)", at_least=0)] = 1_024
-    bad_words_chars: Annotated[
-        int, Setting("characters in `bad_words` (or ids in `bad_words_token_ids`)", at_least=0)
-    ] = 16_384
-    logit_bias: Annotated[int, Setting("entries of `logit_bias`", at_least=0)] = 1_024
-    allowed_token_ids: Annotated[int, Setting("ids in `allowed_token_ids`", at_least=0)] = 65_536
+    stop_strings: Annotated[int, _limit("strings in `stop`")] = 64
+    stop_chars: Annotated[int, _limit("characters in all strings of `stop`")] = 8_192
+    stop_token_ids: Annotated[int, _limit("ids in `stop_token_ids`")] = 1_024
+    bad_words: Annotated[int, _limit("entries of `bad_words` (or `bad_words_token_ids`)")] = 1_024
+    bad_words_chars: Annotated[int, _limit("characters in `bad_words` (or ids in `bad_words_token_ids`)")] = 16_384
+    logit_bias: Annotated[int, _limit("entries of `logit_bias`")] = 1_024
+    allowed_token_ids: Annotated[int, _limit("ids in `allowed_token_ids`")] = 65_536
     grammar_chars: Annotated[
-        int, Setting("characters in a JSON schema, grammar, regular expression or list of choices", at_least=0)
+        int, _limit("characters in a JSON schema, grammar, regular expression or list of choices")
     ] = 262_144
-    prompts: Annotated[int, Setting("prompts in one completion request", at_least=0)] = 1_024
-    outputs: Annotated[int, Setting("outputs of one completion request (prompts times `n`)", at_least=0)] = 1_024
+    prompts: Annotated[int, _limit("prompts in one completion request")] = 1_024
+    outputs: Annotated[int, _limit("outputs of one completion request (prompts times `n`)")] = 1_024
     max_logprobs: Annotated[
         int,
-        Setting("log-probabilities per token (`logprobs`, `top_logprobs`, `prompt_logprobs`)", at_least=0, flat=True),
+        _limit("log-probabilities per token (`logprobs`, `top_logprobs`, `prompt_logprobs`)", flat=True),
     ] = 20
-    logprob_entries: Annotated[int, Setting("log-probabilities per step (`n` times `logprobs` + 1)", at_least=0)] = (
-        4_096
-    )
+    logprob_entries: Annotated[int, _limit("log-probabilities per step (`n` times `logprobs` + 1)")] = 4_096
     prompt_logprob_entries: Annotated[
-        int, Setting("log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)", at_least=0)
+        int, _limit("log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)")
     ] = 262_144
     answer_prompt_logprobs: Annotated[
         int,
-        Setting(
-            "log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)",
-            at_least=0,
-        ),
+        _limit("log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)"),
     ] = 524_288
     list_entries: Annotated[
         int,
-        Setting(
-            "ids, biases and characters in the lists above, in all prompts together (prompts times their sum)",
-            at_least=0,
-        ),
+        _limit("ids, biases and characters in the lists above, in all prompts together (prompts times their sum)"),
     ] = 1_000_000
-    text_bytes: Annotated[int, Setting("bytes (as UTF-8) in a text to be tokenized", at_least=0)] = 4_194_304
-    messages: Annotated[int, Setting("messages in a conversation", at_least=0)] = 4_096
-    content_parts: Annotated[int, Setting("content parts in all messages of a conversation", at_least=0)] = 4_096
-    tools: Annotated[int, Setting("entries of `tools`", at_least=0)] = 512
-    template_chars: Annotated[int, Setting("characters in a request's `chat_template`", at_least=0)] = 131_072
-    template_kwargs: Annotated[int, Setting("entries of `chat_template_kwargs`", at_least=0)] = 64
+    text_bytes: Annotated[int, _limit("bytes (as UTF-8) in a text to be tokenized")] = 4_194_304
+    messages: Annotated[int, _limit("messages in a conversation")] = 4_096
+    content_parts: Annotated[int, _limit("content parts in all messages of a conversation")] = 4_096
+    tools: Annotated[int, _limit("entries of `tools`")] = 512
+    template_chars: Annotated[int, _limit("characters in a request's `chat_template`")] = 131_072
+    template_kwargs: Annotated[int, _limit("entries of `chat_template_kwargs`")] = 64
     name_chars: Annotated[
-        int, Setting("characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)", at_least=0)
+        int, _limit("characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)")
     ] = 256
-    body_values: Annotated[int, Setting("JSON values in a body (token ids count)", at_least=0)] = 1_000_000
-    body_objects: Annotated[int, Setting("objects, lists and object keys in a body", at_least=0)] = 100_000
-    body_exponents: Annotated[
-        int, Setting("numbers with an exponent of three digits or more in a body", at_least=0)
-    ] = 1_024
-    json_depth: Annotated[
-        int, Setting("levels of nesting in a free-form field (messages, tools, `metadata`, ...)", at_least=0)
-    ] = 64
-    json_values: Annotated[int, Setting("values in all free-form fields together", at_least=0)] = 131_072
-    json_chars: Annotated[
-        int, Setting("characters in all strings and keys of all free-form fields together", at_least=0)
-    ] = 4_194_304
+    body_values: Annotated[int, _limit("JSON values in a body (token ids count)")] = 1_000_000
+    body_objects: Annotated[int, _limit("objects, lists and object keys in a body")] = 100_000
+    body_exponents: Annotated[int, _limit("numbers with an exponent of three digits or more in a body")] = 1_024
+    json_depth: Annotated[int, _limit("levels of nesting in a free-form field (messages, tools, `metadata`, ...)")] = 64
+    json_values: Annotated[int, _limit("values in all free-form fields together")] = 131_072
+    json_chars: Annotated[int, _limit("characters in all strings and keys of all free-form fields together")] = (
+        4_194_304
+    )
 
     def __post_init__(self) -> None:
         for name, _, _ in describe_limits():
