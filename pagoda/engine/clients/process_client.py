@@ -1,17 +1,14 @@
 """ProcessClient: run an engine core in a child process, and restart it if it dies, without losing a request.
 
 It starts the process, sends it requests, and records every token in the Journal before a client gets it. When the
-process ends or hangs, it starts another one and replays the running requests. Suspects (requests in the step during
-which the engine died) are replayed one at a time, each after the previous one has cleared itself, so that a request
-which kills the engine again is identified for certain; only that one is rejected. If no engine can be started any more,
-every caller gets WorkerDied.
+process ends or hangs, it starts another one and replays the running requests, those that may have killed it one at a
+time (suspects.py). If no engine can be started any more, every caller gets WorkerDied.
 """
 
 import asyncio
 import logging
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,12 +23,10 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
 from pagoda.engine.clients.process_handle import EngineProcess
-from pagoda.engine.flight_recorder import FlightRecord, request_key
+from pagoda.engine.clients.suspects import Suspects
 
 logger = logging.getLogger("pagoda.engine")
 
-MAX_STRIKES = 2
-MAX_DEATHS = 5  # for kills from outside, and for requests that kill an engine later than strikes can tell
 MAX_FAILED_STARTS = 3
 WATCH_INTERVAL_S = 0.1
 START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
@@ -64,8 +59,7 @@ class ProcessClient:
         self._engine: EngineProcess | None = None
         self._process_number = 0
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
-        self._suspects: deque[str] = deque()  # in the step of a death: they re-enter one at a time
-        self._probe: str | None = None
+        self._suspects = Suspects(self._journal)
         self._stats = wire.EngineStats()
         self._progress_at_s = 0.0
         self._resets: dict[int, asyncio.Future[bool]] = {}
@@ -209,7 +203,10 @@ class ProcessClient:
                 return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
             logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
             if end.was_ready:
-                self._assign_blame(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
+                killed_from_outside = code == -signal.SIGKILL and not end.was_hung
+                for entry in self._suspects.assign_blame(flight, self._process_number, killed_from_outside):
+                    said = "this request crashed the engine process repeatedly"
+                    self._outputs.put_nowait(error_outputs(entry, said))
             else:
                 await asyncio.sleep(START_PAUSE_S * failed_starts)
 
@@ -263,39 +260,9 @@ class ProcessClient:
         if not self._facts.done():
             self._facts.set_result(facts)
         self._journal.forget_aliases()
-        self._probe = None
-        self._suspects.clear()
-        for entry in list(self._journal):
-            if entry.is_on_probation:
-                self._suspects.append(entry.request.request_id)
-            else:
-                self._enter(entry)
+        for entry in self._suspects.set_apart():
+            self._enter(entry)
         self._probe_next()
-
-    def _assign_blame(self, flight: FlightRecord, killed_from_outside: bool) -> None:
-        """Give a strike to each request in the step of a death; end those with too many.
-
-        A SIGKILL from outside (or from the kernel, out of memory) says little about the requests in the step: they
-        become suspects, but only MAX_DEATHS such deaths end a request. A SIGKILL between two steps blames none.
-        """
-        if killed_from_outside and flight.steps_begun == flight.steps_ended:
-            return
-        in_step = set(flight.keys.tolist())
-        for entry in list(self._journal):
-            request_id = entry.request.request_id
-            was_in_step = any(request_key(i) in in_step for i in self._journal.engine_ids(request_id))
-            # If the engine died before its first step, every request that had entered is a suspect.
-            if entry.entered_process != self._process_number or not (was_in_step or flight.steps_begun == 0):
-                continue
-            # While one suspect is probed, do not blame others in the batch.
-            if self._probe is not None and request_id != self._probe:
-                continue
-            entry.num_deaths += 1
-            entry.strikes = 1 if killed_from_outside else entry.strikes + 1
-            if entry.strikes >= MAX_STRIKES or entry.num_deaths >= MAX_DEATHS:
-                self._journal.close(request_id)
-                logger.error("request %s was running in %d engine deaths: rejected", request_id, entry.num_deaths)
-                self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
 
     def _give_up(self, error: ConfigError | WorkerDied) -> None:
         assert self._facts is not None
@@ -356,20 +323,8 @@ class ProcessClient:
 
     def _probe_next(self) -> None:
         """Send the next suspect to the engine, if the last one has cleared itself or ended."""
-        if self._probe is not None:
-            entry = self._journal.get(self._probe)
-            if entry is not None and entry.is_on_probation:
-                return
-            self._probe = None
-        while self._suspects and self.is_up:
-            entry = self._journal.get(self._suspects.popleft())
-            if entry is None:
-                continue
-            self._probe = entry.request.request_id
+        while self.is_up and (entry := self._suspects.next()) is not None:
             self._enter(entry)
-            if self._probe in self._journal:
-                return
-            self._probe = None
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
@@ -379,7 +334,7 @@ class ProcessClient:
                 if stats is not None:
                     self._stats = stats
                 self._outputs.put_nowait(self._journal.record(outputs))
-                if self._probe is not None:
+                if self._suspects.is_probing:
                     self._probe_next()
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
