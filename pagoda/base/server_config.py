@@ -64,6 +64,12 @@ class ServerTimeouts:
     template_timeout_s: Annotated[float, Setting("Time to render a chat template; after that 400.", at_least=0.001)] = (
         10.0
     )
+    tokenizer_timeout_s: Annotated[
+        float,
+        Setting(
+            "Time to tokenize a text with a tokenizer that is not known to be fast; after that 400.", at_least=0.001
+        ),
+    ] = 5.0
     step_timeout_s: Annotated[
         float, Setting("Time for one step of the engine; after that the engine process is restarted.", at_least=0)
     ] = 120.0

@@ -25,7 +25,6 @@ from pagoda.engine.templates.job import InProcessRenderer
 from pagoda.engine.templates.pool import TemplatePool
 from pagoda.engine.templates.process import ForeignValues, TemplateLimits
 from pagoda.engine.text_threads import TextThreads
-from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")
@@ -147,7 +146,7 @@ class AsyncEngine:
         self.input_processor.check_before_tokenising(prompt, params)
         text = text_of(prompt)
         token_ids: Sequence[int] | Any
-        if text is not None and len(text) >= LONG_TEXT_CHARS:
+        if text is not None and len(text) >= self.input_processor.tokenizer.inline_chars:
             token_ids = await self._threads.run(
                 key, len(text), self.input_processor.token_ids_of, prompt, add_special_tokens
             )
@@ -290,7 +289,7 @@ class AsyncEngine:
             raise RequestError(str(error), "chat_template") from None
         if is_bounded and not must_fit:
             self.input_processor.limits.of_request.check("tokenized_chars", len(text), "messages")
-        if len(text) < LONG_TEXT_CHARS:
+        if len(text) < self.input_processor.tokenizer.inline_chars:
             return self.input_processor.tokenize_chat(text, add_special_tokens, must_fit)
         return await self._threads.run(
             key, len(text), self.input_processor.tokenize_chat, text, add_special_tokens, must_fit
@@ -298,7 +297,7 @@ class AsyncEngine:
 
     async def encode(self, text: str, add_special_tokens: bool = True, key: str = "") -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
-        if len(text) < LONG_TEXT_CHARS:
+        if len(text) < self.input_processor.tokenizer.inline_chars:
             return self.input_processor.encode(text, add_special_tokens)
         return await self._threads.run(key, len(text), self.input_processor.encode, text, add_special_tokens)
 

@@ -9,6 +9,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.templates.process import TemplateLimits
+from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.wire import EngineFacts
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits
@@ -27,7 +28,12 @@ async def build_state(
     # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(
-        build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
+        build_input_processor,
+        setup.config,
+        setup.files,
+        setup.spec.vocab_size,
+        setup.max_model_len,
+        encoding_limits=EncodingLimits(config.server.server_timeouts.tokenizer_timeout_s),
     )
     facts = await starting
     inputs.fit(facts.max_model_len)

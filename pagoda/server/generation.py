@@ -21,7 +21,6 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.answers import Timings
@@ -245,7 +244,8 @@ class Generator:
             preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, add_special_tokens, key)
             texts = [*params.bad_words, *(prompt for prompt in prompts if isinstance(prompt, str))]
             # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
-            is_long = sum(map(len, texts)) >= LONG_TEXT_CHARS or params.structured_outputs is not None
+            inline_chars = self.llm.input_processor.tokenizer.inline_chars
+            is_long = sum(map(len, texts)) >= inline_chars or params.structured_outputs is not None
             requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
             asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)
             try:

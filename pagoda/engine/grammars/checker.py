@@ -1,27 +1,18 @@
 """GrammarChecker: say whether a grammar compiles, with bounds on time and memory, before a request is accepted."""
 
-import os
 import pickle
 import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagoda.base.child_signals import signals_blocked
 from pagoda.base.errors import RequestError
-from pagoda.engine.grammars.checker_worker import READY, receive, send
 from pagoda.engine.grammars.grammar_text import GrammarText, JsonStyle, schema_grammar
 from pagoda.engine.grammars.json_schema import RewrittenSchema
 from pagoda.engine.grammars.vocabulary import Vocabulary
+from pagoda.engine.killable_process import KillableProcess
 
-_START_S = 30.0  # for starting a process: imports can be slow on a busy machine, and do not count for the grammar
 _MAX_KNOWN = 1024
 _MAX_PROBES = 200
 _MAX_MESSAGE_CHARS = 300
@@ -42,10 +33,12 @@ class GrammarChecker:
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], limits: GrammarLimits | None = None) -> None:
-        self._vocabulary = vocabulary
         self._limits = limits or GrammarLimits()
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        module = "pagoda.engine.grammars.checker_worker"
+        self.process = KillableProcess(
+            module, self._limits.memory_bytes, first=lambda: pickle.dumps(vocabulary(), 5), has_stderr=False
+        )
         self._known: OrderedDict[str, str] = OrderedDict()  # text -> error, "" if it compiles
 
     def check(self, grammar: GrammarText, field_name: str) -> None:
@@ -60,11 +53,7 @@ class GrammarChecker:
 
     def close(self) -> None:
         """Kill the process, even at work. Idempotent; another grammar starts a new one."""
-        worker = self._worker
-        if worker is not None:
-            worker.process.kill()
-        with self._lock:
-            self._end()
+        self.process.close()
 
     # ---- with the lock held
 
@@ -81,18 +70,13 @@ class GrammarChecker:
         return error
 
     def _try_new(self, text: str) -> str:
-        for is_last in (False, True):
-            try:
-                return _shorten(self._running().exchange(text, self._limits.timeout_s))
-            except TimeoutError:
-                self._end()
-                return f"it was not compiled within {self._limits.timeout_s:g} s; it is too complex"
-            except (EOFError, ConnectionError):
-                # Something else may have killed the process: a grammar is to blame if it happens twice.
-                self._end()
-                if is_last:
-                    return "compiling it crashed or used too much memory; it is too complex"
-        raise AssertionError("not reached")
+        try:
+            reply = self.process.exchange(lambda _: text.encode(), self._limits.timeout_s)
+            return _shorten(reply.decode("utf-8", "replace"))
+        except TimeoutError:
+            return f"it was not compiled within {self._limits.timeout_s:g} s; it is too complex"
+        except EOFError:
+            return "compiling it crashed or used too much memory; it is too complex"
 
     def _locate(self, schema: RewrittenSchema) -> str:
         """Return the pointer of the innermost part of a schema that does not compile on its own."""
@@ -116,18 +100,6 @@ class GrammarChecker:
             else:
                 keyword = next((one for one in schema.uncertain if one.rpartition("/")[0] == at), None)
                 return keyword or at
-
-    def _running(self) -> "_Worker":
-        if self._worker is not None and not self._worker.is_usable():
-            self._end()
-        if self._worker is None:
-            self._worker = _Worker(self._vocabulary(), self._limits.memory_bytes)
-        return self._worker
-
-    def _end(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.end()
 
 
 def _subschemas(schema: object, defs: dict[str, object], places: dict[int, str]) -> list[dict[str, object]]:
@@ -163,48 +135,3 @@ def _shorten(message: str) -> str:
     if line.startswith("oneOf constraints"):
         return "its alternatives may overlap, and cannot be distinguished with the supported keywords; use anyOf"
     return line if len(line) <= _MAX_MESSAGE_CHARS else line[: _MAX_MESSAGE_CHARS - 3] + "..."
-
-
-class _Worker:
-    """A running process."""
-
-    def __init__(self, vocabulary: Vocabulary, memory_bytes: int) -> None:
-        self._connection, theirs = socket.socketpair()
-        with theirs, signals_blocked(signal.SIGINT):  # Ctrl-C is for the parent
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "pagoda.engine.grammars.checker_worker"),
-                    *(str(memory_bytes), str(os.getpid())),
-                ],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _kill, self.process, self._connection, self._owner)
-        self._connection.settimeout(_START_S)
-        send(self._connection, pickle.dumps(vocabulary, 5))
-        if self._connection.recv(1) != READY:
-            raise EOFError("the process did not start")
-
-    def is_usable(self) -> bool:
-        """Return False if the process has exited, or if this is a fork of the process that started it."""
-        return os.getpid() == self._owner and self.process.poll() is None
-
-    def exchange(self, text: str, timeout_s: float) -> str:
-        """Return a grammar's error. Raises TimeoutError, EOFError or ConnectionError if the process is unusable."""
-        until_s = time.monotonic() + timeout_s
-        self._connection.settimeout(timeout_s)
-        send(self._connection, text.encode())
-        self._connection.settimeout(max(0.001, until_s - time.monotonic()))
-        return receive(self._connection).decode("utf-8", "replace")
-
-    def end(self) -> None:
-        self._finalizer()
-
-
-def _kill(process: "subprocess.Popen[bytes]", connection: socket.socket, owner: int) -> None:
-    connection.close()
-    if os.getpid() == owner:
-        process.kill()
-        process.wait()

@@ -20,6 +20,7 @@ from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.templates.job import InProcessRenderer, Renderer, TemplateJob, TemplateSource
 from pagoda.engine.templates.process import ProtectedRenderer, TemplateLimits
+from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.loading.model_files import ModelFiles
@@ -267,8 +268,9 @@ class InputProcessor:
         return RenderedChat(plain, self.tokenizer.encode_marked(text, add_special_tokens))
 
     def close(self) -> None:
-        """Close the processes that render templates and check grammars. Idempotent."""
+        """Close the processes that render templates, encode texts and check grammars. Idempotent."""
         self._renderer.close()
+        self.tokenizer.close()
         self.grammars.close()
 
     def _check_prompt(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
@@ -377,7 +379,10 @@ class InputProcessor:
         for word in params.bad_words:
             bare = word.lstrip(" ") or word
             for text in (bare, " " + bare):
-                ids = tuple(self.encode(text, add_special_tokens=False))
+                try:
+                    ids = tuple(self.encode(text, add_special_tokens=False))
+                except RequestError as error:
+                    raise RequestError(f"bad_words: {error}", "bad_words") from None
                 if ids:
                     found.append(ids)
         return dataclasses.replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(found)))
@@ -424,12 +429,14 @@ def build_input_processor(
     vocab_size: int,
     max_model_len: int,
     template_limits: TemplateLimits | None = None,
+    encoding_limits: EncodingLimits | None = None,
 ) -> InputProcessor:
     """Build a model's input processor from its tokenizer. Chat templates are rendered in a separate process.
 
+    encoding_limits: of each text, if the tokenizer is not known to be fast.
     Raises ConfigError if the tokenizer or its chat template cannot be used.
     """
-    tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template)
+    tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template, encoding_limits)
     model = config.model
     limits = InputLimits(
         vocab_size,

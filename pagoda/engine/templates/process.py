@@ -1,33 +1,16 @@
 """TemplateProcess: render chat templates in another process, which is killed at the deadline."""
 
+import functools
 import json
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from pagoda.base.child_signals import signals_blocked
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.killable_process import KillableProcess
 from pagoda.engine.templates.job import InProcessRenderer, TemplateJob
-from pagoda.engine.templates.worker import (
-    CANNOT_READ,
-    NOT_A_TEMPLATE,
-    NUM_KEPT,
-    READY,
-    RENDERED,
-    REPLY,
-    REQUEST,
-    receive_exactly,
-)
-
-_START_S = 30.0  # for starting a process: imports can be slow on a busy machine, and do not count for the template
+from pagoda.engine.templates.worker import CANNOT_READ, NOT_A_TEMPLATE, NUM_KEPT, RENDERED
 
 
 class ForeignValues(Exception):
@@ -50,9 +33,9 @@ class TemplateProcess:
 
     def __init__(self, limits: TemplateLimits, niceness: int = 0) -> None:
         self._limits = limits
-        self._niceness = niceness
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self.process = KillableProcess("pagoda.engine.templates.worker", limits.memory_bytes, niceness)
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # keys of the templates that the worker has
         self._job: TemplateJob | None = None
         self._cancelled: TemplateJob | None = None
 
@@ -61,64 +44,58 @@ class TemplateProcess:
         with self._lock:
             self._job = job
             try:
-                try:
-                    return self._try(job)
-                except (EOFError, ConnectionError):
-                    # Something else may have killed the process, before or after it got the job.
-                    return self._try(job)
+                reply = self.process.exchange(functools.partial(self._message, job), self._limits.timeout_s)
+                return self._text_of(reply)
             except TimeoutError:
                 said = f"the chat template was stopped after {self._limits.timeout_s:g} s: it did not finish"
                 raise RequestError(said, _culprit(job)) from None
-            except (EOFError, ConnectionError):
+            except EOFError:
                 raise RequestError("the chat template crashed the process that rendered it", _culprit(job)) from None
             finally:
                 self._job = self._cancelled = None
 
-    def _try(self, job: TemplateJob) -> str:
-        """Like `render`, once. Raises TimeoutError, EOFError or ConnectionError if the process is no longer usable."""
-        worker = self._running()
-        if self._cancelled is job:  # checked last: from here on, `cancel` kills this worker
-            raise RequestError("the rendering was cancelled", _culprit(job))
-        try:
-            return worker.exchange(worker.pickle(job), self._limits.timeout_s)
-        except (TimeoutError, EOFError, ConnectionError):
-            worker.has_ended = True
-            raise
-        finally:
-            if worker.has_ended:
-                self._end()
-
     def cancel(self, job: TemplateJob) -> None:
         """Kill the process if it is rendering this job; `render` then raises. Thread-safe."""
         self._cancelled = job
-        worker = self._worker
-        if self._job is job and worker is not None:
-            worker.process.kill()
+        if self._job is job:
+            self.process.kill()
 
     def start(self) -> None:
         """Start the process now, so that the first job does not wait for it."""
-        with self._lock:
-            self._running()
+        self.process.start()
 
     def close(self) -> None:
         """Kill the process, even during a job. Idempotent; another job starts a new one."""
-        worker = self._worker
-        if worker is not None:
-            worker.process.kill()
-        with self._lock:
-            self._end()
+        self.process.close()
 
-    def _running(self) -> "_Worker":
-        if self._worker is not None and not self._worker.is_usable():
-            self._end()
-        if self._worker is None:
-            self._worker = _Worker(self._limits.memory_bytes, self._niceness)
-        return self._worker
+    def _message(self, job: TemplateJob, is_first: bool) -> bytes:
+        if self._cancelled is job:
+            raise RequestError("the rendering was cancelled", _culprit(job))
+        if is_first:
+            self._known.clear()
+        key = job.source.key
+        try:
+            data = pickle.dumps((key, None if key in self._known else job.source, job.values()), 5)
+        except RecursionError:
+            raise RequestError("the messages are nested too deeply for a chat template", "messages") from None
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ForeignValues(str(error)) from None
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > NUM_KEPT:
+            self._known.popitem(last=False)
+        return data
 
-    def _end(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.end()
+    def _text_of(self, reply: bytes) -> str:
+        outcome, text = reply[0], reply[1:].decode("utf-8", "surrogatepass")
+        if outcome == RENDERED:
+            return text
+        if outcome == CANNOT_READ:
+            self.process.close()  # it does not have the template that it could not read
+            raise ForeignValues(text)
+        if outcome == NOT_A_TEMPLATE:
+            raise ConfigError(text)
+        raise RequestError(*json.loads(text))
 
 
 class ProtectedRenderer:
@@ -140,83 +117,6 @@ class ProtectedRenderer:
 
     def close(self) -> None:
         self._process.close()
-
-
-class _Worker:
-    """A running worker process.   has_ended: it exits, by its last reply or because it failed."""
-
-    def __init__(self, memory_bytes: int, niceness: int) -> None:
-        self._connection, theirs = socket.socketpair()
-        with theirs, signals_blocked(signal.SIGINT):  # Ctrl-C is for the parent
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "pagoda.engine.templates.worker"),
-                    *(str(memory_bytes), str(niceness), str(os.getpid())),
-                ],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-            )
-        self._owner = os.getpid()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._is_new = True
-        self.has_ended = False
-        self._finalizer = weakref.finalize(self, _kill, self.process, self._connection, self._owner)
-
-    def is_usable(self) -> bool:
-        """Return False if the process has exited, or if this is a fork of the process that started it."""
-        return os.getpid() == self._owner and self.process.poll() is None
-
-    def pickle(self, job: TemplateJob) -> bytes:
-        key = job.source.key
-        try:
-            data = pickle.dumps((key, None if key in self._known else job.source, job.values()), 5)
-        except RecursionError:
-            raise RequestError("the messages are nested too deeply for a chat template", "messages") from None
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ForeignValues(str(error)) from None
-        self._known[key] = None
-        self._known.move_to_end(key)
-        if len(self._known) > NUM_KEPT:
-            self._known.popitem(last=False)
-        return data
-
-    def exchange(self, data: bytes, timeout_s: float) -> str:
-        """Send a job, return the prompt. Raises TimeoutError, EOFError or ConnectionError if the worker is unusable."""
-        if self._is_new:
-            self._receive(len(READY), time.monotonic() + _START_S)
-            self._is_new = False
-        until_s = time.monotonic() + timeout_s
-        self._send(REQUEST.pack(timeout_s, len(data)) + data, until_s)
-        outcome, self.has_ended, size = REPLY.unpack(self._receive(REPLY.size, until_s))
-        text = self._receive(size, until_s).decode("utf-8", "surrogatepass")
-        if outcome == RENDERED:
-            return text
-        if outcome == CANNOT_READ:
-            self._known.clear()
-            self.has_ended = True
-            raise ForeignValues(text)
-        if outcome == NOT_A_TEMPLATE:
-            raise ConfigError(text)
-        message, param = json.loads(text)
-        raise RequestError(message, param)
-
-    def _send(self, data: bytes, until_s: float) -> None:
-        self._connection.settimeout(max(0.001, until_s - time.monotonic()))
-        self._connection.sendall(data)
-
-    def _receive(self, size: int, until_s: float) -> bytes:
-        self._connection.settimeout(max(0.001, until_s - time.monotonic()))
-        return receive_exactly(self._connection, size)
-
-    def end(self) -> None:
-        self._finalizer()
-
-
-def _kill(process: "subprocess.Popen[bytes]", connection: socket.socket, owner: int) -> None:
-    connection.close()
-    if os.getpid() == owner:
-        process.kill()
-        process.wait()
 
 
 def _culprit(job: TemplateJob) -> str:

@@ -6,46 +6,23 @@ parent does not. Requests arrive on standard input, a socket, pickled by the par
 bytes. Imports are few, so that a killed worker is replaced in about a tenth of a second.
 """
 
-import contextlib
 import json
 import os
 import pickle
-import resource
-import signal
-import socket
-import struct
 import sys
-import threading
-import time
 from collections import OrderedDict
 
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.killable_worker import Parent, limit_memory
 from pagoda.engine.templates.chat_template import ChatTemplate
 
 NUM_KEPT = 16
 """Size of the worker's LRU cache of compiled templates. The parent tracks the cached keys by the same rule."""
-REQUEST = struct.Struct("<dQ")  # timeout in seconds, size of the pickle
-REPLY = struct.Struct("<BBQ")  # outcome, whether the worker ends after it, size of the text
 RENDERED, REFUSED, NOT_A_TEMPLATE, CANNOT_READ = range(4)
-READY = b"R"
+"""First byte of a reply; then the text, an error message, or an error message and its param as JSON."""
 
 _MAX_TEXT_CHARS = 64 * 2**20
 _MAX_GROWTH_BYTES = 64 * 2**20  # of resident memory: a worker that has grown by more is replaced
-_KILL_AFTER_S = 1.0  # after the deadline, in case the parent does not kill this process
-_PARENT_CHECK_S = 0.5
-
-
-def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """Return `size` bytes. Raises EOFError if the other end closes the connection first."""
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        count = connection.recv_into(view[at:])
-        if not count:
-            raise EOFError("the other end has closed the connection")
-        at += count
-    view.release()
-    return bytes(data)
 
 
 class _CannotRead(Exception):
@@ -58,7 +35,11 @@ class _Worker:
         self._templates: OrderedDict[bytes, ChatTemplate | None] = OrderedDict()
         self._started_kb = _peak_kb()
 
-    def answer(self, data: bytes) -> tuple[int, bytes]:
+    def answer(self, data: bytes) -> bytes:
+        outcome, text = self._outcome(data)
+        return bytes([outcome]) + text
+
+    def _outcome(self, data: bytes) -> tuple[int, bytes]:
         try:
             return RENDERED, self._render(data).encode("utf-8", "surrogatepass")
         except RequestError as error:
@@ -106,41 +87,13 @@ def _peak_kb() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
 
 
-def _limit_memory(memory_bytes: int) -> None:
-    """Limit the address space to what the interpreter uses now plus `memory_bytes`."""
-    with open("/proc/self/statm") as file:
-        present = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + memory_bytes, present + memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _exit_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_S)
-    os._exit(1)
-
-
 def main() -> None:
-    memory_bytes, niceness, parent = map(int, sys.argv[1:4])
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, even inside a long C call
+    memory_bytes, niceness = map(int, sys.argv[1:3])
     os.nice(niceness)
-    connection = socket.socket(fileno=os.dup(0))
-    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
-    if sys.platform == "linux":
-        _limit_memory(memory_bytes)
+    parent = Parent()
+    limit_memory(memory_bytes)
     worker = _Worker(memory_bytes)
-    connection.sendall(READY)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            timeout_s, size = REQUEST.unpack(receive_exactly(connection, REQUEST.size))
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + _KILL_AFTER_S)
-            outcome, text = worker.answer(receive_exactly(connection, size))
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            is_last = worker.has_grown()
-            connection.sendall(REPLY.pack(outcome, is_last, len(text)))
-            connection.sendall(text)
-            if is_last:
-                return
+    parent.serve(worker.answer, worker.has_grown)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pagoda.engine.templates.chat_template import ChatTemplate
+from pagoda.engine.tokenizers.text_encoder import LONG_TEXT_CHARS
 from pagoda.engine.tokenizers.token_length import TokenLengthBound
 from pagoda.engine.tokenizers.tokenizer import TokenizerFacts
 
@@ -25,6 +26,8 @@ class ByteTokenizer:
         length_bound=TokenLengthBound(max_chars=1),
     )
 
+    inline_chars = LONG_TEXT_CHARS
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
 
@@ -39,3 +42,6 @@ class ByteTokenizer:
         if 0 <= token_id < BOS:
             return bytes([token_id])
         return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id, b"")
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""

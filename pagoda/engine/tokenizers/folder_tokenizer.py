@@ -6,22 +6,24 @@ from typing import Any
 import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
 from pagoda.engine.tokenizers.tokenizer_regexes import check_regexes
 from pagoda.loading.json_file import read_json_object
 from pagoda.models.config_reader import ConfigReader
 
 
-def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> LibraryTokenizer:
+def load_folder_tokenizer(
+    folder: Path, chat_template: str | None = None, limits: EncodingLimits | None = None
+) -> LibraryTokenizer:
     """Load the tokenizer of `folder`, which has a tokenizer.json; `chat_template` replaces the folder's own.
 
-    Raises ConfigError that names the unusable file.
+    limits: see LibraryTokenizer.   Raises ConfigError that names the unusable file.
     """
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-        backend.encode("a")  # some faults only show here, as panics
     except BaseException as error:
         raise library_failure(error, f"{path}: cannot be read as a tokenizer") from None
     backend.no_truncation()
@@ -38,7 +40,13 @@ def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> Lib
     eos = _ids_of(folder, backend, names.get("eos_token"))
     bos_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
     template = chat_template if chat_template is not None else _folder_chat_template(folder, config)
-    return LibraryTokenizer(backend, make_facts(backend, bos_id, eos, template, names))
+    tokenizer = LibraryTokenizer(backend, make_facts(backend, bos_id, eos, template, names), limits)
+    try:
+        tokenizer.encode("a")  # some faults only show here
+    except RequestError as error:
+        tokenizer.close()
+        raise ConfigError(f"{path}: cannot be read as a tokenizer: {error}") from None
+    return tokenizer
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import Registry
+from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
 from pagoda.engine.tokenizers.tokenizer_regexes import GPT2, GPT4O, LLAMA3, QWEN2, TEKKEN
 from pagoda.loading.end_tokens import end_token_ids
@@ -23,10 +24,12 @@ _SPACE = "\u2581"
 _MAX_TOKEN_CHARS = 4096  # rebuilding merges takes time quadratic in the token length
 
 
-def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
+def load_gguf_tokenizer(
+    path: Path, chat_template: str | None = None, limits: EncodingLimits | None = None
+) -> LibraryTokenizer:
     """Load the tokenizer of a .gguf file; `chat_template` replaces the file's own.
 
-    Raises ConfigError if the file has no tokenizer, or one of an unsupported kind.
+    limits: see LibraryTokenizer.   Raises ConfigError if the file has no tokenizer, or one of an unsupported kind.
     """
     file = GGUFFile(path)
     tokens = file.strings("tokenizer.ggml.tokens")
@@ -43,7 +46,7 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
     _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
     bos_id = file.get("tokenizer.ggml.bos_token_id", int)
-    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names))
+    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names), limits)
 
 
 # ---- families

@@ -8,15 +8,14 @@ from typing import Any, Protocol
 import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
-from pagoda.base.errors import ConfigError, PagodaError, RequestError
+from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.special_marks import SpecialMarks
+from pagoda.engine.tokenizers.bounded_encoder import BoundedEncoder, EncodingLimits
 from pagoda.engine.tokenizers.byte_letters import BYTE_OF_LETTER
-from pagoda.engine.tokenizers.marked_encoder import MarkedEncoder
+from pagoda.engine.tokenizers.known_speed import unknown_part
+from pagoda.engine.tokenizers.text_encoder import TextEncoder, is_panic
 from pagoda.engine.tokenizers.token_length import TokenLengthBound, token_length_bound
-
-LONG_TEXT_CHARS = 1024
-"""From this length on, an event loop tokenises texts on a thread: they take about half a millisecond or more."""
 
 
 class Tokenizer(Protocol):
@@ -24,6 +23,11 @@ class Tokenizer(Protocol):
 
     @property
     def facts(self) -> "TokenizerFacts": ...
+
+    @property
+    def inline_chars(self) -> int:
+        """An event loop may encode texts shorter than this itself: they take about half a millisecond."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Special tokens written in the text become their ids."""
@@ -39,6 +43,10 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes the token adds to the text if it is not the first. Empty for unknown ids."""
+        ...
+
+    def close(self) -> None:
+        """End the processes in which texts are encoded, if there are any, even at work. Idempotent."""
         ...
 
 
@@ -65,8 +73,13 @@ class TokenizerFacts:
 class LibraryTokenizer:
     """A Tokenizer that uses the `tokenizers` library."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
-        """Raises ConfigError for a decoder with an unsupported step."""
+    def __init__(
+        self, backend: tokenizers.Tokenizer, facts: TokenizerFacts, limits: EncodingLimits | None = None
+    ) -> None:
+        """limits: of each text, if the tokenizer is not known to be fast (known_speed.py).
+
+        Raises ConfigError for a decoder with an unsupported step.
+        """
         self.facts = facts
         self.backend = backend
         self._special = facts.special_token_ids
@@ -74,15 +87,21 @@ class LibraryTokenizer:
         self._spelling = _spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
         unknown = facts.special_names.get("unk_token") or getattr(backend.model, "unk_token", None)
-        marked = set(facts.marks.texts)
-        ids = {text: token_id for token_id, text in self._added.items() if text in marked}
-        self._marked = MarkedEncoder(backend, facts.marks, ids, unknown)
+        self._encoder: TextEncoder | BoundedEncoder
+        if unknown_part(backend) is None:
+            self._encoder = TextEncoder(backend, facts.marks, unknown)
+        else:
+            self._encoder = BoundedEncoder(backend, facts.marks, unknown, limits)
+
+    @property
+    def inline_chars(self) -> int:
+        return self._encoder.inline_chars
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return _encode(self.backend, text, add_special_tokens).ids
+        return self._encoder.encode(text, add_special_tokens)
 
     def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._marked.encode(text, _encode, add_special_tokens)
+        return self._encoder.encode_marked(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = self._special if skip_special_tokens else ()
@@ -101,23 +120,14 @@ class LibraryTokenizer:
             known = self._bytes[token_id] = self._read_bytes(token_id)
         return known
 
+    def close(self) -> None:
+        self._encoder.close()
+
     def _read_bytes(self, token_id: int) -> bytes:
         token = self._added.get(token_id)
         if token is None:
             token = self.backend.id_to_token(token_id)
         return b"" if token is None else self._spelling.to_bytes(token)
-
-
-def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
-    try:
-        if len(text) < LONG_TEXT_CHARS:
-            return backend.encode(text, add_special_tokens=add_special_tokens)
-        # Unlike `encode`, this releases the GIL, and does not compute the tokens' offsets in the text.
-        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-    except BaseException as error:  # its regular expression engine panics after too many steps
-        if not is_panic(error):
-            raise
-        raise RequestError(f"the tokenizer cannot split this text: {shorten(str(error))}", "prompt") from None
 
 
 # ---- how tokens are spelled
@@ -182,11 +192,6 @@ def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
 
 
 # ---- shared by all loaders
-
-
-def is_panic(error: BaseException) -> bool:
-    """Return whether `error` is a panic of a Rust library: not an Exception, and its class cannot be imported."""
-    return type(error).__name__ == "PanicException"
 
 
 def library_failure(error: BaseException, where: str) -> BaseException:
