@@ -244,13 +244,17 @@ def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, ob
 def random_speculation(rng: np.random.Generator, draft_model: str) -> dict[str, object]:
     """Return a speculative_config, of any method; mostly one that drafts as much as it may."""
     method = str(rng.choice(["ngram", "suffix", "layer_skip", "draft_model"]))
+    of_method: dict[str, dict[str, object]] = {
+        "ngram": {"prompt_lookup_min": 1},
+        "suffix": {"suffix_decoding_max_spec_factor": 4.0},
+        "draft_model": {"model": draft_model},
+        "layer_skip": {},
+    }
     return {
         "method": method,
         "num_speculative_tokens": int(rng.integers(1, 6)),
-        "prompt_lookup_min": 1,
-        "suffix_decoding_max_spec_factor": 4.0,
         "adaptive": bool(rng.random() < 0.2),
-        **({"model": draft_model} if method == "draft_model" else {}),
+        **of_method[method],
     }
 
 
