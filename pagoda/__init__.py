@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pagoda.base.errors import RequestError as RequestError
     from pagoda.base.errors import UsageError as UsageError
     from pagoda.base.errors import WorkerDied as WorkerDied
+    from pagoda.base.outputs import BeamSearchOutput as BeamSearchOutput
+    from pagoda.base.outputs import BeamSearchSequence as BeamSearchSequence
     from pagoda.base.outputs import CompletionOutput as CompletionOutput
     from pagoda.base.outputs import EmbeddingOutput as EmbeddingOutput
     from pagoda.base.outputs import Logprob as Logprob
@@ -42,6 +44,8 @@ _HOMES = {
         "RequestMetrics",
         "PoolingRequestOutput",
         "EmbeddingOutput",
+        "BeamSearchOutput",
+        "BeamSearchSequence",
     ),
     "pagoda.base.errors": (
         "PagodaError",

@@ -176,11 +176,26 @@ class AsyncLLM:
         """Return the engine's latest gauges and counters."""
         return (await self._started()).stats()
 
-    # ---- planned
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Return the finished output of a beam search: `beam_width` outputs, best first; errors as in `generate`."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
+        sampling = params.sampling_params(logprobs=0)
+        outputs = self._run(OutputKind.FINAL_ONLY, prompt, sampling, request_id, priority, cache_salt)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                return output
+        raise AssertionError("a request ends with an output")
 
-    async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> RequestOutput:
-        """Planned: raises NotSupportedError."""
-        raise planned("beam_search")
+    # ---- planned
 
     async def embed(self, prompt: Prompt, *, pooling_params: PoolingParams | None = None) -> PoolingRequestOutput:
         """Planned: raises NotSupportedError."""

@@ -11,7 +11,13 @@ from tqdm import tqdm
 from pagoda.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, RequestError
-from pagoda.base.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from pagoda.base.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
 from pagoda.base.planned import planned
 from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from pagoda.engine.inputs.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
@@ -207,7 +213,7 @@ class LLM:
         check_conversation(messages, None)
         return self.stream(self._render(messages, template_options), sampling_params)
 
-    # ---- planned
+    # ---- beam search
 
     def beam_search(
         self,
@@ -216,9 +222,25 @@ class LLM:
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
-    ) -> list[RequestOutput]:
-        """Planned: raises NotSupportedError."""
-        raise planned("beam_search")
+    ) -> list[BeamSearchOutput]:
+        """Return the `beam_width` best outputs of each prompt, best first, in the order of the prompts.
+
+        prompts, use_tqdm, errors: as in `generate`.   concurrency_limit: prompts in the engine at once; None: all.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
+        if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):
+            raise RequestError(f"concurrency_limit must be at least 1 (got {concurrency_limit!r:.80})", "params")
+        each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        most_logprobs = self.engine.input_processor.limits.max_logprobs
+        sampling = params.sampling_params(logprobs=min(2 * params.beam_width, most_logprobs))
+        outputs: list[RequestOutput] = []
+        for begin in range(0, len(each), concurrency_limit or max(len(each), 1)):
+            some = each[begin : begin + (concurrency_limit or len(each))]
+            outputs += self.generate(some, sampling, use_tqdm=use_tqdm)
+        return [beams_of(output, self.tokenizer) for output in outputs]
+
+    # ---- planned
 
     def embed(
         self,
@@ -303,6 +325,28 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
     return params
+
+
+def beams_of(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """Return a finished output of a beam search in vLLM's shape."""
+    prompt_ids = output.prompt_token_ids or []
+    prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
+    if output.prompt is not None:
+        prompt["prompt"] = output.prompt
+    sequences = [
+        BeamSearchSequence(
+            orig_prompt=prompt,
+            tokens=[*prompt_ids, *part.token_ids],
+            logprobs=part.logprobs or [],
+            cum_logprob=part.cumulative_logprob or 0.0,
+            text=tokenizer.decode([*prompt_ids, *part.token_ids]),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+        )
+        for part in output.outputs
+        if part.token_ids
+    ]
+    return BeamSearchOutput(sequences, output.error)
 
 
 def _refused(request_id: str, prompt: Prompt | RequestError, error: Exception) -> RequestOutput:

@@ -13,7 +13,6 @@ import pytest
 from pagoda import (
     LLM,
     AsyncLLM,
-    BeamSearchParams,
     ConfigError,
     NotSupportedError,
     RequestError,
@@ -167,7 +166,6 @@ def test_planned_methods_say_what_they_wait_for() -> None:
             llm.embed("a"),
             llm.classify("a"),
             llm.score("a", "b"),
-            llm.beam_search("a", BeamSearchParams(2, 8)),
         ):
             with pytest.raises(NotSupportedError, match="is planned and not available yet: "):
                 await call
@@ -178,7 +176,6 @@ def test_planned_methods_say_what_they_wait_for() -> None:
             (llm.embed, ("a",)),
             (llm.classify, ("a",)),
             (llm.score, ("a", "b")),
-            (llm.beam_search, ("a", BeamSearchParams(2, 8))),
         ):
             with pytest.raises(NotImplementedError, match=f"{method.__name__} is planned and not available yet: "):
                 method(*arguments)

@@ -67,6 +67,14 @@ def test_openai_client(tmp_path: Path) -> None:
     assert re.fullmatch(r"usage: \d+ prompt tokens, \d+ output tokens", lines[-1])
 
 
+def test_beam_search() -> None:
+    lines = run("beam_search.py").splitlines()
+    scores = [float(line.split()[0]) for line in lines[:4]]
+    assert scores == sorted(scores, reverse=True)  # all outputs are of the same length
+    assert "Paris" in lines[0]
+    assert "bread" in lines[4]
+
+
 def test_policy() -> None:
     lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
     assert len(lengths) == 4

@@ -1,6 +1,7 @@
 """The outputs returned to callers, with the field names of vLLM."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -64,6 +65,32 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One output of a beam search.
+
+    orig_prompt: `prompt_token_ids`, and `prompt` if it was given as text.   tokens: the prompt's, then the output's.
+    logprobs: per output token, the candidates it was chosen from.   cum_logprob: sum over the output's tokens.
+    text: of all `tokens`, the prompt included.   finish_reason, stop_reason: as in CompletionOutput.
+    """
+
+    orig_prompt: dict[str, Any]
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The outputs of a prompt's beam search, best first.   error: why it could not be served, or None."""
+
+    sequences: list[BeamSearchSequence]
     error: str | None = None
 
 

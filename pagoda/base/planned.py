@@ -3,7 +3,6 @@
 from pagoda.base.errors import NotSupportedError
 
 _MISSING = {
-    "beam_search": "the scheduler does not rank and prune sequences; use generate with n > 1",
     "embed": "encoder models and pooling are missing",
     "classify": "models with a classification head and pooling are missing",
     "score": "cross-encoder and embedding models are missing",

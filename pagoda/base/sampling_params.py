@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
@@ -20,6 +20,26 @@ GREEDY_EPSILON = 1e-5
 
 _MAX_COUNT = 2**31 - 1  # counts are stored in int32 columns
 _MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOptions:
+    """How the beams of a request are ranked, and when their search ends.
+
+    length_penalty: the score of a hypothesis is the sum of its log-probabilities / length ** length_penalty, in
+        [-10, 10]. The length counts generated tokens, eos included, as in transformers.
+    early_stopping: when `n` hypotheses have ended, True stops; False stops unless a beam would be better than the worst
+        of them if it ended now; "never" takes the best length that a beam may still get, up to max_tokens.
+    """
+
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        number = _number("length_penalty", self.length_penalty, low=-10.0, high=10.0)
+        object.__setattr__(self, "length_penalty", number)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise _refuse("early_stopping", self.early_stopping, "True, False or 'never'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,7 @@ class SamplingParams:
     truncate_prompt_tokens: keep only this many tokens from the end of the prompt (-1: as many as fit).
     structured_outputs: constrains the output; StructuredOutputsParams or a mapping of its fields. The engine replaces
         it by `grammar`, its own representation.
+    beam_search: search for the `n` best outputs with `n` beams, instead of sampling; see BeamSearchParams.
     """
 
     n: int = 1
@@ -74,6 +95,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     grammar: str | None = None
+    beam_search: BeamSearchOptions | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # normalise the fields of the frozen record during construction
@@ -114,6 +136,20 @@ class SamplingParams:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True, because they are searched for in the text", "stop")
+        if self.beam_search is not None:
+            self._check_beam_search(self.beam_search)
+
+    def _check_beam_search(self, options: object) -> None:
+        """Raise RequestError for fields that have no meaning in a beam search."""
+        if not isinstance(options, BeamSearchOptions):
+            raise _refuse("beam_search", options, "BeamSearchOptions or None")
+        for name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
+            if getattr(self, name) not in neutral:
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r:.80} cannot be combined with beam search, which ranks by the "
+                    f"model's own log-probabilities: leave {name} out, or sample instead",
+                    name,
+                )
 
     def with_lengths(self, max_tokens: int, min_tokens: int) -> "SamplingParams":
         """Return a copy with other lengths, which must be valid. Its lists are shared and not validated again."""
@@ -139,9 +175,34 @@ _FLAGS = (
 )
 
 
+# Values that change nothing. Stop strings would have to be searched for in the text of every beam at every step.
+_NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[object, ...]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0,),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "stop": ((),),
+    "bad_words": ((),),
+    "bad_words_token_ids": ((),),
+    "allowed_token_ids": (None,),
+    "logit_bias": ((),),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How a beam search runs, with vLLM's fields. Beam search is planned; see LLM.beam_search."""
+    """How a beam search runs: vLLM's fields, and early_stopping, which is ours.
+
+    beam_width: beams, and outputs.   max_tokens: maximum output tokens.   ignore_eos: continue after eos.
+    temperature: only 0 or 1; it would not change which tokens are the most likely ones, only their weight.
+    length_penalty, early_stopping: see BeamSearchOptions.
+    include_stop_str_in_output: keep the text of the token that ends an output.
+    structured_outputs: constrains the outputs, as in SamplingParams.
+    """
 
     beam_width: int
     max_tokens: int
@@ -149,10 +210,27 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        _integer("beam_width", self.beam_width, 1)
-        _integer("max_tokens", self.max_tokens, 1)
+        put = object.__setattr__
+        put(self, "beam_width", _integer("beam_width", self.beam_width, 1))
+        put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1))
+        self.sampling_params()  # raises RequestError for the other fields
+
+    def sampling_params(self, logprobs: int | None = None) -> SamplingParams:
+        """Return the same request as SamplingParams."""
+        return SamplingParams(
+            n=self.beam_width,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=logprobs,
+            structured_outputs=self.structured_outputs,
+            beam_search=BeamSearchOptions(self.length_penalty, self.early_stopping),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,16 @@ class Drafts:
         self._counters = counters
 
     def offer(self, row: int, tokens: Items[int] | np.ndarray) -> None:
-        """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped."""
+        """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
+
+        A beam gets none: a token only tells with its siblings' whether it is right.
+        """
         self.forget(row)
-        if len(tokens) and self._table.num_tokens[row] - self._table.num_computed[row] == 1:
+        if (
+            len(tokens)
+            and not self._table.is_beam[row]
+            and self._table.num_tokens[row] - self._table.num_computed[row] == 1
+        ):
             self.offered[row] = np.array(tokens, np.int32)
             self._num_offered[row] = len(tokens)
 

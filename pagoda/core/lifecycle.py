@@ -106,10 +106,21 @@ class Lifecycle:
             if not sequence.is_finished:
                 self.table.rewind(sequence)
                 sequence.status = RequestStatus.PREEMPTED
+        if request.facts.is_beam_search:
+            self._restart_search(request)
         self._leave(request)
         request.status = RequestStatus.PREEMPTED
         request.sort_key = self.policy.key_on_return(request)
         self.waiting.push(request)
+
+    def _restart_search(self, request: RequestState) -> None:
+        """Begin the beam search again, with the same result: without the blocks that its beams shared, they might no
+        longer fit. What it loses was sent to no client."""
+        for sequence in request.sequences:
+            self.table.restart(sequence)
+            self.kv.forget_sequence(sequence)
+        request.beams, request.awaiting_fork = None, True
+        self.kv.hash_prompt(request)
 
     def park(self, request: RequestState) -> None:
         """The request's KV moves to host memory; it waits there with all that it has computed."""
@@ -181,12 +192,17 @@ class Lifecycle:
         self.stops.forget(request.facts)
         self.outbox.post_finished(request)
 
-    def finish_one(self, sequence: Sequence, status: RequestStatus, message: str | None = None) -> Finish:
-        """`finish` for one sequence of several. If others wait for its row, the request starts again without it."""
+    def finish_one(self, sequence: Sequence, status: RequestStatus, message: str | None = None) -> list[Finish]:
+        """`finish` for one sequence of several. If others wait for its row, the request starts again without it.
+
+        Of a beam search, all sequences end: none of them has a result of its own.
+        """
         request = sequence.request
+        if request.facts.is_beam_search:
+            return self.finish_all(request, status, message)
         if sequence.row in self.batch.leaders and len(request.unfinished) > 1:
             self.requeue(request)
-        return self.finish(sequence, status, message=message)
+        return [self.finish(sequence, status, message=message)]
 
     def finish_all(self, request: RequestState, status: RequestStatus, message: str | None = None) -> list[Finish]:
         """All unfinished sequences of the request end together."""

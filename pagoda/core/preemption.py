@@ -115,6 +115,7 @@ class Preemption:
         """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
         return (
             not any(row in self.batch.leaders for row in rows)
+            and not (victim.facts.is_beam_search and victim.beams is None)  # its rows may share the slot they write
             and not any(self.encoder.has_media_ahead(row) for row in rows)
             and self.rule(victim, num_computed, self._num_blocks(rows))
             and self.kv.can_swap_out(rows)

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagoda.base.sampling_params import PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from pagoda.core.beam_search import BeamSearch
 
 
 class RequestStatus(IntEnum):
@@ -115,6 +119,10 @@ class Request:
         """The grammar that its output follows, as text."""
         return self.sampling.grammar if self.sampling is not None else None
 
+    @property
+    def is_beam_search(self) -> bool:
+        return self.sampling is not None and self.sampling.beam_search is not None
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -155,6 +163,7 @@ class RequestState:
         arrival to its first admission.   has_output: its client was sent a first token.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
     num_draft_tokens, num_accepted_tokens: drafts verified for its sequences, and those that were right.
+    beams: of a beam search whose prompt is computed; else None. Written by ExtendBeams, dropped by Lifecycle.
     """
 
     facts: Request
@@ -170,6 +179,7 @@ class RequestState:
     num_prompt_logprobs_sent: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    beams: "BeamSearch | None" = None
 
     request_id: str = field(init=False)
 

@@ -29,7 +29,8 @@ class RequestTable:
     num_prompt_tokens, num_tokens, num_computed: int32 [rows].
     num_pending: int32 [rows], sampled tokens planned and not yet back that count as known; 0 without `expect_tokens`.
     num_in_flight: int32 [rows], tokens planned whose step is not complete; kept only with `track_in_flight`.
-    is_pooled: bool [rows], samples nothing.   length_limit: int32 [rows], num_tokens at which the row ends.
+    is_pooled: bool [rows], samples nothing.   is_beam: bool [rows], its next token depends on its siblings'.
+    length_limit: int32 [rows], num_tokens at which the row ends.
     order: int64 [rows], the running order.   handle, index, client: what outputs are labelled with.
     """
 
@@ -45,6 +46,7 @@ class RequestTable:
         self._num_pending, self.num_pending = _column(max_rows, np.int32)
         self._num_in_flight, self.num_in_flight = _column(max_rows, np.int32)
         self._is_pooled, self.is_pooled = _column(max_rows, np.bool_)
+        self._is_beam, self.is_beam = _column(max_rows, np.bool_)
         self._length_limit, self.length_limit = _column(max_rows, np.int32)
         self._handle, self.handle = _column(max_rows, np.int64)
         self._index, self.index = _column(max_rows, np.int32)
@@ -90,6 +92,7 @@ class RequestTable:
         self._num_pending[row] = 0
         self._num_in_flight[row] = 0
         self._is_pooled[row] = facts.pooling is not None
+        self._is_beam[row] = facts.is_beam_search
         self._length_limit[row] = self.limit_of(facts)
         self._handle[row] = facts.handle
         self._client[row] = facts.client_index
@@ -101,7 +104,7 @@ class RequestTable:
         count = int(self._num_tokens[source])
         self._token_ids[row, :count] = self._token_ids[source, :count]
         counts = (self._num_prompt_tokens, self._num_tokens, self._num_computed, self._num_pending, self._length_limit)
-        for column in (*counts, self._handle, self._client, self._is_pooled):
+        for column in (*counts, self._handle, self._client, self._is_pooled, self._is_beam):
             column[row] = column[source]
         self._num_in_flight[row] = 0
         return self._assign(row, sequence)
@@ -113,6 +116,12 @@ class RequestTable:
         self.sequence_of[row] = sequence
         sequence.row = row
         return row
+
+    def overwrite(self, source: int, row: int) -> None:
+        """`row`, of the same request, gets the tokens and counts of `source`. Neither may be in flight."""
+        count = int(self._num_tokens[source])
+        self._token_ids[row, :count] = self._token_ids[source, :count]
+        self._num_tokens[row], self._num_computed[row] = count, self._num_computed[source]
 
     def release(self, sequence: Sequence, last_step_in_flight: int) -> None:
         """Take the row from `sequence`, which gets its tokens and its computed count back.
@@ -166,15 +175,18 @@ class RequestTable:
     def expect_tokens(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> None:
         """The next token of `rows`, planned and not yet back, counts as known.
 
-        Not of rows with drafts: where those go on depends on how many are accepted.
+        Not of rows with drafts: where those go on depends on how many are accepted. Nor of beams.
         """
         if self._expect_tokens:
-            self._num_pending[_without(rows, drafts)] += 1
+            self._num_pending[self._predictable(rows, drafts)] += 1
 
     def settle_expected(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> None:
         """The tokens that `expect_tokens` counted are back."""
         if self._expect_tokens:
-            self._num_pending[_without(rows, drafts)] -= 1
+            self._num_pending[self._predictable(rows, drafts)] -= 1
+
+    def _predictable(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> np.ndarray:
+        return _without(rows[~self._is_beam[rows]], drafts)
 
     def commit(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Append one token, expected or not, to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
@@ -206,6 +218,10 @@ class RequestTable:
     def rewind(self, sequence: Sequence) -> None:
         """Nothing of a sequence without a row is computed any more."""
         sequence.num_computed = 0
+
+    def restart(self, sequence: Sequence) -> None:
+        """A sequence without a row, of which nothing is computed, loses its output."""
+        sequence.token_ids = sequence.token_ids[: sequence.request.facts.num_prompt_tokens]
 
     # Questions
 

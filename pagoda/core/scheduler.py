@@ -16,6 +16,7 @@ import numpy as np
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulingMode
 from pagoda.base.errors import RequestError
+from pagoda.core.beams import PendingBeams
 from pagoda.core.checks import RequestChecks, check_config
 from pagoda.core.chunk_limits import make_chunk_limits
 from pagoda.core.decision_log import DecisionLog
@@ -29,7 +30,7 @@ from pagoda.core.kv import KVCacheManager, KVSizing
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox, only_finishes
-from pagoda.core.passes import AdmitWaiting, CommitOutputs, FinishPlan, Fork, ResumeSwapped, RunRunning
+from pagoda.core.passes import AdmitWaiting, CommitOutputs, ExtendBeams, FinishPlan, Fork, ResumeSwapped, RunRunning
 from pagoda.core.policy import POLICIES, Policy
 from pagoda.core.preemption import CostModel, Preemption, make_preemption_rule
 from pagoda.core.queues import RequestQueue
@@ -102,7 +103,8 @@ class Scheduler:
         self._limits = limits = make_chunk_limits(
             config, self._requests, batch, drafts, encoder, whole_items=whole_items
         )
-        forgetful = (kv, drafts, batch, encoder)
+        beams = PendingBeams()
+        forgetful = (kv, drafts, batch, encoder, beams)
         self._lifecycle = lifecycle = Lifecycle(
             self._requests, table, kv, batch, in_flight, outbox, waiting, swapped, self._stops, gates, limits, policy,
             clock, log, forgetful,
@@ -119,10 +121,12 @@ class Scheduler:
             waiting, table, kv, batch, gates, checks, limits, preemption, lifecycle, outbox, log
         )
         fork = Fork(table, kv, batch, lifecycle, limits)
-        self._finish_plan = FinishPlan(table, kv, batch, outbox, encoder, fork, log)
+        self._finish_plan = FinishPlan(table, kv, batch, outbox, encoder, beams, fork, log)
+        extend_beams = ExtendBeams(table, kv, batch, lifecycle, outbox, beams)
         self._commit = CommitOutputs(
-            table, kv, drafts, batch, in_flight, outbox, lifecycle, encoder, self._stops, costs, counters, clock
-        )
+            table, kv, drafts, batch, in_flight, outbox, lifecycle, encoder, extend_beams, self._stops, costs, counters,
+            clock,
+        )  # fmt: skip
 
     # Requests come and go
 
@@ -155,12 +159,15 @@ class Scheduler:
     def finish_sequence(
         self, request_id: str, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> dict[int, EngineCoreOutputs]:
-        """End one sequence (a stop string was found in its text); the others go on. Nothing, if it has ended."""
+        """End one sequence (a stop string was found in its text); the others go on. Nothing, if it has ended.
+
+        A beam search ends as a whole.
+        """
         request = self._requests.get(request_id)
         if request is None or index >= len(request.sequences) or request.sequences[index].is_finished:
             return {}
-        finish = self._lifecycle.finish_one(request.sequences[index], status)
-        return {request.facts.client_index: only_finishes((finish,))}
+        finishes = self._lifecycle.finish_one(request.sequences[index], status)
+        return {request.facts.client_index: only_finishes(finishes)}
 
     # Steps
 
@@ -225,6 +232,7 @@ class Scheduler:
         """Offer draft tokens to verify in the next step, by request id (its first sequence) or (request id, sequence).
 
         Drafts for a row that is mid-prefill, or whose last token is still in flight, are dropped: they would not fit.
+        Those for beams are dropped, too.
         """
         by_row: dict[int, Sequence[int] | np.ndarray] = {}
         for key, tokens in drafts.items():

@@ -61,6 +61,32 @@ class RowFork:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BeamRows:
+    """Beams that were chosen since the last step, as parallel arrays int32 [m].
+
+    rows[i] has the tokens before positions[i], and the block tables, that sources[i] had before this step (itself, or
+    another row of its request, which goes on too), and tokens[i] at positions[i], whatever was sampled there.
+    """
+
+    rows: np.ndarray = field(default_factory=lambda: NO_INTS)
+    sources: np.ndarray = field(default_factory=lambda: NO_INTS)
+    positions: np.ndarray = field(default_factory=lambda: NO_INTS)
+    tokens: np.ndarray = field(default_factory=lambda: NO_INTS)
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """(source, row) where a row goes on as another one."""
+        return [
+            (source, row)
+            for source, row in zip(self.sources.tolist(), self.rows.tolist(), strict=True)
+            if source != row
+        ]
+
+
+NO_BEAMS = BeamRows()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockDelta:
     """Blocks set in tables in this step, as parallel arrays int32 [m]: table[group][row, index] = block_id.
 
@@ -108,8 +134,8 @@ class SchedulerOutput:
     """What one step does.
 
     A worker applies it in this order: `released`; `swap_out`, `swap_in`, `copies` (block moves, in that order);
-    `admitted`; `block_delta`; `forks`; `encoder_freed`, `encoder_runs`; then, layer by layer, writes all KV of the
-    batch before it reads any (a row may read blocks that another row fills in the same step); then samples.
+    `admitted`; `beams`; `block_delta`; `forks`; `encoder_freed`, `encoder_runs`; then, layer by layer, writes all KV of
+    the batch before it reads any (a row may read blocks that another row fills in the same step); then samples.
 
     step: number of this step, counts from 1.
     rows, start, num_new: int32 [num_rows]; row `rows[i]` computes positions start[i] .. start[i] + num_new[i] - 1.
@@ -134,6 +160,7 @@ class SchedulerOutput:
     sample_index: np.ndarray
     total_num_scheduled_tokens: int
     admitted: tuple[RowInit, ...] = ()
+    beams: BeamRows = NO_BEAMS
     forks: tuple[RowFork, ...] = ()
     released: np.ndarray = field(default_factory=lambda: NO_INTS)
     block_delta: BlockDelta = field(default_factory=BlockDelta)

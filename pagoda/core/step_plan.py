@@ -7,7 +7,16 @@ import numpy as np
 from pagoda.core.kv import NO_MOVES, StepMoves
 from pagoda.core.outbox import NO_NOTICES, StepNotices
 from pagoda.core.request import RequestState
-from pagoda.core.scheduler_output import NO_INTS, AdmitKind, EncoderRun, RowFork, RowInit, SchedulerOutput
+from pagoda.core.scheduler_output import (
+    NO_BEAMS,
+    NO_INTS,
+    AdmitKind,
+    BeamRows,
+    EncoderRun,
+    RowFork,
+    RowInit,
+    SchedulerOutput,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +64,7 @@ class StepPlan:
     at: np.ndarray = NO_INTS
     has_prompts = False
     forks: tuple[RowFork, ...] = ()
+    beams: BeamRows = NO_BEAMS
     admitted: tuple[RowInit, ...] = ()
     moves: StepMoves = NO_MOVES
     notices: StepNotices = NO_NOTICES
@@ -159,6 +169,7 @@ def build_output(plan: StepPlan) -> SchedulerOutput:
         total_num_scheduled_tokens=plan.num_scheduled,
         admitted=plan.admitted,
         forks=plan.forks,
+        beams=plan.beams,
         released=notices.released,
         block_delta=moves.block_delta,
         swap_out=moves.swap_out,

@@ -189,6 +189,7 @@ def _has_events(output: SchedulerOutput) -> bool:
         output.released.size
         or output.admitted
         or output.forks
+        or output.beams.rows.size
         or len(output.swap_out)
         or len(output.swap_in)
         or len(output.copies)

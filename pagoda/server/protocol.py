@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.server.fields import (
     Body,
     Flag,
@@ -78,6 +78,9 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     return_timings: Flag = False
+    use_beam_search: Flag = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     # accepted because it does not affect the response
     session_id: str | None = None
 
@@ -88,6 +91,14 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
         limits.check_values(structure_values(self))
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
+        if self.use_beam_search and self.stream:
+            raise RequestError(
+                "stream: a beam search has no output before it is done; set stream to false, or sample instead",
+                "stream",
+            )
+        for name, neutral in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
+            if not self.use_beam_search and getattr(self, name) not in neutral:
+                raise RequestError(f"{name}: needs use_beam_search to be true", name)
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -126,7 +137,15 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             structured_outputs=structure_of(self),
+            beam_search=self._beam_search,
         )
+
+    @property
+    def _beam_search(self) -> BeamSearchOptions | None:
+        if not self.use_beam_search:
+            return None
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return BeamSearchOptions(penalty, self.early_stopping or False)
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -19,13 +19,11 @@ class UnservedFields(Struct, kw_only=True, frozen=True):
 
     audio: Unserved = None
     best_of: Unserved = None
-    early_stopping: Unserved = None
     ec_transfer_params: Unserved = None
     function_call: Unserved = None
     functions: Unserved = None
     guided_decoding_backend: Unserved = None
     kv_transfer_params: Unserved = None
-    length_penalty: Unserved = None
     logits_processors: Unserved = None
     logprob_token_ids: Unserved = None
     media_io_kwargs: Unserved = None
@@ -43,7 +41,6 @@ class UnservedFields(Struct, kw_only=True, frozen=True):
     suffix: Unserved = None
     thinking_token_budget: Unserved = None
     truncation_side: Unserved = None
-    use_beam_search: Unserved = None
     verbosity: Unserved = None
     vllm_xargs: Unserved = None
     watermarking: Unserved = None
@@ -69,13 +66,11 @@ _MEDIA = "media in messages"
 UNSERVED = {
     "audio": UnservedField("audio output"),
     "best_of": UnservedField("`best_of`; use `n`", (1,)),
-    "early_stopping": UnservedField("beam search", is_planned=True),
     "ec_transfer_params": UnservedField(_TRANSFER, ({},)),
     "function_call": UnservedField("the deprecated `function_call`; use `tool_choice`", ("none",)),
     "functions": UnservedField("the deprecated `functions`; use `tools`"),
     "guided_decoding_backend": UnservedField("a choice of grammar libraries", ("auto", "guidance")),
     "kv_transfer_params": UnservedField(_TRANSFER, ({},)),
-    "length_penalty": UnservedField("beam search", (1,), is_planned=True),
     "logits_processors": UnservedField("logits processors of callers"),
     "logprob_token_ids": UnservedField("log-probabilities of chosen tokens; use `logprobs`"),
     "media_io_kwargs": UnservedField(_MEDIA, ({},)),
@@ -93,7 +88,6 @@ UNSERVED = {
     "suffix": UnservedField("`suffix` (fill in the middle)"),
     "thinking_token_budget": UnservedField("a budget for reasoning", (-1,)),
     "truncation_side": UnservedField("truncating prompts at their end", ("left",)),
-    "use_beam_search": UnservedField("beam search", is_planned=True),
     "verbosity": UnservedField("`verbosity`", ("medium",)),
     "vllm_xargs": UnservedField("`vllm_xargs`", ({},)),
     "watermarking": UnservedField("watermarks"),

@@ -7,7 +7,8 @@ which is cheaper than updating a second table on the device with small kernels.
 import numpy as np
 
 from pagoda.base.sampling_params import PoolingParams
-from pagoda.core.scheduler_output import RowFork, RowInit, SchedulerOutput
+from pagoda.core.beam_search import num_beam_candidates
+from pagoda.core.scheduler_output import BeamRows, RowFork, RowInit, SchedulerOutput
 from pagoda.worker.constraints import RowConstraints
 from pagoda.worker.token_counts import TokenCounts
 
@@ -68,6 +69,8 @@ class DeviceTable:
             self._forget(row)
         for init in output.admitted:
             self._admit(init)
+        if output.beams.rows.size:
+            self._go_on(output.beams)
         delta = output.block_delta
         if delta.rows.size:
             for group, table in enumerate(self.block_tables):
@@ -79,6 +82,15 @@ class DeviceTable:
             ends = dict(zip(output.rows.tolist(), (output.start + output.num_new).tolist(), strict=True))
             for row, drafts in output.drafts.items():
                 self.token_ids[row, ends[row] - len(drafts) : ends[row]] = drafts
+
+    def _go_on(self, beams: BeamRows) -> None:
+        """Copy tokens and block tables of beams that go on in other rows too, then write the chosen tokens."""
+        for source, row in beams.copies:
+            end = self.num_tokens[source]
+            self.token_ids[row, :end] = self.token_ids[source, :end]
+            for table in self.block_tables:
+                table[row] = table[source]
+        self.commit(beams.rows, beams.positions, beams.tokens)
 
     def commit(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Write sampled tokens at their positions; the last one written to a row becomes its last known token.
@@ -118,6 +130,9 @@ class DeviceTable:
         self.repetition[row] = params.repetition_penalty
         if params.logprobs is not None:
             self.num_logprobs[row] = params.logprobs
+        if params.beam_search is not None:
+            needed = num_beam_candidates(params, init.eos_token_ids)
+            self.num_logprobs[row] = max(needed, params.logprobs or 0)
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
             self.wants_states[row] = True

@@ -61,11 +61,11 @@ class GrammarRows:
             if init.sampling is not None and init.sampling.grammar is not None:
                 text = init.sampling.grammar
                 self._rows[init.row] = _RowGrammar(text, self._backend.matcher(text))
-        for fork in output.forks:
-            self._rows.pop(fork.dst, None)
-            source = self._rows.get(fork.src)
-            if source is not None:
-                self._rows[fork.dst] = _RowGrammar(source.text, source.matcher.copy(), source.num_taken)
+        for source, row in (*output.beams.copies, *((fork.src, fork.dst) for fork in output.forks)):
+            self._rows.pop(row, None)
+            known = self._rows.get(source)
+            if known is not None:
+                self._rows[row] = _RowGrammar(known.text, known.matcher.copy(), known.num_taken)
 
     def begin(self, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> "Future[GrammarMasks] | None":
         """Begin to fill the masks of a step's draws on another thread; None if no row has a grammar.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.ops import SamplingOps
 from pagoda.kernels.sampling.reference import uniforms
@@ -17,9 +18,6 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.batch_constraints import batch_constraints
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarMasks
-
-MASKED_LOGPROB = -9999.0
-"""The log-probability of a token that a grammar forbids; JSON has no -Infinity."""
 
 _NO_DRAWS = np.empty(0, np.int64)
 

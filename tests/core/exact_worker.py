@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagoda.core.beam_search import num_beam_candidates
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import MediaItem
-from pagoda.core.scheduler_output import ModelRunnerOutput, RowInit, SchedulerOutput
+from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, RowInit, SchedulerOutput
 
 Name = tuple[object, ...]
 
@@ -29,9 +30,15 @@ def next_token(seed: int, tokens: list[int], vocab: int) -> int:
     return zlib.crc32(np.asarray([seed, *tokens], np.int64).tobytes()) % vocab
 
 
+def logprobs_after(tokens: list[int], vocab: int) -> np.ndarray:
+    """What the model says of every token after `tokens`: float32 [vocab]. Not normalised; beams do not need it."""
+    codes = [zlib.crc32(np.asarray([*tokens, token], np.int64).tobytes()) for token in range(vocab)]
+    return -np.array([code % 1009 for code in codes], np.float32) / 256
+
+
 @dataclass
 class Row:
-    """A row as the worker knows it."""
+    """A row as the worker knows it.   num_logprobs: most likely tokens that it returns; 0 for none."""
 
     request_id: str
     seed: int
@@ -43,6 +50,7 @@ class Row:
     num_prompt: int
     cross_written: bool = False
     names: list[Name] = field(default_factory=list)  # of KV at each position
+    num_logprobs: int = 0
 
     def name_at(self, position: int, tokens: list[int]) -> Name:
         """What the KV at `position` is computed from: the prefix before it, and the token or media there."""
@@ -88,6 +96,7 @@ class ExactWorker:
         self._move_blocks(output)
         for init in output.admitted:
             self._admit(init)
+        self._apply_beams(output)
         self._apply_delta(output)
         for fork in output.forks:
             self._fork(fork.src, fork.dst, fork.seed)
@@ -130,7 +139,25 @@ class ExactWorker:
             init.num_prompt_tokens,
         )
         row.cross_written = init.num_computed > 0
+        if init.sampling is not None and init.sampling.beam_search is not None:
+            row.num_logprobs = num_beam_candidates(init.sampling, init.eos_token_ids)
         self.rows[init.row] = row
+
+    def _apply_beams(self, output: SchedulerOutput) -> None:
+        beams = output.beams
+        for source, target in beams.copies:
+            if source in {row for _, row in beams.copies}:
+                raise WrongMemory(f"row {source} goes on as row {target}, but is overwritten itself")
+            old, new = self.rows[source], self.rows[target]
+            if old.request_id != new.request_id:
+                raise WrongMemory(f"a beam of {old.request_id} goes on in a row of {new.request_id}")
+            new.tokens, new.tables, new.names = list(old.tokens), [list(table) for table in old.tables], list(old.names)
+        for row, position, token in zip(
+            beams.rows.tolist(), beams.positions.tolist(), beams.tokens.tolist(), strict=True
+        ):
+            if len(self.rows[row].tokens) not in (position, position + 1):
+                raise WrongMemory(f"row {row} gets a token at {position}, but has {len(self.rows[row].tokens)} tokens")
+            self.rows[row].tokens[position:] = [token]
 
     def _apply_delta(self, output: SchedulerOutput) -> None:
         delta = output.block_delta
@@ -148,6 +175,7 @@ class ExactWorker:
         self.rows[target] = Row(
             old.request_id, seed, list(old.tokens), [list(table) for table in old.tables],
             old.lora, old.media, old.encoder_len, old.num_prompt, old.cross_written, list(old.names),
+            old.num_logprobs,
         )  # fmt: skip
 
     def _write(self, output: SchedulerOutput) -> dict[int, list[int]]:
@@ -253,4 +281,19 @@ class ExactWorker:
             sampled[place, : len(said)] = said
             counts[place] = len(said)
             row.tokens = row.tokens + said
-        return ModelRunnerOutput(step=output.step, sampled=sampled, num_sampled=counts, duration_s=0.01)
+        columns = self._logprobs(output, counts)
+        return ModelRunnerOutput(output.step, sampled, counts, logprobs=columns, duration_s=0.01)
+
+    def _logprobs(self, output: SchedulerOutput, counts: np.ndarray) -> LogprobColumns | None:
+        """Of beams; they have no drafts. Other rows get zeros."""
+        most = max((self.rows[row].num_logprobs for row in output.sample_rows.tolist()), default=0)
+        if not most:
+            return None
+        total = int(counts.sum())
+        ids, values = np.zeros((total, 1 + most), np.int32), np.zeros((total, 1 + most), np.float32)
+        for row, at in zip(output.sample_rows.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True):
+            if self.rows[row].num_logprobs:
+                logprobs = logprobs_after(self.rows[row].tokens[:-1], self.vocab)
+                best = np.argsort(-logprobs, kind="stable")[:most]
+                ids[at, 1:], values[at, 1:] = best, logprobs[best]
+        return LogprobColumns(ids, values, np.zeros(total, np.int32))

@@ -139,7 +139,7 @@ def test_columns_can_be_read_by_all_and_written_by_their_owner_only() -> None:
     columns = {
         name: column for name, column in vars(table).items() if not name.startswith("_") and hasattr(column, "flags")
     }
-    assert len(columns) == 11
+    assert len(columns) == 12
     for name, column in (*columns.items(), ("reserved_until", kv.reserved_until)):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 0

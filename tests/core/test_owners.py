@@ -27,6 +27,7 @@ COLUMNS = {
             "_num_pending",
             "_num_in_flight",
             "_is_pooled",
+            "_is_beam",
             "_length_limit",
             "_order",
             "_handle",
@@ -51,6 +52,7 @@ ATTRIBUTES = {
     "admission": "lifecycle.py",
     "queue_s": "lifecycle.py",
     "awaiting_fork": "passes/fork.py",
+    "beams": "passes/extend_beams.py",
     "has_output": "outbox.py",
     "num_preemptions": "preemption.py",
     "num_cached_tokens": "lifecycle.py",
@@ -69,8 +71,14 @@ ATTRIBUTES = {
     "last_reason": "chunk_limits.py",
 }
 
-# StepPlan takes back what it was given, and two owners keep a dict of the same name for themselves.
-EXCEPTIONS = {("steady", "step_plan.py")}
+# StepPlan takes back what it was given, Lifecycle takes a beam search back to its beginning, FinishPlan fills in the
+# plan's beams, and two owners keep a dict of the same name for themselves.
+EXCEPTIONS = {
+    ("steady", "step_plan.py"),
+    ("awaiting_fork", "lifecycle.py"),
+    ("beams", "lifecycle.py"),
+    ("beams", "passes/finish_plan.py"),
+}
 SAME_NAME = {("requests", "running_batch.py")}  # batch.requests
 
 

@@ -5,6 +5,7 @@
 
 import sys
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -90,6 +91,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         num_host_blocks=draw(st.sampled_from([0, 3, 12, 40])),
         max_model_len=max_model_len,
         encoder_decoder=encoder_decoder,
+        beams=draw(st.integers(0, 2)) == 0,
     )
 
 
@@ -120,6 +122,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         lora=st.sampled_from([None, None, LoraRef("a"), LoraRef("b"), LoraRef("c")]),
         salt=st.sampled_from([None, None, "s"]),
         skip=st.sampled_from([False, False, True]),
+        penalty=st.sampled_from([0.0, 1.0, 1.0, -1.0]),
+        early=st.sampled_from([False, True, "never"]),
         places=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 2)), max_size=2),
     )
     def arrive(
@@ -135,6 +139,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         lora: LoraRef | None,
         salt: str | None,
         skip: bool,
+        penalty: float,
+        early: bool | Literal["never"],
         places: list[tuple[int, int, int]],
     ) -> None:
         setting = self.traffic.setting
@@ -155,6 +161,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=ends,
             temperature=0.0 if n == 1 else 1.0,
         )
+        if setting.beams and flavour:
+            options = BeamSearchOptions(penalty, early)
+            sampling = SamplingParams(n=n, max_tokens=max_tokens, stop_token_ids=ends[:1], beam_search=options)
         request = make_request(
             self.count,
             prompt,
@@ -213,6 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for (request_id, sequence), received in self.traffic.received.items():
             if sequence == 0 and received.finish is None and self.traffic.requests[request_id].num_seqs == 1:
+                # Of a beam, too: the scheduler drops them.
                 ahead = received.truth[len(received.tokens) :][1:4]
                 guess = ahead[:right] + [(token + 1) % VOCABULARY for token in ahead[right:]]
                 if guess:

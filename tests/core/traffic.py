@@ -13,7 +13,8 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
-from tests.core.exact_worker import ExactWorker, next_token
+from tests.core.exact_worker import ExactWorker, logprobs_after, next_token
+from tests.core.plain_beam_search import plain_beam_search
 from tests.twin import TwinScheduler
 
 VOCABULARY = 7
@@ -31,13 +32,15 @@ class Setting:
     num_host_blocks: int = 0
     max_model_len: int = 64
     encoder_decoder: bool = False
+    beams: bool = False
 
     @property
     def has_twin(self) -> bool:
-        """The twin does not measure costs, and offers no drafts after tokens that are in flight."""
+        """The twin does not measure costs, offers no drafts after tokens that are in flight, and has no beams: its
+        sequences never take on each other's tokens."""
         config = self.scheduler
         guesses = config.async_scheduling and config.num_speculative_tokens > 0
-        return config.preemption_mode is not PreemptionMode.COST and not guesses
+        return config.preemption_mode is not PreemptionMode.COST and not guesses and not self.beams
 
 
 @dataclass
@@ -56,6 +59,11 @@ def truth_of(request: Request, sequence: int, max_model_len: int) -> list[int]:
     tokens = [int(token) for token in request.prompt_token_ids]
     output: list[int] = []
     limit = min(sampling.max_tokens or max_model_len, max_model_len - len(tokens))
+    if sampling.beam_search is not None:
+        found = plain_beam_search(
+            tokens, sampling, request.eos_token_ids, limit, lambda known: logprobs_after(known, VOCABULARY).tolist()
+        )
+        return found[sequence][1]
     while len(output) < limit:
         output.append(next_token(request.seed + sequence, tokens + output, VOCABULARY))
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))

@@ -24,10 +24,14 @@ MAX_STEPS = 20_000
 
 @dataclass
 class Answers:
-    """tokens: (request id, sequence) -> emitted tokens.   finishes: the same key -> Finish."""
+    """tokens: (request id, sequence) -> emitted tokens.   finishes: the same key -> Finish.
+
+    logprobs: the same key -> the log-probabilities of those tokens, where the step has any.
+    """
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finishes: dict[tuple[str, int], Finish] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     num_steps: int = 0
 
     def take(self, outputs: EngineCoreOutputs, ids: Sequence[str]) -> None:
@@ -36,6 +40,8 @@ class Answers:
             key = (ids[handle], int(sequence))
             assert key not in self.finishes, f"{key} emits after its end"
             self.tokens.setdefault(key, []).extend(outputs.token_ids[at : at + count].tolist())
+            if outputs.logprobs is not None:
+                self.logprobs.setdefault(key, []).extend(outputs.logprobs.logprobs[at : at + count, 0].tolist())
             at += count
         for finish in outputs.finishes:
             key = (ids[finish.handle], finish.sequence)

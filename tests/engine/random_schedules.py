@@ -99,6 +99,7 @@ class StepCounter:
         counts["chunks"] += int((output.num_new > 1).sum())
         counts["swapped in"] += len(output.swap_in)
         counts["forks"] += len(output.forks)
+        counts["beams copied"] += len(output.beams.copies)
         return self._inner.submit(output)
 
 
@@ -174,10 +175,22 @@ def _take(core: EngineCore, trace: Trace, script: Script) -> None:
 
 
 def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping[str, object]) -> Trace:
-    """Every sequence as a request of its own, prompts whole, one thread, one after the other, nothing cached."""
-    alone_options = {"threads": 1, "max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 1024}
+    """Every sequence as a request of its own, prompts whole, one thread, one after the other, nothing cached.
+
+    The beams of a search need each other: they are one request.
+    """
+    num_beams = max((each.params.n for each in watched if each.params.beam_search is not None), default=1)
+    alone_options = {
+        "threads": 1,
+        "max_num_seqs": num_beams,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 1024,
+    }
     core, trace = make_engine(model, Counter(), {**options, **alone_options})
     for each in watched:
+        if each.params.beam_search is not None:
+            play(core, trace, Script([each], [0], {}, set()))
+            continue
         for sequence in range(each.params.n):
             params = _single(each.params)
             play(core, trace, Script([Watched(each.prompt, params, each.seed + sequence)], [0], {}, set()))

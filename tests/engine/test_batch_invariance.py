@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.make_random_model import SHAPES, make
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model
 from tests.engine.driver import write_tiny_llama
@@ -46,6 +46,7 @@ KINDS = [
     SamplingParams(temperature=1.1, top_k=20, top_p=0.9, max_tokens=12, n=2, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.2, frequency_penalty=0.5, ignore_eos=True),
     SamplingParams(temperature=0.7, min_p=0.05, max_tokens=6, prompt_logprobs=2, logprobs=2, ignore_eos=True),
+    SamplingParams(n=2, max_tokens=16, ignore_eos=True, beam_search=BeamSearchOptions()),
 ]
 
 

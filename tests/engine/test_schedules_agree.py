@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.engine.engine_core import EngineCore
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
 
@@ -74,6 +74,7 @@ def traffic() -> list[tuple[list[int], SamplingParams, int]]:
         SamplingParams(temperature=1.2, top_k=20, top_p=0.9, max_tokens=16),
         SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=25, min_tokens=25),
         SamplingParams(temperature=0.7, min_p=0.05, max_tokens=12, n=2, logit_bias=((7, 2.0),)),
+        SamplingParams(n=3, max_tokens=14, beam_search=BeamSearchOptions(early_stopping="never")),
     ]
     requests = []
     for i in range(10):
@@ -90,10 +91,17 @@ def run(core: EngineCore) -> Answers:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[tuple[str, int], list[int]]:
-    """Each sequence as a request of its own, with the seed of the sequence, nothing else running, nothing cached."""
-    core = engine(model, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=128)
+    """Each sequence as a request of its own, with the seed of the sequence, nothing else running, nothing cached.
+
+    The beams of a search are one request.
+    """
+    core = engine(model, max_num_seqs=3, enable_prefix_caching=False, max_num_batched_tokens=128)
     expected = {}
     for i, (prompt, params, seed) in enumerate(traffic()):
+        if params.beam_search is not None:
+            answers = drive(core, [request(0, prompt, params, seed, eos=(2,))])
+            expected |= {(f"r{i}", sequence): answers.tokens["r0", sequence] for sequence in range(params.n)}
+            continue
         for sequence in range(params.n):
             one = SamplingParams(
                 **{name: getattr(params, name) for name in params.__dataclass_fields__ if name != "n"}  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ NEUTRAL: dict[str, list[Any]] = {
     "modalities": [None, ["text"], []],
     "verbosity": [None, "medium"],
     "use_beam_search": [None, False],
-    "length_penalty": [1.0],
+    "length_penalty": [None, 1.0],
+    "early_stopping": [None, False],
     "best_of": [1],
     "functions": [[]],
     "function_call": ["none"],
@@ -102,8 +103,6 @@ ASKING: dict[str, tuple[Any, int]] = {
     "function_call": ("auto", 400),
     "kv_transfer_params": ({"a": 1}, 400),
     "truncation_side": ("right", 400),
-    "use_beam_search": (True, 501),
-    "length_penalty": (2.0, 501),
     "prompt_embeds": ("AAAA", 501),
     "guided_decoding_backend": ("outlines", 400),
 }

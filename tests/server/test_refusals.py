@@ -65,7 +65,7 @@ def test_the_openai_client_asks_once_for_what_is_missing(fake_server: LiveServer
         client.embeddings.create(model="smollm2-135m", input="x", extra_headers=marked)
     with pytest.raises(openai.InternalServerError, match="not available yet"):
         client.completions.create(
-            model="smollm2-135m", prompt="x", extra_body={"use_beam_search": True}, extra_headers=marked
+            model="smollm2-135m", prompt="x", extra_body={"prompt_embeds": "AAAA"}, extra_headers=marked
         )
     end = time.monotonic() + 5
     while (count := fake_server.log.read_text().count("asks-once")) < 2:

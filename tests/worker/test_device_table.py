@@ -1,7 +1,7 @@
 import numpy as np
 
-from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.scheduler_output import BlockDelta, RowFork
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.core.scheduler_output import BeamRows, BlockDelta, RowFork
 from pagoda.worker.device_table import DeviceTable
 from tests.worker.hand_made import i32, row_init, step
 
@@ -54,6 +54,22 @@ def test_fork_copies_all_but_the_seed() -> None:
     assert table.seeds[[0, 2]].tolist() == [10, 11]
     assert table.num_logprobs[2] == 1
     assert table.num_prompt_logprobs[2] == -1  # the prompt is computed, and told, once
+
+
+def test_beams_copy_rows_and_overwrite_what_was_sampled() -> None:
+    table = DeviceTable(3, 32, 4, 1)
+    params = SamplingParams(n=2, beam_search=BeamSearchOptions())
+    admitted = (row_init(0, [1, 2, 3], [5], params), row_init(1, [1, 2, 9], [6], params))
+    table.apply(step(1, [(0, 0, 3), (1, 0, 3)], admitted=admitted))
+    assert table.num_logprobs[:2].tolist() == [2, 2]
+    table.commit(i32(0, 1), i32(3, 3), i32(40, 40))
+    beams = BeamRows(i32(0, 1), i32(0, 0), i32(3, 3), i32(41, 42))
+    # Both write to block 5 next; the second one gets a copy of it.
+    delta = BlockDelta(i32(1), i32(0), i32(0), i32(7))
+    table.apply(step(2, [(0, 3, 1), (1, 3, 1)], beams=beams, block_delta=delta))
+    assert table.token_ids[:2, :4].tolist() == [[1, 2, 3, 41], [1, 2, 3, 42]]
+    assert table.num_tokens[:2].tolist() == [4, 4]
+    assert table.block_tables[0][:2, 0].tolist() == [5, 7]
 
 
 def test_drafts_stand_at_the_end_and_commit_overwrites_them() -> None:

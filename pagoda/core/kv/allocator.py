@@ -246,6 +246,7 @@ class BlockAllocator:
             self._pool.free(blocks[blocks != 0][::-1])
         tables.num_blocks[row] = tables.num_cross_blocks[row] = 0
         self._shared_tails.discard(row)
+        self.common_changed = True  # a row may stay, and get other blocks
 
     # Invariants
 

@@ -11,6 +11,7 @@ from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox, only_finishes
+from pagoda.core.passes.extend_beams import BeamResults, ExtendBeams, join_outputs
 from pagoda.core.preemption import CostModel
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
@@ -34,6 +35,7 @@ class CommitOutputs:
     outbox: Outbox
     lifecycle: Lifecycle
     encoder: EncoderInputs
+    extend_beams: ExtendBeams
     stops: StopTokens
     costs: CostModel
     counters: Counters
@@ -45,8 +47,12 @@ class CommitOutputs:
         self.table.complete(output.rows, output.num_new)
         self.encoder.complete(output.rows)
         self.costs.observe(output, result)
-        commit = self._commit_plain if self._is_plain(output, result) else self._commit_any
-        by_client = commit(output, result)
+        beams = self.extend_beams.run(output, result)
+        if beams is not None:
+            by_client = self._add_beams(self._commit_any(output, beams.rest), beams)
+        else:
+            commit = self._commit_plain if self._is_plain(output, result) else self._commit_any
+            by_client = commit(output, result)
         if self.table.has_pinned_rows:
             self.table.unpin(output.step)
             self.in_flight.unpin(output.step)
@@ -119,7 +125,7 @@ class CommitOutputs:
             if sequence is None or sequence.is_finished:
                 continue
             if row in result.failed:
-                finishes.append(self._fail(sequence, result.failed[row]))
+                finishes += self._fail(sequence, result.failed[row])
                 continue
             tokens = result.sampled[i, : result.num_sampled[i]].tolist()
             self.drafts.verified(sequence, row, len(output.drafts.get(row, ())), len(tokens))
@@ -131,7 +137,7 @@ class CommitOutputs:
         for row, message in result.failed.items():
             sequence = table.sequence_of[row]
             if sequence is not None and not sequence.is_finished:
-                finishes.append(self._fail(sequence, message))
+                finishes += self._fail(sequence, message)
         pooled: dict[int, dict[int, np.ndarray]] = {}
         for row, vector in result.pooled.items():
             sequence = table.sequence_of[row]
@@ -163,11 +169,20 @@ class CommitOutputs:
         table.append_tokens(sequence, tokens[: end.num_kept])
         return end.num_kept, self.lifecycle.finish(sequence, end.status, end.stop_token)
 
-    def _fail(self, sequence: Sequence, message: str) -> tuple[int, Finish]:
+    def _fail(self, sequence: Sequence, message: str) -> list[tuple[int, Finish]]:
         """The row's numbers are no longer finite: it ends, and its blocks are removed from the prefix cache."""
         self.kv.uncache(sequence)
-        finish = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_ERROR, message=message)
-        return sequence.request.facts.client_index, finish
+        finishes = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_ERROR, message=message)
+        return [(sequence.request.facts.client_index, finish) for finish in finishes]
+
+    def _add_beams(self, by_client: dict[int, EngineCoreOutputs], beams: BeamResults) -> dict[int, EngineCoreOutputs]:
+        """Add the outputs of beam searches that are done to the others of the step."""
+        added = self._by_client(NOTHING, NOTHING.counts, None, beams.finishes, beams.first)
+        for client, outputs in added.items():
+            own = [part for of, part in zip(beams.clients, beams.outputs, strict=True) if of == client]
+            by_client[client] = join_outputs([*([by_client[client]] if client in by_client else []), *own, outputs])
+        self.counters.generation_tokens += sum(len(part.token_ids) for part in beams.outputs)
+        return by_client
 
     def _new_prompt_logprobs(
         self, output: SchedulerOutput, result: ModelRunnerOutput

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagoda.core.beams import PendingBeams
 from pagoda.core.decision_log import Copied, DecisionLog
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.kv import KVCacheManager
@@ -24,6 +25,7 @@ class FinishPlan:
     batch: RunningBatch
     outbox: Outbox
     encoder: EncoderInputs
+    beams: PendingBeams
     fork: Fork
     log: DecisionLog
 
@@ -59,6 +61,7 @@ class FinishPlan:
                 self.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
         if plan.entering:
             plan.admitted = tuple(self._row_init(entry) for entry in plan.entering.values())
+        plan.beams = self.beams.drain()
         plan.moves = self.kv.drain_moves()
         plan.notices = self.outbox.drain()
         plan.encoder_freed = self.encoder.take_evicted()

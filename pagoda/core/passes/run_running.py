@@ -86,8 +86,11 @@ class RunRunning:
                 continue
             if self._has_outgrown_pool(request, end_of_known):
                 message = f"the KV cache has {self.kv.num_blocks} blocks: too few for this request to go on"
-                finish = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
-                self.outbox.post_deferred(request, [finish])
+                rows = set(request.rows)
+                finishes = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
+                for other in rows.difference(request.rows):  # a beam search ends as a whole
+                    plan.take_out(other)
+                self.outbox.post_deferred(request, finishes)
                 return request.request_id in self.batch.requests
             victim = self.preemption.victim()
             self.preemption.preempt(victim, plan, request)

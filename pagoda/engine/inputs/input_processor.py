@@ -14,6 +14,7 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
+from pagoda.core.beam_search import num_beam_candidates
 from pagoda.core.request import Request
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.templates.chat_values import Message
@@ -339,6 +340,8 @@ class InputProcessor:
                 raise RequestError(f"{name}={asked} is more than max_logprobs, which is {limits.max_logprobs}", name)
         if params.logprobs is not None:
             limits.of_request.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
+        if params.beam_search is not None:
+            self._check_beams(params)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
@@ -350,6 +353,16 @@ class InputProcessor:
         if params.structured_outputs is not None:
             params = params.with_grammar(self.grammars.prepare(params.structured_outputs))
         return PreparedParams(params)
+
+    def _check_beams(self, params: SamplingParams) -> None:
+        num_candidates = num_beam_candidates(params, self._eos_token_ids)
+        self.limits.of_request.check("logprob_entries", params.n * (num_candidates + 1), "n")
+        if num_candidates > self.limits.vocab_size:
+            raise RequestError(
+                f"n={params.n} beams choose from {num_candidates} tokens, but the vocabulary has "
+                f"{self.limits.vocab_size}: ask for fewer beams",
+                "n",
+            )
 
     def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Return params for one prompt: max_tokens is capped to the room in the context."""

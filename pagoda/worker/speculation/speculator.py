@@ -60,7 +60,7 @@ class Speculator:
             max_tokens = None if params is None else params.max_tokens
             limit = self._max_model_len if max_tokens is None else init.num_prompt_tokens + max_tokens
             self._length_limit[row] = min(limit, self._max_model_len)
-            self._may_draft[row] = params is not None
+            self._may_draft[row] = params is not None and params.beam_search is None
             if self._controller is not None:
                 self._controller.forget(row)
         for fork in output.forks:
