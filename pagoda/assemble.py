@@ -11,7 +11,7 @@ from pathlib import Path
 from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
-from pagoda.base.config_fit import fit_defaults, note_given
+from pagoda.base.config_fit import fit_defaults, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
 from pagoda.base.config_without_effect import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError
@@ -132,15 +132,15 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
 def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) -> SchedulerOptions:
     """Return the scheduler's options: the settings, and the values derived from them."""
     scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
-    depth = debug.pipeline_depth
+    settings = {
+        item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group
+    }
     return SchedulerOptions(
-        **{
-            item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group
-        },
+        **{**settings, "async_scheduling": bool(scheduler.async_scheduling)},
         **{item.name: getattr(prefill, item.name) for item in describe_settings(PrefillConfig)},
-        pipeline_depth=depth if depth is not None else 2 if scheduler.async_scheduling else 1,
+        pipeline_depth=pipeline_depth(config),
         prefix_hash_seed=debug.prefix_hash_seed,
-        num_lookahead_slots=max(debug.num_lookahead_slots, drafting.num_lookahead_slots if drafting else 0),
+        num_lookahead_slots=debug.num_lookahead_slots,
         num_speculative_tokens=drafting.max_drafts if drafting else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,
@@ -222,8 +222,16 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         load_s=load_s,
     )
-    depth = options.pipeline_depth
-    return EngineCore(scheduler, executor, clock, facts, setup.spec.vocab_size, depth, grammars)
+    return EngineCore(
+        scheduler,
+        executor,
+        clock,
+        facts,
+        setup.spec.vocab_size,
+        options.pipeline_depth,
+        grammars,
+        waits_for_drafts=options.async_scheduling and setup.drafting is not None,
+    )
 
 
 def _make_grammars(setup: EngineSetup) -> GrammarBackend:
@@ -309,7 +317,13 @@ def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:
         return None
     controller = DraftController(max_rows, drafting.max_drafts) if drafting.config.adaptive else None
     return Speculator(
-        make_drafter(drafting.config), controller, drafting.max_drafts, setup.max_model_len, max_rows, time.perf_counter
+        make_drafter(drafting.config),
+        controller,
+        drafting.max_drafts,
+        setup.max_model_len,
+        max_rows,
+        time.perf_counter,
+        drafting.num_steps_ahead,
     )
 
 

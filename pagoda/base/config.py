@@ -171,7 +171,9 @@ class SchedulerConfig:
     speculative_config: Annotated[
         SpeculativeConfig, Setting("Speculative decoding: generate several tokens per step, with the same output.")
     ] = field(default_factory=SpeculativeConfig)
-    async_scheduling: Annotated[bool, Setting("Schedule the next step while the current one runs.")] = False
+    async_scheduling: Annotated[
+        bool | None, Setting("Schedule the next step while the current one runs.", unset="on for a GPU, off for a CPU")
+    ] = None
     evict_for_priority: Annotated[
         bool, Setting("Let a waiting request preempt a less urgent running one (priority policy).")
     ] = False

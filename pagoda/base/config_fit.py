@@ -26,6 +26,13 @@ def note_given(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, given=tuple(sorted(names)))
 
 
+def pipeline_depth(config: EngineConfig) -> int:
+    """Return how many steps may be scheduled before the first result is back."""
+    if config.debug.pipeline_depth is not None:
+        return config.debug.pipeline_depth
+    return 2 if config.scheduler.async_scheduling else 1
+
+
 def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple[EngineConfig, int]:
     """Return the config with defaults adjusted to the options that were given, and the max_model_len to use.
 
@@ -35,6 +42,9 @@ def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple
     given = config.given or ()
     scheduler = config.scheduler
     changes: dict[str, Any] = {}
+    if scheduler.async_scheduling is None:
+        # On a CPU, the cores that would schedule the next step are those that compute the current one.
+        changes["async_scheduling"] = device != "cpu"
     budget = scheduler.max_num_batched_tokens
     if budget < scheduler.max_num_seqs:
         if "max_num_seqs" not in given:

@@ -209,6 +209,7 @@ class ModelRunnerOutput:
     duration_s: execution time of the step, for the delay factor and the cost model.
     swap_s: the part of it that swap copies took.
     drafts: row -> tokens (int32 [k]) that a drafter proposes to verify in the next step.
+    no_drafts_until: the last step (inclusive) whose result will certainly propose none, 0 if that is not known.
     """
 
     step: int
@@ -221,6 +222,7 @@ class ModelRunnerOutput:
     duration_s: float = 0.0
     swap_s: float = 0.0
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
+    no_drafts_until: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

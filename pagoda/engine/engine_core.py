@@ -45,9 +45,13 @@ class EngineCore:
         vocab_size: int,
         pipeline_depth: int = 1,
         grammars: GrammarBackend | None = None,
+        *,
+        waits_for_drafts: bool = False,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
 
+        waits_for_drafts: schedule no step while one is in flight whose result may propose drafts (see
+        ModelRunnerOutput.no_drafts_until): drafts for rows that are scheduled already are of no use.
         grammars: the backend that the scheduler and the executor use; None if requests cannot have a grammar.
         """
         self.facts = facts
@@ -57,6 +61,8 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
         self._grammars = grammars
+        self._waits_for_drafts = waits_for_drafts
+        self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
         self._suspect_until_step = 0  # steps up to this one were scheduled before an earlier failure was known
 
@@ -113,7 +119,7 @@ class EngineCore:
         and can replay them on another engine.
         """
         in_flight = self._in_flight
-        if len(in_flight) < self._depth and (self._scheduler.has_unfinished_requests() or not in_flight):
+        if self._may_schedule() and (self._scheduler.has_unfinished_requests() or not in_flight):
             output = self._scheduler.schedule()
             if not output.is_empty or _has_events(output):
                 in_flight.append(_InFlight(output, self._executor.submit(output)))
@@ -122,10 +128,17 @@ class EngineCore:
                 if not outputs and self._grammars is not None:
                     self._grammars.wait(_COMPILE_WAIT_S)
                 return outputs
-            if not output.is_empty and len(in_flight) < self._depth:
+            if not output.is_empty and self._may_schedule():
                 return {}
         step = in_flight.popleft()
         return self._scheduler.update_from_output(step.output, self._result_of(step))
+
+    def _may_schedule(self) -> bool:
+        """Return whether another step may be scheduled before the oldest result is collected."""
+        in_flight = self._in_flight
+        if not in_flight or not self._waits_for_drafts:
+            return len(in_flight) < self._depth
+        return len(in_flight) < self._depth and in_flight[-1].output.step <= self._no_drafts_until
 
     def _result_of(self, step: _InFlight) -> ModelRunnerOutput:
         try:
@@ -136,6 +149,7 @@ class EngineCore:
             logger.exception("step %d failed; its %d rows end with an error", step.output.step, len(step.output.rows))
             self._suspect_until_step = max((later.output.step for later in self._in_flight), default=0)
             return _failed_result(step.output, f"the step failed: {type(error).__name__}: {error}")
+        self._no_drafts_until = max(self._no_drafts_until, result.no_drafts_until)
         if step.output.step <= self._suspect_until_step:
             return _without_shared_prefixes(step.output, result)
         return result

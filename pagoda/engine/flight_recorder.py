@@ -1,7 +1,7 @@
 """FlightRecorder: record what an engine process is doing, so that its supervisor can read it after a crash.
 
-A small file mapped by both processes. Before each step, the engine writes which requests are in it; after it, that the
-step has completed. The supervisor reads it to tell a hung step from a busy engine, and to find the suspects of a crash.
+A small file mapped by both processes. When a step is submitted, the engine writes which requests are in it; after it,
+that it has completed. The supervisor reads it to tell a hung step from a busy engine, and to find the suspects of a crash.
 """
 
 import hashlib
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-_HEADER = struct.Struct("<qqq")  # steps begun, steps ended, number of keys
+_HEADER = struct.Struct("<qq")  # steps begun, steps ended
+_COUNTS_AT = 32  # number of keys of each slot
 _KEYS_AT = 64
+_NUM_SLOTS = 4  # the latest steps whose requests are kept: as many as are ever in flight
 
 
 def request_key(request_id: str) -> int:
@@ -27,7 +29,8 @@ class FlightRecord:
     """A snapshot of the recorder.
 
     steps_begun - steps_ended: steps in flight.
-    keys: int64, `request_key` of every request in the last step that began.
+    keys: int64, `request_key` of every request in the step that runs, the oldest in flight; if there is none, in the
+        last one.
     """
 
     steps_begun: int
@@ -36,24 +39,30 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """The mapped file, for one writer (the engine) and one reader (the supervisor). max_rows: most rows per step."""
+    """The mapped file, for one writer (the engine) and one reader (the supervisor). max_rows: most rows per step.
+
+    Steps may be submitted while others are in flight; they end in order. `end_step` may be called by another thread.
+    """
 
     def __init__(self, path: Path, max_rows: int, create: bool = False) -> None:
-        size = _KEYS_AT + 8 * max_rows
+        size = _KEYS_AT + 8 * max_rows * _NUM_SLOTS
         if create:
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
-        self._keys = np.frombuffer(self._map, np.int64, max_rows, _KEYS_AT)
+        self._counts = np.frombuffer(self._map, np.int64, _NUM_SLOTS, _COUNTS_AT)
+        self._keys = np.frombuffer(self._map, np.int64, max_rows * _NUM_SLOTS, _KEYS_AT).reshape(_NUM_SLOTS, max_rows)
         self._begun = 0
         self._ended = 0
 
     def begin_step(self, keys: np.ndarray) -> None:
         """Record that a step begins. keys: int64 [num_rows], may contain duplicates."""
+        slot = self._begun % _NUM_SLOTS
+        count = min(len(keys), self._keys.shape[1])
+        self._keys[slot, :count] = keys[:count]
+        self._counts[slot] = count
         self._begun += 1
-        count = min(len(keys), len(self._keys))
-        self._keys[:count] = keys[:count]
-        _HEADER.pack_into(self._map, 0, self._begun, self._ended, count)
+        struct.pack_into("<q", self._map, 0, self._begun)
 
     def end_step(self) -> None:
         self._ended += 1
@@ -61,9 +70,11 @@ class FlightRecorder:
 
     def read(self) -> FlightRecord:
         """Return a snapshot: exact once the writer is dead, possibly torn while it runs (fine for a watchdog)."""
-        begun, ended, count = _HEADER.unpack_from(self._map, 0)
-        return FlightRecord(begun, ended, np.unique(self._keys[:count]))
+        begun, ended = _HEADER.unpack_from(self._map, 0)
+        running = min(max(ended, begun - _NUM_SLOTS), max(begun - 1, 0))
+        slot = running % _NUM_SLOTS
+        return FlightRecord(begun, ended, np.unique(self._keys[slot, : self._counts[slot]]))
 
     def close(self) -> None:
-        del self._keys
+        del self._keys, self._counts
         self._map.close()

@@ -101,7 +101,8 @@ class FakeExecutor:
         result = self._compute(output)
         if output.is_empty:
             return result
-        return replace(result, drafts=speculator.finish_step(output, self._table, result.num_sampled, {}))
+        drafts = speculator.finish_step(output, self._table, result.num_sampled, {})
+        return replace(result, drafts=drafts, no_drafts_until=speculator.no_drafts_until)
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         table = self._table

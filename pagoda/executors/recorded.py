@@ -10,7 +10,7 @@ from pagoda.engine.flight_recorder import FlightRecorder, request_key
 
 
 class RecordedExecutor:
-    """Records which requests are in a step before `inner` runs it.
+    """Records which requests are in a step when it is submitted to `inner`, and when it has ended.
 
     max_rows: rows of the scheduler's table.
     """

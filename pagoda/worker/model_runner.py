@@ -17,7 +17,7 @@ from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.sampler import Sampled, Sampler
-from pagoda.worker.speculation.speculator import Speculator
+from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.step_times import StepTimes
 
 logger = logging.getLogger("pagoda")
@@ -104,6 +104,7 @@ class ModelRunner:
         if self._speculator is not None:
             drafts = self._draft(self._speculator, output, num_sampled, failed)
             self.times.lap("drafting")
+        no_drafts_until = self._speculator.no_drafts_until if self._speculator is not None else NEVER_DRAFTS
         return ModelRunnerOutput(
             step=output.step,
             sampled=sampled,
@@ -115,6 +116,7 @@ class ModelRunner:
             duration_s=time.perf_counter() - begin_s,
             swap_s=swap_s,
             drafts=drafts,
+            no_drafts_until=no_drafts_until,
         )
 
     def _draft(

@@ -41,7 +41,7 @@ def test_the_scheduler_is_told_how_many_drafts_there_may_be() -> None:
     options = scheduler_options(EngineConfig(), DraftSetup(SpeculativeConfig("ngram", 5)))
     assert (options.num_speculative_tokens, options.num_lookahead_slots) == (5, 0)
     options = scheduler_options(EngineConfig(), DraftSetup(SpeculativeConfig("layer_skip", 5), num_layers=3))
-    assert (options.num_speculative_tokens, options.num_lookahead_slots) == (5, 5)
+    assert (options.num_speculative_tokens, options.num_lookahead_slots) == (5, 0)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp"])

@@ -90,6 +90,7 @@ def make_core(
     cache: CacheConfig | None = None,
     num_host_blocks: int = 0,
     groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0,)),),
+    waits_for_drafts: bool = False,
     **options: object,
 ) -> EngineCore:
     """A started engine on `executor_for(rows of the table)`. options: fields of SchedulerOptions."""
@@ -107,7 +108,15 @@ def make_core(
     executor = executor_for(scheduler.max_rows)
     executor.start()
     facts = EngineFacts(max_model_len, 4, num_blocks, num_host_blocks, 0.0)
-    return EngineCore(scheduler, executor, clock, facts, vocab_size, config.pipeline_depth)
+    return EngineCore(
+        scheduler,
+        executor,
+        clock,
+        facts,
+        vocab_size,
+        config.pipeline_depth,
+        waits_for_drafts=waits_for_drafts,
+    )
 
 
 def write_tiny_llama(folder: Path, seed: int = 0, window: int = 0, mixed: bool = False) -> Path:

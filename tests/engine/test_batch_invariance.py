@@ -112,7 +112,7 @@ def check(
             drawn[name] *= num_groups  # type: ignore[operator]
         script = random_script(rng, watched, vocab_size, most_watched, most_fillers)
         if draft_model is not None:
-            drawn |= {"async_scheduling": False, "speculative_config": random_speculation(rng, str(draft_model))}
+            drawn |= {"speculative_config": random_speculation(rng, str(draft_model))}
         core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **options, **drawn})
         play(core, trace, script)
         stats = core.make_stats()

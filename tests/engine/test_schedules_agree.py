@@ -219,6 +219,8 @@ def speculative(model: Path, method: str, tmp_path: Path, **more: object) -> dic
         {"num_blocks": 24, "preemption_mode": "swap", "num_host_blocks": 50},
         {"scheduling_mode": "phased", "num_blocks": 26, "max_num_batched_tokens": 128},
         {"pipeline_depth": 2},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "pipeline_depth": 3, "num_blocks": 24, "num_host_blocks": 50},
     ],
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "roomy",
 )

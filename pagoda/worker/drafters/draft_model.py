@@ -10,18 +10,19 @@ import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.drafters.drafter import NO_DRAFT, Draft
+from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS, NO_DRAFT, Draft
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
 from pagoda.worker.sampler import Sampler
-
-_CHUNK_TOKENS = 256  # tokens that the draft model catches up with per forward pass
 
 
 class DraftModelDrafter:
     """Keeps a KV cache of its own, which is filled for a row when the row is first drafted for.
 
-    If no block is free, the row that was drafted for least recently loses its blocks, and is computed again later.
+    If no block is free, the row that was drafted for least recently loses its blocks, and is computed again later. A step
+    catches up with at most MAX_DRAFT_STEP_TOKENS tokens of all rows together; rows that lack more get no draft yet.
     """
+
+    runs_model = True
 
     def __init__(self, draft: DraftForward, sampler: Sampler, num_blocks: int) -> None:
         """draft: with a table of its own, which has the target's rows.   num_blocks: of its KV cache."""
@@ -52,11 +53,10 @@ class DraftModelDrafter:
         ends = table.num_tokens[rows] + most - 1
         fits = [self._make_room(row, end) for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
         some = np.flatnonzero(fits)
+        some = some[self._catch_up(table, rows[some])]
         if not some.size:
             return drafts
         at = rows[some]
-        for row in at.tolist():
-            self._catch_up(table, row)
         start = self._num_computed[at].copy()
         tokens = roll_out(self._draft, table, self._sampler, at, start, most[some])
         self._num_computed[at] = ends[some]
@@ -64,20 +64,36 @@ class DraftModelDrafter:
             drafts[i] = Draft(drawn)
         return drafts
 
-    def _catch_up(self, table: DeviceTable, row: int) -> None:
-        """Compute the row's new tokens except the last chunk; compute again from the first draft that was rejected."""
+    def _catch_up(self, table: DeviceTable, rows: np.ndarray) -> np.ndarray:
+        """Share a step's tokens among the rows, those first that lack least; compute a chunk of one that lacks more.
+
+        Return which rows can be drafted for (bool [num_rows]): what they lack is computed with their first draw.
+        """
+        for row in rows.tolist():
+            self._copy_tokens(table, row)
+        lacking = table.num_tokens[rows] - self._num_computed[rows]
+        is_ready = np.zeros(len(rows), np.bool_)
+        budget = MAX_DRAFT_STEP_TOKENS
+        for i in np.argsort(lacking, kind="stable").tolist():
+            if lacking[i] > budget:
+                if budget:
+                    start, count = self._num_computed[rows[i : i + 1]], np.array([budget], np.int32)
+                    self._draft.compute(rows[i : i + 1], start, count)
+                    self._num_computed[rows[i]] += budget
+                break
+            is_ready[i] = True
+            budget -= int(lacking[i])
+        return is_ready
+
+    def _copy_tokens(self, table: DeviceTable, row: int) -> None:
+        """Take over the row's known tokens; forget drafts that were wrong. Its last token is never computed yet."""
         own = self._draft.table.token_ids[row]
         known = int(table.num_tokens[row])
         tokens = table.token_ids[row, :known]
         computed = min(int(self._num_computed[row]), known - 1)
         differs = np.flatnonzero(own[:computed] != tokens[:computed])
-        computed = int(differs[0]) if differs.size else computed
+        self._num_computed[row] = differs[0] if differs.size else computed
         own[:known] = tokens
-        while known - computed > _CHUNK_TOKENS:
-            chunk = np.array([computed], np.int32), np.array([_CHUNK_TOKENS], np.int32)
-            self._draft.compute(np.array([row], np.int32), *chunk)
-            computed += _CHUNK_TOKENS
-        self._num_computed[row] = computed
 
     def _make_room(self, row: int, end: int) -> bool:
         """Give the row blocks for positions below `end`. Return False if there are not enough."""

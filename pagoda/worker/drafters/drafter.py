@@ -12,6 +12,9 @@ from pagoda.worker.device_table import DeviceTable
 NUM_GRADES = 6
 """Drafts are graded 0 .. 5 by how sure the drafter is. Acceptance is counted per grade, so grades need no scale."""
 
+MAX_DRAFT_STEP_TOKENS = 256
+"""Most tokens per forward pass of a draft model, and most that it reads per step of what it has not read yet."""
+
 _GRADE_BOUNDS = (2, 3, 5, 8, 15)  # longest match of each grade but the last
 
 
@@ -31,6 +34,11 @@ NO_DRAFT = Draft(np.empty(0, np.int32))
 
 class Drafter(Protocol):
     """One way to propose tokens. To add one, write a class and list it in drafters/registry.py."""
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether proposals take forward passes and are never empty; otherwise they are looked up."""
+        ...
 
     def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
         """Note the step's events (rows released, admitted, forked). Called before they are applied to `table`."""

@@ -21,6 +21,7 @@ class ForcedDrafter:
         """grammars: of the worker's rows; None if none can have one.   other: None to draft nothing else."""
         self._grammars = grammars
         self._other = other
+        self.runs_model = other is not None and other.runs_model
 
     def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
         if self._other is not None:

@@ -16,6 +16,8 @@ from pagoda.worker.drafters.matching import continue_from, longest_suffix_matche
 class NgramDrafter:
     """Searches the row's own prompt and output. Keeps no state."""
 
+    runs_model = False
+
     def __init__(self, lookup_min: int, lookup_max: int) -> None:
         """lookup_min, lookup_max: tokens that must match, and most tokens that are compared."""
         self._min = lookup_min

@@ -38,6 +38,8 @@ class SuffixSettings:
 class SuffixDrafter:
     """Searches the row's own text and outputs that finished earlier with the same cache salt."""
 
+    runs_model = False
+
     def __init__(self, settings: SuffixSettings, pool_tokens: int = _POOL_TOKENS) -> None:
         self._settings = settings
         self._pool = OutputPool(pool_tokens, settings.max_cached_requests)

@@ -49,4 +49,6 @@ def make_speculator(
     drafter = make_drafter(setup.config, parts, grammars)
     max_rows = len(table.num_tokens)
     controller = DraftController(max_rows, setup.max_drafts) if setup.config.adaptive else None
-    return Speculator(drafter, controller, setup.max_drafts, max_model_len, max_rows, time.perf_counter)
+    return Speculator(
+        drafter, controller, setup.max_drafts, max_model_len, max_rows, time.perf_counter, setup.num_steps_ahead
+    )

@@ -1,9 +1,9 @@
 """DraftSetup: speculative decoding as resolved from the settings, before loading. Does not import torch."""
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.base.config import EngineConfig, ModelConfig
+from pagoda.base.config_fit import pipeline_depth
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.speculative_config import SpeculativeConfig, resolve_speculative
@@ -11,9 +11,8 @@ from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.kv_slots import kv_block_bytes
-
-logger = logging.getLogger("pagoda")
 
 _LONGEST_ROWS = 2  # rows of full length that the draft model's KV cache holds
 
@@ -23,7 +22,8 @@ class DraftSetup:
     """The resolved settings.
 
     files: the draft model, or None.   num_layers: of the model itself, for drafting (layer_skip); else 0.
-    num_blocks: of the draft model's KV cache.   memory_bytes: of its weights and KV cache.
+    num_blocks: of the draft model's KV cache.   memory_bytes: of its weights, its KV cache and a step's activations.
+    num_steps_ahead: steps that may be scheduled before the result of the current one is back.
     """
 
     config: SpeculativeConfig
@@ -31,15 +31,11 @@ class DraftSetup:
     num_layers: int = 0
     num_blocks: int = 0
     memory_bytes: int = 0
+    num_steps_ahead: int = 0
 
     @property
     def max_drafts(self) -> int:
         return self.config.num_speculative_tokens
-
-    @property
-    def num_lookahead_slots(self) -> int:
-        """KV slots that must be reserved ahead of each row for drafting itself."""
-        return self.max_drafts if self.num_layers else 0
 
 
 def resolve_drafting(
@@ -52,22 +48,18 @@ def resolve_drafting(
     speculative = resolve_speculative(config.scheduler.speculative_config)
     if speculative is None:
         return None
-    if config.scheduler.async_scheduling:
-        logger.warning(
-            "speculative_config has no effect with async_scheduling: the next step is planned before the token that "
-            "drafts would follow is known"
-        )
-        return None
     runs_model = speculative.method in ("layer_skip", "draft_model", "forced")
     if runs_model and config.debug.distributed_executor_backend == "fake":
         raise ConfigError(
             f"speculative_config.method={speculative.method} needs an executor with a model; take ngram or suffix"
         )
     if speculative.method == "layer_skip":
-        return DraftSetup(speculative, num_layers=_num_draft_layers(speculative, spec))
-    if speculative.method != "draft_model":
-        return DraftSetup(speculative)
-    return _with_draft_model(speculative, config, spec, dtype, packed, max_model_len)
+        setup = DraftSetup(speculative, num_layers=_num_draft_layers(speculative, spec))
+    elif speculative.method == "draft_model":
+        setup = _with_draft_model(speculative, config, spec, dtype, packed, max_model_len)
+    else:
+        setup = DraftSetup(speculative)
+    return replace(setup, num_steps_ahead=pipeline_depth(config) - 1)
 
 
 def _num_draft_layers(speculative: SpeculativeConfig, spec: ModelSpec) -> int:
@@ -105,4 +97,15 @@ def _with_draft_model(
         dtype=dtype, quantization=speculative.quantization, packed=packed, num_positions=num_positions
     )
     kv_bytes = (num_blocks + 1) * kv_block_bytes(model.kv_groups, dtype, config.cache.block_size)
-    return DraftSetup(speculative, files, num_blocks=num_blocks, memory_bytes=weight_memory(files, prepared) + kv_bytes)
+    memory_bytes = weight_memory(files, prepared) + kv_bytes + _activation_bytes(model.spec)
+    return DraftSetup(speculative, files, num_blocks=num_blocks, memory_bytes=memory_bytes)
+
+
+def _activation_bytes(spec: ModelSpec) -> int:
+    """Return the most bytes that a forward pass of the draft model needs for its tokens, in float32.
+
+    Per token: the hidden state, its norm, queries, keys, values and the output of attention (at most about eight times
+    the hidden size), the two halves of the MLP and their product, and a row of logits.
+    """
+    per_token = 8 * spec.hidden_size + 3 * spec.intermediate_size + spec.vocab_size
+    return 4 * MAX_DRAFT_STEP_TOKENS * per_token

@@ -11,6 +11,10 @@ from pagoda.worker.drafters.drafter import Drafter
 from pagoda.worker.speculation.controller import DraftController
 
 _SAME_BUSY_PERIOD = 0.25  # of a step's duration: after a longer pause the engine was idle in between
+_PATIENCE = 4  # steps in a row without a draft, after which the next ones are promised to have none either
+
+NEVER_DRAFTS = 2**62
+"""`no_drafts_until` of a worker that drafts nothing any more."""
 
 
 @dataclass(slots=True)
@@ -24,7 +28,11 @@ class _Step:
 
 
 class Speculator:
-    """The executor calls `begin_step`, `apply` and, once the step's tokens are in the table, `finish_step`."""
+    """The executor calls `begin_step`, `apply` and, once the step's tokens are in the table, `finish_step`.
+
+    no_drafts_until: the last step that is certain to propose no drafts. With asynchronous scheduling, steps after it
+        are scheduled while it runs; otherwise the engine waits for its drafts.
+    """
 
     def __init__(
         self,
@@ -34,8 +42,12 @@ class Speculator:
         max_model_len: int,
         max_rows: int,
         now: Callable[[], float],
+        num_steps_ahead: int = 0,
     ) -> None:
-        """controller: None drafts `max_drafts` tokens for every row in every step.   now: a clock in seconds."""
+        """controller: None drafts `max_drafts` tokens for every row in every step.   now: a clock in seconds.
+
+        num_steps_ahead: steps that may be scheduled before the result of the current one is back.
+        """
         self._drafter = drafter
         self._controller = controller
         self._max_drafts = max_drafts
@@ -45,6 +57,9 @@ class Speculator:
         self._grades: dict[int, int] = {}  # of the drafts offered last, by row
         self._now = now
         self._step = _Step()
+        self._num_steps_ahead = num_steps_ahead
+        self._num_fruitless = 0  # steps in a row without a draft
+        self.no_drafts_until = 0
 
     def begin_step(self) -> None:
         """Start timing a step."""
@@ -83,7 +98,14 @@ class Speculator:
         rows = rows[goes_on & (table.num_tokens[rows] < self._length_limit[rows])]
         if failed:
             rows = rows[~np.isin(rows, np.fromiter(failed, np.int32, len(failed)))]
-        drafts = self._draft(table, rows) if rows.size else {}
+        if output.step > self.no_drafts_until:
+            drafts = self._draft(table, rows) if rows.size else {}
+            has_drafts = bool(drafts)
+        else:
+            drafts, has_drafts = {}, rows.size > 0 and self._would_draft(table, rows)
+        self._num_fruitless = 0 if has_drafts else self._num_fruitless + 1
+        if self._num_fruitless >= _PATIENCE:
+            self.no_drafts_until = output.step + self._num_steps_ahead
         step.end_s = self._now()
         step.draft_s = step.end_s - now_s
         return drafts
@@ -106,11 +128,28 @@ class Speculator:
         before_s = step.draft_s + step.gap_s if is_busy else step.draft_s
         controller.observe_step(num_rows, num_drafts, int(num_sampled.sum()), duration_s + before_s, step.draft_s)
 
-    def _draft(self, table: DeviceTable, rows: np.ndarray) -> dict[int, np.ndarray]:
+    def _would_draft(self, table: DeviceTable, rows: np.ndarray) -> bool:
+        """Return whether there would be drafts after this step, which was promised to have none.
+
+        A drafter that runs a model finds some whenever it is asked.
+        """
+        most = self._most_drafts(table, rows)
+        asked = np.flatnonzero(most > 0)
+        if not asked.size or self._drafter.runs_model:
+            return asked.size > 0
+        return any(len(draft.tokens) for draft in self._drafter.propose(table, rows[asked], most[asked]))
+
+    def _most_drafts(self, table: DeviceTable, rows: np.ndarray) -> np.ndarray:
+        """Return how many tokens to draft for each of `rows`, int32 [num_rows]."""
         # A step with k drafts samples up to k + 1 tokens.
         room = np.maximum(self._length_limit[rows] - table.num_tokens[rows] - 1, 0).astype(np.int32)
+        if self._controller is None:
+            return np.minimum(room, self._max_drafts)
+        return self._controller.plan(rows, room)
+
+    def _draft(self, table: DeviceTable, rows: np.ndarray) -> dict[int, np.ndarray]:
         controller = self._controller
-        most = np.minimum(room, self._max_drafts) if controller is None else controller.plan(rows, room)
+        most = self._most_drafts(table, rows)
         asked = np.flatnonzero(most > 0)
         if not asked.size:
             return {}

@@ -1,7 +1,6 @@
 """What speculative_config is refused for, once the model is known, and what a draft model takes of the memory."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -40,16 +39,17 @@ def test_all_layers_are_too_many(model: Path) -> None:
         resolve_engine(config(model, {"method": "layer_skip", "num_draft_layers": 2}))
 
 
-def test_asynchronous_scheduling_drafts_nothing_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        setup = resolve_engine(config(model, {"method": "ngram"}, async_scheduling=True))
-    assert setup.drafting is None
-    assert "no effect with async_scheduling" in caplog.text
+@pytest.mark.parametrize(("options", "ahead"), [({}, 0), ({"async_scheduling": True}, 1), ({"pipeline_depth": 3}, 2)])
+def test_how_many_steps_are_scheduled_ahead_of_drafts(model: Path, options: dict[str, object], ahead: int) -> None:
+    setup = resolve_engine(config(model, {"method": "ngram"}, **options))
+    assert setup.drafting is not None
+    assert setup.drafting.num_steps_ahead == ahead
 
 
 def test_a_draft_model_counts_as_memory(model: Path) -> None:
     plain = resolve_engine(config(model, {}))
     drafting = resolve_engine(config(model, {"model": str(model)}))
-    # Its weights once more, and the KV of two sequences of full length.
+    # Its weights once more, the KV of two sequences of full length, and the activations of 256 tokens.
     kv_bytes = 2 * 512 * 2 * 2 * 2 * 16 * 4
-    assert weights_in_memory(drafting) > 2 * weights_in_memory(plain) + kv_bytes
+    activation_bytes = 256 * (8 * 48 + 3 * 96 + 160) * 4
+    assert weights_in_memory(drafting) > 2 * weights_in_memory(plain) + kv_bytes + activation_bytes

@@ -5,8 +5,10 @@ import pytest
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
+from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
-from pagoda.worker.drafters.drafter import Drafter
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.drafters.drafter import Draft, Drafter
 from pagoda.worker.drafters.ngram import NgramDrafter
 from pagoda.worker.drafters.suffix import SuffixDrafter, SuffixSettings
 from pagoda.worker.speculation.controller import DraftController
@@ -38,10 +40,14 @@ def run(drafter: Drafter | None, adaptive: bool = False, **options: object) -> t
         speculator = None
         if drafter is not None:
             controller = DraftController(max_rows, 4) if adaptive else None
-            speculator = Speculator(drafter, controller, 4, 64, max_rows, Clock())
+            ahead = int(options.get("pipeline_depth", 1)) - 1  # type: ignore[call-overload]
+            speculator = Speculator(drafter, controller, 4, 64, max_rows, Clock(), ahead)
         return FakeExecutor(max_rows, 64 + 5, 4, vocab_size=VOCAB, speculator=speculator)
 
-    core = make_core(executor, vocab_size=VOCAB, max_model_len=64, check_invariants=True, **options)
+    waits = drafter is not None and bool(options.get("async_scheduling"))
+    core = make_core(
+        executor, vocab_size=VOCAB, max_model_len=64, check_invariants=True, waits_for_drafts=waits, **options
+    )
     rng = np.random.default_rng(0)
     kinds = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=7, n=3), SamplingParams(max_tokens=100)]
     requests = [request(i, rng.integers(0, 2, 5 + i).tolist(), kinds[i % 3], seed=i) for i in range(7)]
@@ -59,8 +65,9 @@ def run(drafter: Drafter | None, adaptive: bool = False, **options: object) -> t
         {"max_num_batched_tokens": 9, "max_num_seqs": 9},
         {"pipeline_depth": 2},
         {"pipeline_depth": 2, "async_scheduling": True},
+        {"pipeline_depth": 3, "async_scheduling": True, "num_blocks": 20, "num_host_blocks": 30},
     ],
-    ids=["roomy", "preempting", "swapping", "small steps", "two in flight", "async"],
+    ids=["roomy", "preempting", "swapping", "small steps", "two in flight", "async", "async, three in flight"],
 )
 def test_drafts_change_no_token(name: str, options: dict[str, object]) -> None:
     expected, _ = run(None)
@@ -69,12 +76,73 @@ def test_drafts_change_no_token(name: str, options: dict[str, object]) -> None:
     assert {key: end.status for key, end in got.finishes.items()} == {
         key: end.status for key, end in expected.finishes.items()
     }
-    if "async_scheduling" not in options:  # a row's drafts wait for its token in flight, so they are dropped
-        assert 0 < stats.accepted_tokens < stats.drafted_tokens  # type: ignore[attr-defined]
-        assert sum(stats.accepted_tokens_per_pos) == stats.accepted_tokens  # type: ignore[attr-defined]
-        of_requests = {name: end for (name, _), end in got.finishes.items() if end.request_done}
-        assert sum(end.num_accepted_tokens for end in of_requests.values()) == stats.accepted_tokens  # type: ignore[attr-defined]
-        assert sum(end.num_draft_tokens for end in of_requests.values()) == stats.drafted_tokens  # type: ignore[attr-defined]
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens  # type: ignore[attr-defined]
+    assert sum(stats.accepted_tokens_per_pos) == stats.accepted_tokens  # type: ignore[attr-defined]
+    of_requests = {name: end for (name, _), end in got.finishes.items() if end.request_done}
+    assert sum(end.num_accepted_tokens for end in of_requests.values()) == stats.accepted_tokens  # type: ignore[attr-defined]
+    assert sum(end.num_draft_tokens for end in of_requests.values()) == stats.drafted_tokens  # type: ignore[attr-defined]
+
+
+class Scripted:
+    """Drafts a wrong token for every row in some steps, and nothing in the others."""
+
+    def __init__(self, runs_model: bool = False) -> None:
+        self.runs_model = runs_model
+        self.is_on = False
+        self.num_asked = 0
+
+    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+        pass
+
+    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> list[Draft]:
+        self.num_asked += 1
+        tokens = np.full(int(self.is_on or self.runs_model), 7, np.int32)
+        return [Draft(tokens) for _ in rows]
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_steps_are_scheduled_ahead_while_nothing_is_drafted(depth: int) -> None:
+    drafter = Scripted()
+
+    def executor(max_rows: int) -> Executor:
+        speculator = Speculator(drafter, None, 4, 256, max_rows, Clock(), depth - 1)
+        return FakeExecutor(max_rows, 256 + 5, 4, vocab_size=1000, speculator=speculator)
+
+    core = make_core(executor, pipeline_depth=depth, async_scheduling=True, waits_for_drafts=True)
+    core.add_request(request(0, [5, 6, 7], SamplingParams(max_tokens=200)))
+
+    def num_in_flight(num_steps: int) -> list[int]:
+        after: list[int] = []
+        for _ in range(num_steps):
+            core.step()
+            after.append(len(core._in_flight))
+        return after
+
+    assert num_in_flight(4) == [0] * 4, "each result may have drafts"
+    assert num_in_flight(12)[4:] == [depth - 1] * 8, "no longer: the next steps do not wait for them"
+    drafter.is_on = True
+    num_in_flight(2 * depth)
+    drafted_before = core.make_stats().drafted_tokens
+    assert num_in_flight(6) == [0] * 6
+    assert core.make_stats().drafted_tokens - drafted_before >= 5, "used as soon as they were proposed"
+    drafter.is_on = False
+    assert num_in_flight(16)[-4:] == [depth - 1] * 4
+
+
+def test_a_model_is_not_run_for_drafts_that_could_not_be_used() -> None:
+    drafter = Scripted(runs_model=True)
+    speculator = Speculator(drafter, None, 4, 64, 4, Clock(), 1)
+    table = DeviceTable(4, 64, 4, 1)
+    rows, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+    speculator._length_limit[0], speculator._may_draft[0] = 50, False  # like a prompt that is computed in chunks
+    for step in range(1, 5):
+        assert not speculator.finish_step(SchedulerOutput(step, rows, rows, one, rows, rows, 1), table, one, {})
+    assert speculator.no_drafts_until == 5
+    speculator._may_draft[0] = True
+    assert not speculator.finish_step(SchedulerOutput(5, rows, rows, one, rows, rows, 1), table, one, {})
+    assert (drafter.num_asked, speculator.no_drafts_until) == (0, 5)
+    assert speculator.finish_step(SchedulerOutput(6, rows, rows, one, rows, rows, 1), table, one, {})
+    assert drafter.num_asked == 1
 
 
 def test_drafts_save_steps() -> None:
