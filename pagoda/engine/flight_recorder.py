@@ -1,7 +1,8 @@
 """FlightRecorder: record what an engine process is doing, so that its supervisor can read it after a crash.
 
-A small file mapped by both processes. When a step is submitted, the engine writes which requests are in it; after it,
-that it has completed. The supervisor reads it to tell a hung step from a busy engine, and to find the suspects of a crash.
+A small file mapped by both processes. When a step is submitted, the engine writes which requests are in it; when it has
+completed, that it has. The supervisor reads it to tell a hung step from a busy engine, and to find the suspects of a
+crash.
 """
 
 import hashlib

@@ -86,6 +86,37 @@ def test_a_row_that_fails_after_it_was_preempted_leaves_nothing_in_the_prefix_ca
     assert rig.step().cached == {"b": 0}
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
+def test_what_steps_in_flight_compute_is_found_in_the_prefix_cache(depth: int, leaves: str) -> None:
+    """A prompt fills two blocks, the second by a step in flight that samples too: its token is not counted twice."""
+    rig = Rig(
+        pipeline_depth=depth,
+        async_scheduling=True,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=5,
+        max_num_seqs=4,
+    )
+    prompt = list(range(100, 108))
+    rig.add("a", prompt)
+    in_flight = [rig.plan(), rig.plan()]
+    assert rig.computed("a") == 8
+    if leaves == "aborted":
+        rig.abort("a")
+    else:
+        preempt(rig, "a")
+    if depth == 2:
+        rig.deliver(in_flight.pop(0))
+    rig.add("b", [*prompt, 1, 2, 3])
+    step = rig.plan()
+    assert step.cached == {"b": 8}
+    in_flight.append(step)
+    while in_flight:
+        rig.deliver(in_flight.pop(0))
+    if leaves == "preempted":
+        assert rig.plan().cached == {"a": 8}, "its late token is the only one that it lacks"
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_first_output_is_reported_of_a_request_that_was_parked_before_it(late: bool) -> None:
     """late: its first token was in flight when it was parked."""

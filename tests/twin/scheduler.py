@@ -564,7 +564,8 @@ class TwinScheduler:
                 sequence.computed -= rejected
             taken, reason = self._append(state, sequence, tokens)
             if self.config.async_scheduling and state.status == "running":
-                self.memory.record(state.request, sequence, sequence.computed - sequence.placeholders)
+                # What is computed of known tokens, by steps in flight too: they run before any step that looks it up.
+                self.memory.record(state.request, sequence, min(sequence.computed, len(sequence.tokens)))
             emitted[name] = taken
             if reason is not None:
                 finished[name] = reason

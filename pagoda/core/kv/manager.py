@@ -214,7 +214,7 @@ class KVCacheManager:
 
     def free(self, row: int) -> None:
         """Free every block of the row; what it has computed stays findable."""
-        self._content.cache_blocks(row, int(self._table.num_computed[row] - self._table.num_pending[row]))
+        self._content.cache_blocks(row, int(self._table.num_computed[row]))
         self._allocator.free_row(row)
 
     def forget(self, row: int) -> None:

@@ -49,7 +49,7 @@ class AdmitWaiting:
     def run(self, plan: StepPlan) -> None:
         """Admit in queue order while gates, blocks and budget allow."""
         # What running rows fill, in this step too, must be found by the lookups below: decoding does not insert it.
-        rows, ends = self.batch.running.rows, plan.ends_of(self.table.num_computed - self.table.num_pending)
+        rows, ends = self.batch.running.rows, plan.ends_of(self.table.num_computed)
         self.kv.cache_blocks(rows, ends[rows])
         self.gates.walk(self.waiting, plan, self._admit, self.preemption.make_way)
 

@@ -18,8 +18,8 @@ from pagoda.worker.sampler import Sampler
 class DraftModelDrafter:
     """Keeps a KV cache of its own, which is filled for a row when the row is first drafted for.
 
-    If no block is free, the row that was drafted for least recently loses its blocks, and is computed again later. A step
-    catches up with at most MAX_DRAFT_STEP_TOKENS tokens of all rows together; rows that lack more get no draft yet.
+    If no block is free, the row that was drafted for least recently loses its blocks, and is computed again later. A
+    step catches up with at most MAX_DRAFT_STEP_TOKENS tokens of all rows; those that lack more get no draft yet.
     """
 
     runs_model = True

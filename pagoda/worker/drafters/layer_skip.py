@@ -17,9 +17,9 @@ from pagoda.worker.sampler import Sampler
 class LayerSkipDrafter:
     """Drafts in the free slots of each row's last block: at least one token, since the last known one has a slot.
 
-    Nothing is reserved for it, so a request never waits or ends for want of slots to draft in.
-    Verifying the drafts overwrites what it writes there, so nothing else reads it. Until a copy-on-write, siblings may
-    share such a slot; then their drafts get worse, and nothing else.
+    Nothing is reserved for it, so a request never waits or ends for want of slots to draft in. Verifying the drafts
+    overwrites what it writes there, so nothing else reads it. Until a copy-on-write, siblings may share such a slot;
+    then their drafts get worse, and nothing else.
     """
 
     runs_model = True
