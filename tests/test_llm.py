@@ -50,6 +50,24 @@ def test_a_single_prompt_is_a_batch_of_one(llm: LLM, prompt: object) -> None:
     assert len(outputs[0].outputs[0].token_ids) == 8
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_stop_string_ends_a_request_with_steps_in_flight(llm: LLM, depth: int) -> None:
+    """It is found in the text when further tokens are on their way: they are dropped."""
+    plain = llm.generate([f"prompt {i}" for i in range(6)], SamplingParams(max_tokens=60, seed=3, ignore_eos=True))
+    stops = [text_of(output)[10 + i : 12 + i] for i, output in enumerate(plain)]
+    params = [SamplingParams(max_tokens=60, seed=3, ignore_eos=True, stop=(stop,)) for stop in stops]
+    prompts = [f"prompt {i}" for i in range(6)]
+    expected = llm.generate(prompts, params)
+    with LLM.over(LLMEngine(fake_core(depth=depth), byte_inputs())) as ahead:
+        got = ahead.generate(prompts, params)
+        assert (
+            ahead.generate("next", SHORT)[0].outputs[0].token_ids == llm.generate("next", SHORT)[0].outputs[0].token_ids
+        )
+    assert [output.outputs[0].finish_reason for output in expected] == ["stop"] * 6
+    for one, other in zip(expected, got, strict=True):
+        assert one.outputs == other.outputs
+
+
 def test_no_prompts_no_outputs(llm: LLM) -> None:
     assert llm.generate([]) == []
 

@@ -41,9 +41,10 @@ def run(
     work: Callable[[AsyncEngine, ProcessClient], Awaitable[None]],
     module: str = "tests.engine.poisoned_engine",
     step_timeout_s: float = 60.0,
+    **options: object,
 ) -> None:
     async def main() -> None:
-        config = EngineConfig.from_options(**OPTIONS)
+        config = EngineConfig.from_options(**OPTIONS, **options)
         client = ProcessClient(config, step_timeout_s, module)
         facts = await client.start()
         setup = resolve_engine(config)
@@ -104,7 +105,8 @@ def test_a_grammar_goes_on_after_kills_where_it_was() -> None:
     run(work, "tests.engine.slow_engine")
 
 
-def test_requests_go_on_after_kills_as_if_nothing_had_happened() -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_requests_go_on_after_kills_as_if_nothing_had_happened(async_scheduling: bool) -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name, n=1 + i % 2 * 2)) for i, name in enumerate(NAMES)]
 
@@ -123,10 +125,11 @@ def test_requests_go_on_after_kills_as_if_nothing_had_happened() -> None:
         assert [tokens(outputs) for outputs in disturbed] == undisturbed
         assert all(outputs[-1].finished and outputs[-1].error is None for outputs in disturbed)
 
-    run(work)
+    run(work, async_scheduling=async_scheduling)
 
 
-def test_a_request_that_kills_twice_is_refused_and_the_others_go_on() -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_that_kills_twice_is_refused_and_the_others_go_on(async_scheduling: bool) -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name)) for name in NAMES]
         poison = asyncio.create_task(collect(llm, "poison"))
@@ -139,7 +142,7 @@ def test_a_request_that_kills_twice_is_refused_and_the_others_go_on() -> None:
         assert [tokens(outputs) for outputs in disturbed] == undisturbed
         assert tokens(await collect(llm, "a")) == undisturbed[0]
 
-    run(work)
+    run(work, async_scheduling=async_scheduling)
 
 
 def test_a_hung_step_counts_as_a_death() -> None:
