@@ -132,6 +132,8 @@ _PLACE_IN_TEXT = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?
 def _shorten(message: str) -> str:
     """Return the first line of the library's message; the grammar's own text follows it."""
     line = _PLACE_IN_TEXT.sub("", message.strip().split("\n", 1)[0])
+    if line == "NoExtensionBias":  # what the library says of a grammar without a first token
+        return "no text satisfies it"
     if line.startswith("oneOf constraints"):
         return "its alternatives may overlap, and cannot be distinguished with the supported keywords; use anyOf"
     return line if len(line) <= _MAX_MESSAGE_CHARS else line[: _MAX_MESSAGE_CHARS - 3] + "..."

@@ -47,6 +47,7 @@ def test_what_compiles_is_remembered(preparer: GrammarPreparer) -> None:
         ),
         ({"items": {"minProperties": 2, "properties": {"a": {}, "b": {}}}}, "at /items:"),
         ({"anyOf": [{"type": "string", "maxLength": 1, "minLength": 3}]}, "at /anyOf/0:"),
+        ({"$ref": "#"}, "at /: no text satisfies it"),
     ],
 )
 def test_an_error_names_its_place_in_the_schema(preparer: GrammarPreparer, schema: dict[str, Any], said: str) -> None:
@@ -58,6 +59,13 @@ def test_an_error_names_its_place_in_the_schema(preparer: GrammarPreparer, schem
 def test_other_grammars_say_what_is_wrong(preparer: GrammarPreparer) -> None:
     assert "unknown name" in refusal(preparer, grammar="start: nothing")
     assert "regex" in refusal(preparer, regex="(((")
+    assert "no text satisfies it" in refusal(preparer, grammar="start: start")
+    assert "no text satisfies it" in refusal(preparer, grammar="start: A\nA: /a/ & /b/")
+
+
+def test_texts_that_are_forced_from_the_beginning_are_accepted(preparer: GrammarPreparer) -> None:
+    for given in ({"choice": ["after that"]}, {"json": {"const": "h\u00e4llo"}}, {"regex": "abc"}):
+        assert preparer.prepare(StructuredOutputsParams(**given, source="response_format"))
     assert "GBNF" in refusal(preparer, grammar="root ::= (((")
     assert "no trigger begins structures[0].begin" in refusal(
         preparer, structural_tag={"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
