@@ -1,5 +1,7 @@
 """POST /v1/completions"""
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 
 from fastapi import APIRouter, Request
@@ -45,7 +47,10 @@ class CompletionApi:
         # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
         asked = body.asked_tokens[1]
         of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-        params = body.sampling_params(1 if asked == 0 else asked, body.num_logprobs, of_prompt)
+        num_logprobs = body.num_logprobs
+        if num_logprobs is None and body.num_outputs > (body.n or 1):
+            num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
+        params = body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt)
         llm = state.generator.llm
         return Prepared(
             body.prompts(),
@@ -63,7 +68,8 @@ class CompletionFormat:
         self._generation = generation
         self._body = body
         self._llm = llm
-        self._n = body.n or 1
+        self._n = body.num_outputs
+        self._best = Ranking(body.num_outputs, body.n or 1)
         # Read for every delta of a stream, so they are worked out once.
         self._num_logprobs = body.num_logprobs
         self._is_hidden = body.asked_tokens[1] == 0
@@ -81,6 +87,7 @@ class CompletionFormat:
 
     async def add(self, index: int, delta: RequestOutput, output: CompletionOutput) -> None:
         choice = await self.chunk_choice(index, delta, output)
+        self._best.add(choice.index, output)
         if choice.index in self._choices:
             _extend(self._choices[choice.index], choice)
         else:
@@ -92,7 +99,7 @@ class CompletionFormat:
             id=head.id,
             created=head.created,
             model=head.model,
-            choices=[self._choices[at] for at in sorted(self._choices)],
+            choices=self._best.choose(self._choices),
             usage=usage,
             timings=timings,
         )
@@ -139,6 +146,39 @@ class CompletionFormat:
 
     def _prompt_token_ids(self, index: int) -> list[int]:
         return self._generation.requests[index].prompt_token_ids.tolist()
+
+
+class Ranking:
+    """Chooses the best outputs of each prompt: those with the highest mean log-probability per token (`best_of`)."""
+
+    def __init__(self, num_outputs: int, num_kept: int) -> None:
+        """Of `num_outputs` outputs of each prompt, keep `num_kept`, the best one first. If all are kept, in order."""
+        self._num_outputs = num_outputs
+        self._num_kept = num_kept
+        self._sums: dict[int, float] = {}
+        self._num_tokens: Counter[int] = Counter()
+
+    def add(self, at: int, output: CompletionOutput) -> None:
+        """Count what is new in an output.   at: index of the prompt * num_outputs + index of the output."""
+        self._num_tokens[at] += len(output.token_ids)
+        if output.cumulative_logprob is not None:
+            self._sums[at] = output.cumulative_logprob
+
+    def choose(self, choices: dict[int, CompletionChoice]) -> list[CompletionChoice]:
+        """Return the choices to send, with their final index.   choices: by the `at` of `add`."""
+        if self._num_kept == self._num_outputs:
+            return [choices[at] for at in sorted(choices)]
+        kept: list[CompletionChoice] = []
+        for first in sorted({at - at % self._num_outputs for at in choices}):
+            of_prompt = range(first, first + self._num_outputs)
+            ranked = sorted((at for at in of_prompt if at in choices), key=self._mean, reverse=True)
+            kept += (choices[at] for at in ranked[: self._num_kept])
+        for index, choice in enumerate(kept):
+            choice.index = index
+        return kept
+
+    def _mean(self, at: int) -> float:
+        return self._sums.get(at, -math.inf) / max(self._num_tokens[at], 1)
 
 
 def _extend(choice: CompletionChoice, more: CompletionChoice) -> None:

@@ -15,6 +15,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=64)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PromptOnlyCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+OutputCount = Annotated[int, Meta(ge=1, le=128)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=1000)]
 
 if TYPE_CHECKING:

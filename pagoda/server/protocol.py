@@ -19,6 +19,7 @@ from pagoda.server.fields import (
     Flag,
     Int32,
     NumLogprobs,
+    OutputCount,
     Priority,
     PromptOnlyCount,
     RequestId,
@@ -28,7 +29,7 @@ from pagoda.server.fields import (
 )
 from pagoda.server.messages import DESCRIBED_MESSAGES, Messages, NamedTool, Tool, check_chat, without_nulls
 from pagoda.server.structure import ResponseFormat, structure_of, structure_values
-from pagoda.server.unserved import Unserved, UnservedFields, check_chat_only, check_unserved
+from pagoda.server.unserved import Unserved, UnservedFields, check_chat_only, check_text_only, check_unserved
 
 
 class StreamOptions(Body, kw_only=True, frozen=True):
@@ -42,7 +43,7 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     model: str | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: OutputCount | None = None
     presence_penalty: float | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
@@ -105,12 +106,17 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
         """The longest answer asked for, and the name of the field that says so."""
         raise NotImplementedError
 
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs are generated for each prompt."""
+        return self.n or 1
+
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
         """The engine's parameters. Raises RequestError for values out of range."""
         given = {
-            "n": self.n,
+            "n": self.num_outputs,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -184,9 +190,11 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     add_special_tokens: Flag = False
+    best_of: Unserved = None  # see TEXT_ONLY
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
+        check_text_only(self)
         limits.check_lists_of_prompts(self, 1)
         check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
         limits.check_values(
@@ -234,6 +242,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: PromptOnlyCount | UnsetType | None = UNSET
     max_completion_tokens: PromptOnlyCount | None = None
+    best_of: OutputCount | None = None
     logprobs: NumLogprobs | bool | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
@@ -259,7 +268,8 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         check_chat_only(self)
         num_prompts = len(self.prompts())
         limits.check("prompts", num_prompts, "prompt")
-        limits.check("outputs", num_prompts * (self.n or 1), "prompt")
+        self._check_best_of()
+        limits.check("outputs", num_prompts * self.num_outputs, "prompt")
         limits.check_lists_of_prompts(self, num_prompts)
         if self.truncate_prompt_tokens is not None:
             num_chars = sum(len(prompt) for prompt in self.prompts() if isinstance(prompt, str))
@@ -279,6 +289,21 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", 16 if isinstance(self.max_tokens, UnsetType) else self.max_tokens
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs are generated for each prompt; with `best_of`, only the best `n` of them are returned."""
+        return self.best_of or self.n or 1
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None or self.best_of == (self.n or 1):
+            return
+        if self.best_of < (self.n or 1):
+            raise RequestError(f"best_of: must be at least n, which is {self.n}", "best_of")
+        if self.stream:
+            raise RequestError("best_of: outputs are ranked when all are done; set stream to false", "best_of")
+        if self.use_beam_search:
+            raise RequestError("best_of: a beam search returns its best beams; set only n, its width", "best_of")
 
     @property
     def num_logprobs(self) -> int | None:

@@ -18,7 +18,6 @@ class UnservedFields(Struct, kw_only=True, frozen=True):
     """Declared so that `check_unserved` sees their values; each has an entry in UNSERVED."""
 
     audio: Unserved = None
-    best_of: Unserved = None
     ec_transfer_params: Unserved = None
     function_call: Unserved = None
     functions: Unserved = None
@@ -65,7 +64,6 @@ _MEDIA = "media in messages"
 
 UNSERVED = {
     "audio": UnservedField("audio output"),
-    "best_of": UnservedField("`best_of`; use `n`", (1,)),
     "ec_transfer_params": UnservedField(_TRANSFER, ({},)),
     "function_call": UnservedField("the deprecated `function_call`; use `tool_choice`", ("none",)),
     "functions": UnservedField("the deprecated `functions`; use `tools`"),
@@ -115,6 +113,10 @@ CHAT_ONLY = {
 }
 
 
+# Declared by ChatCompletionRequest, for the same reason.
+TEXT_ONLY = {"best_of": UnservedField("`best_of`", (1,))}
+
+
 def check_unserved(body: UnservedFields) -> None:
     """Raise RequestError, or ApiError (501), for the first field that has a value other than a neutral one."""
     _check(body, UNSERVED, "")
@@ -123,6 +125,11 @@ def check_unserved(body: UnservedFields) -> None:
 def check_chat_only(body: Struct) -> None:
     """Like `check_unserved`, for a text completion's fields of chats."""
     _check(body, CHAT_ONLY, " with a text completion; it belongs to /v1/chat/completions")
+
+
+def check_text_only(body: Struct) -> None:
+    """Like `check_unserved`, for a chat completion's fields of text completions."""
+    _check(body, TEXT_ONLY, " with a chat completion; it belongs to /v1/completions, or use `n`")
 
 
 def _check(body: Struct, fields: dict[str, UnservedField], where: str) -> None:

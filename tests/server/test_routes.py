@@ -117,7 +117,7 @@ def test_special_tokens_in_messages_are_text_and_in_prompts_are_not(fake_server:
     ("path", "body", "status", "param"),
     [
         ("/v1/completions", {**TEXT, "frobnicate": 1}, 400, "frobnicate"),
-        ("/v1/completions", {**TEXT, "best_of": 3}, 400, "best_of"),
+        ("/v1/chat/completions", {**CHAT, "best_of": 3}, 400, "best_of"),
         ("/v1/completions", {**TEXT, "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {**TEXT, "top_p": 0}, 400, "top_p"),
         ("/v1/completions", {**TEXT, "prompt": ""}, 400, "prompt"),

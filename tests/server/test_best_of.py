@@ -1,0 +1,64 @@
+"""`best_of`: of several outputs, those with the highest mean log-probability per token are returned."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pagoda.base.outputs import CompletionOutput
+from pagoda.server.answers import CompletionChoice
+from pagoda.server.completions import Ranking
+from tests.cached_models import cached_model
+from tests.server.live import LiveServer, serving
+
+BODY: dict[str, Any] = {"prompt": ["Once", "Twice"], "max_tokens": 5, "seed": 3, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    cached_model("smollm2-135m")
+    options = ("--max-model-len", "256", "--max-num-seqs", "8")
+    with serving(tmp_path_factory.mktemp("best_of"), *options) as running:
+        yield running
+
+
+def choices_of(server: LiveServer, **fields: Any) -> list[dict[str, Any]]:
+    status, answer = server.post("/v1/completions", {**BODY, **fields})
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 2 * 4 * 5  # every output that was generated counts
+    return answer["choices"]
+
+
+def mean_logprob(choice: dict[str, Any]) -> float:
+    values = choice["logprobs"]["token_logprobs"]
+    return sum(values) / len(values)
+
+
+def test_the_best_of_all_outputs_are_returned_best_first(server: LiveServer) -> None:
+    every = choices_of(server, n=4, logprobs=0)
+    best = choices_of(server, n=2, best_of=4, logprobs=0)
+    assert [choice["index"] for choice in best] == [0, 1, 2, 3]
+    for number in range(2):
+        ranked = sorted(every[4 * number : 4 * number + 4], key=mean_logprob, reverse=True)
+        assert [choice["text"] for choice in best[2 * number : 2 * number + 2]] == [one["text"] for one in ranked[:2]]
+
+
+def test_log_probabilities_are_not_sent_unless_asked_for(server: LiveServer) -> None:
+    asked = choices_of(server, best_of=4, logprobs=0)
+    plain = choices_of(server, best_of=4)
+    assert [choice["text"] for choice in plain] == [choice["text"] for choice in asked]
+    assert [choice["logprobs"] for choice in plain] == [None, None]
+
+
+@pytest.mark.parametrize(("num_kept", "expected"), [(1, [2, 5]), (2, [2, 0, 5, 3]), (3, [0, 1, 2, 3, 4, 5])])
+def test_length_does_not_count_against_an_output(num_kept: int, expected: list[int]) -> None:
+    ranking = Ranking(3, num_kept)
+    for first in (0, 3):
+        for at, cumulative, num_tokens in ((0, -4.0, 2), (1, -5.0, 1), (2, -6.0, 6)):
+            for so_far in range(1, num_tokens + 1):  # token by token, as deltas come
+                part = CompletionOutput(at, "", [7], cumulative * so_far / num_tokens, None, None, None)
+                ranking.add(first + at, part)
+    choices = {at: CompletionChoice(at, str(at), None, "length", None) for at in (5, 4, 3, 2, 1, 0)}
+    kept = ranking.choose(choices)
+    assert [int(choice.text) for choice in kept] == expected
+    assert [choice.index for choice in kept] == list(range(len(kept)))
