@@ -219,8 +219,9 @@ def _without_shared_prefixes(output: SchedulerOutput, result: ModelRunnerOutput)
     Rows admitted with a cached prefix may have read blocks that the failed step should have written: they fail too.
     """
     message = "an earlier step failed, and this prompt's cached prefix may depend on it"
-    prefixed = [init for init in output.admitted if init.num_computed and init.kind is not AdmitKind.SWAPPED_IN]
-    doubtful = {init.row: message for init in prefixed}
+    prefixed = {init.row for init in output.admitted if init.num_computed and init.kind is not AdmitKind.SWAPPED_IN}
+    forked = {fork.dst for fork in output.forks if fork.src in prefixed}
+    doubtful = dict.fromkeys((*prefixed, *forked), message)
     return dataclasses.replace(result, failed={**doubtful, **result.failed}) if doubtful else result
 
 
@@ -231,5 +232,5 @@ def _failed_result(output: SchedulerOutput, message: str) -> ModelRunnerOutput:
         output.step,
         sampled=np.full((num_samples, 1), -1, np.int32),
         num_sampled=np.zeros(num_samples, np.int32),
-        failed=dict.fromkeys(output.rows.tolist(), message),
+        failed=dict.fromkeys((*output.rows.tolist(), *output.sample_rows.tolist()), message),  # forks sample, too
     )

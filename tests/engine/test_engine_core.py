@@ -183,6 +183,47 @@ def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int) -> None:
     assert again.tokens["r0", 0] == expected([1, 2, 3, 4, 5, 6, 8, 8, 8], 3, 0)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prompt_len", [3, 40], ids=["whole", "chunked"])
+def test_a_step_that_raises_while_a_request_forks_ends_all_its_sequences(depth: int, prompt_len: int) -> None:
+    core = make_core(
+        lambda rows: FailingExecutor(rows, 7), max_num_seqs=8, max_num_batched_tokens=16, pipeline_depth=depth
+    )
+    texts = [[*[5] * (prompt_len - 1), 7], [6, 7, 8]]
+    answers = drive(core, [request(i, text, SamplingParams(max_tokens=6, n=3)) for i, text in enumerate(texts)])
+    for sequence in range(3):
+        assert answers.finishes["r0", sequence].status is RequestStatus.FINISHED_ERROR
+        assert ("r0", sequence) not in answers.tokens
+        assert answers.finishes["r1", sequence].status is not RequestStatus.FINISHED_ABORTED
+    assert not core.has_unfinished_requests()
+
+
+def test_after_a_step_that_raises_in_mid_prompt_the_sequences_without_a_row_begin_again() -> None:
+    core = make_core(lambda rows: FailingExecutor(rows, 7), max_num_seqs=8, max_num_batched_tokens=16)
+    texts = [[6, 5, 7], [5] * 40]
+    answers = drive(core, [request(i, text, SamplingParams(max_tokens=6, n=3)) for i, text in enumerate(texts)])
+    for key in (("r0", 0), ("r0", 1), ("r0", 2), ("r1", 0)):
+        assert answers.finishes[key].status is RequestStatus.FINISHED_ERROR
+        assert key not in answers.tokens
+    for sequence in (1, 2):
+        assert answers.tokens["r1", sequence] == expected(texts[1], 6, sequence)
+
+
+def test_sequences_that_fork_from_a_doubtful_prefix_fail_too() -> None:
+    core = make_core(lambda rows: FailingExecutor(rows, 7), pipeline_depth=2, async_scheduling=True)
+    head = list(range(10, 30))
+    core.add_request(request(0, [*head, 7], SamplingParams(max_tokens=6)))
+    assert core.step() == {}
+    core.add_request(request(1, [*head, 8], SamplingParams(max_tokens=6, n=3)))
+    answers = Answers()
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            answers.take(outputs, ["r0", "r1"])
+    for sequence in range(3):
+        assert answers.finishes["r1", sequence].status is RequestStatus.FINISHED_ERROR
+        assert ("r1", sequence) not in answers.tokens
+
+
 def test_who_shared_a_prefix_with_a_failed_step_fails_too() -> None:
     core = make_core(lambda rows: FailingExecutor(rows, 7), pipeline_depth=2, async_scheduling=True)
     head = list(range(10, 30))
