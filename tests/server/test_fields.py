@@ -98,7 +98,6 @@ def test_neutral_values_change_nothing(fake_server: LiveServer) -> None:
 ASKING: dict[str, tuple[Any, int]] = {
     "modalities": (["text", "audio"], 400),
     "verbosity": ("low", 400),
-    "best_of": (3, 400),
     "functions": ([{"name": "f"}], 400),
     "function_call": ("auto", 400),
     "kv_transfer_params": ({"a": 1}, 400),
