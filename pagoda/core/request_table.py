@@ -47,6 +47,7 @@ class RequestTable:
         self._num_in_flight, self.num_in_flight = _column(max_rows, np.int32)
         self._is_pooled, self.is_pooled = _column(max_rows, np.bool_)
         self._is_beam, self.is_beam = _column(max_rows, np.bool_)
+        self._num_beams = 0  # rows that are marked, also given back ones until they are given out again
         self._length_limit, self.length_limit = _column(max_rows, np.int32)
         self._handle, self.handle = _column(max_rows, np.int64)
         self._index, self.index = _column(max_rows, np.int32)
@@ -92,7 +93,7 @@ class RequestTable:
         self._num_pending[row] = 0
         self._num_in_flight[row] = 0
         self._is_pooled[row] = facts.pooling is not None
-        self._is_beam[row] = facts.is_beam_search
+        self._mark_beam(row, facts.is_beam_search)
         self._length_limit[row] = self.limit_of(facts)
         self._handle[row] = facts.handle
         self._client[row] = facts.client_index
@@ -104,10 +105,15 @@ class RequestTable:
         count = int(self._num_tokens[source])
         self._token_ids[row, :count] = self._token_ids[source, :count]
         counts = (self._num_prompt_tokens, self._num_tokens, self._num_computed, self._num_pending, self._length_limit)
-        for column in (*counts, self._handle, self._client, self._is_pooled, self._is_beam):
+        for column in (*counts, self._handle, self._client, self._is_pooled):
             column[row] = column[source]
+        self._mark_beam(row, bool(self._is_beam[source]))
         self._num_in_flight[row] = 0
         return self._assign(row, sequence)
+
+    def _mark_beam(self, row: int, is_beam: bool) -> None:
+        self._num_beams += is_beam - int(self._is_beam[row])
+        self._is_beam[row] = is_beam
 
     def _assign(self, row: int, sequence: Sequence) -> int:
         self._order[row] = (sequence.request.admission << 16) | sequence.index
@@ -186,7 +192,7 @@ class RequestTable:
             self._num_pending[self._predictable(rows, drafts)] -= 1
 
     def _predictable(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> np.ndarray:
-        return _without(rows[~self._is_beam[rows]], drafts)
+        return _without(rows[~self._is_beam[rows]] if self._num_beams else rows, drafts)
 
     def commit(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Append one token, expected or not, to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
@@ -224,6 +230,11 @@ class RequestTable:
         sequence.token_ids = sequence.token_ids[: sequence.request.facts.num_prompt_tokens]
 
     # Questions
+
+    @property
+    def may_have_beams(self) -> bool:
+        """Return False only if no row in use is a beam."""
+        return self._num_beams > 0
 
     def num_known(self, rows: np.ndarray | int) -> np.ndarray:
         """Return how many tokens of each row are known, those that are expected included; int32 [num_rows]."""

@@ -176,7 +176,7 @@ class RunningBatch:
         self._num_computed = table.num_computed[rows]
         lacks = table.num_known(rows) - self._num_computed
         self._is_steady = bool((lacks == 1).all()) and not table.is_pooled[rows].any()
-        if self._async and table.is_beam[rows].any():
+        if self._async and table.may_have_beams and table.is_beam[rows].any():
             self._is_steady = False  # a beam in flight lacks nothing until its next token is chosen
         self._steps_until_reserve = 0
         return self._is_steady

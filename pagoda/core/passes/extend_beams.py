@@ -55,6 +55,8 @@ class ExtendBeams:
 
     def run(self, output: SchedulerOutput, result: ModelRunnerOutput) -> BeamResults | None:
         """Take the beams' part of a step's result. Return None if the step has none."""
+        if not self.table.may_have_beams:
+            return None
         is_beam = self.table.is_beam[output.sample_rows]
         if not is_beam.any():
             return None
