@@ -25,7 +25,7 @@ _MANY_CHILDREN = 8
 
 @dataclass(frozen=True, slots=True)
 class ShareSettings:
-    """What is generated. The schemas come in random order, so that a part of a run stands for the whole.
+    """What is generated. The schemas come in random order. Short outputs end first: part of a run has too many.
 
     prompt_chars: of each schema, shown to the model.
     """

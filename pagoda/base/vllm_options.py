@@ -108,7 +108,7 @@ VLLM_ANSWERS = {
     "disable_frontend_multiprocessing": "the engine always runs in a process of its own; leave it out",
     "otlp_traces_endpoint": "traces are not exported; /metrics has the times of each phase of a request",
 }
-"""Option -> the answer. {name} stands for a setting of pagoda."""
+"""Option -> the answer. {name} is replaced by how the user writes that setting of pagoda."""
 
 
 def answer_for_vllm(option: str, spell: Callable[[str], str]) -> str | None:

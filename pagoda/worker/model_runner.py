@@ -238,17 +238,17 @@ def accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) 
     random number depends on its position only, so these are the tokens that single steps would have sampled. A draw
     that is not finite ends them: its row only fails if it gets there without drafts, in a later step.
     """
-    stands = drawn.finite.copy()
+    is_accepted = drawn.finite.copy()
     if not output.drafts:
-        return stands
+        return is_accepted
     begins = np.cumsum(inputs.num_draws) - inputs.num_draws
     for j in np.flatnonzero(inputs.num_draws > 1).tolist():
         begin, count = int(begins[j]), int(inputs.num_draws[j])
         drafts = output.drafts[int(output.rows[output.sample_index[j]])]
         agree = drawn.tokens[begin : begin + count - 1] == drafts
-        stands[begin + 1 : begin + count] &= np.cumprod(agree).astype(bool)
-        stands[begin : begin + count] = np.cumprod(stands[begin : begin + count]).astype(bool)
-    return stands
+        is_accepted[begin + 1 : begin + count] &= np.cumprod(agree).astype(bool)
+        is_accepted[begin : begin + count] = np.cumprod(is_accepted[begin : begin + count]).astype(bool)
+    return is_accepted
 
 
 def _by_sample(num_draws: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
