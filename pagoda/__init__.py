@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pagoda.base.outputs import PoolingRequestOutput as PoolingRequestOutput
     from pagoda.base.outputs import RequestMetrics as RequestMetrics
     from pagoda.base.outputs import RequestOutput as RequestOutput
+    from pagoda.base.pooling import PoolingParams as PoolingParams
     from pagoda.base.sampling_params import BeamSearchParams as BeamSearchParams
-    from pagoda.base.sampling_params import PoolingParams as PoolingParams
     from pagoda.base.sampling_params import SamplingParams as SamplingParams
     from pagoda.base.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from pagoda.llm import LLM as LLM
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "pagoda.llm": ("LLM",),
     "pagoda.async_llm": ("AsyncLLM",),
-    "pagoda.base.sampling_params": ("SamplingParams", "PoolingParams", "BeamSearchParams"),
+    "pagoda.base.sampling_params": ("SamplingParams", "BeamSearchParams"),
+    "pagoda.base.pooling": ("PoolingParams",),
     "pagoda.base.structured_outputs": ("StructuredOutputsParams",),
     "pagoda.base.config": ("EngineConfig",),
     "pagoda.base.outputs": (

@@ -13,7 +13,8 @@ from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.outputs import PoolingRequestOutput, RequestOutput
 from pagoda.base.planned import planned
-from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.inputs.input_processor import Prompt, build_input_processor, text_of

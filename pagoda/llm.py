@@ -19,7 +19,8 @@ from pagoda.base.outputs import (
     RequestOutput,
 )
 from pagoda.base.planned import planned
-from pagoda.base.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.engine.inputs.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
 from pagoda.engine.inputs.prompt_kinds import check_conversation, check_prompt, is_one_conversation, is_one_prompt
 from pagoda.engine.llm_engine import LLMEngine

@@ -1,4 +1,4 @@
-"""SamplingParams, PoolingParams and BeamSearchParams: a request's output options."""
+"""SamplingParams and BeamSearchParams: how text is generated."""
 
 import copy
 import ctypes
@@ -231,22 +231,6 @@ class BeamSearchParams:
             structured_outputs=self.structured_outputs,
             beam_search=BeamSearchOptions(self.length_penalty, self.early_stopping),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingParams:
-    """How to pool a prompt's hidden states.   task: "embed", "classify" or "score".   normalize: to unit length."""
-
-    task: str = "embed"
-    normalize: bool = True
-    dimensions: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.task not in ("embed", "classify", "score"):
-            raise _refuse("task", self.task, "one of 'embed', 'classify', 'score'")
-        if not isinstance(self.normalize, bool):
-            raise _refuse("normalize", self.normalize, "True or False")
-        _optional_integer("dimensions", self.dimensions, 1)
 
 
 def _refuse(name: str, value: object, allowed: str) -> RequestError:

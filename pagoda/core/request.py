@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagoda.base.sampling_params import PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagoda.core.beam_search import BeamSearch

@@ -9,7 +9,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from pagoda.base.sampling_params import PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, MediaItem, RequestStatus
 
 NO_INTS = np.empty(0, np.int32)

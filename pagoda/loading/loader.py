@@ -14,7 +14,7 @@ from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import MatrixShard, shard_of
 from pagoda.loading.code_forms import INT8_GROUP
 from pagoda.loading.gguf_codes import stack_codes
-from pagoda.loading.model_config import read_architecture
+from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import Piece, bias_pieces, weight_pieces
 from pagoda.loading.rotary_tables import build_rotary_tables
@@ -49,7 +49,7 @@ def load_model(
     architecture, config = read_architecture(files)
     weights = open_weights(files)
     naming = _choose_naming(architecture, files, weights)
-    model = architecture.model(config)
+    model = build_tree(files, architecture, config)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
         Filler(weights, naming, ops, dtype, device, quantization, positions).fill(model)

@@ -33,7 +33,11 @@ class WeightSummary:
 
 def read_model(files: ModelFiles) -> Model:
     """Return the tree of a model, its parameters declared but not loaded. Raises ConfigError as `read_architecture`."""
-    architecture, config = read_architecture(files)
+    return build_tree(files, *read_architecture(files))
+
+
+def build_tree(files: ModelFiles, architecture: Architecture, config: DecoderConfig) -> Model:
+    """Return the tree of a model whose settings have been read, with what its folder says about pooling."""
     return architecture.model(config)
 
 

@@ -10,7 +10,7 @@ from pagoda.layers.parameter import Declaration, Matrix, RotaryTable, Table, Vec
 from pagoda.layers.sharding import shard_of
 from pagoda.loading.code_forms import GROUP, INT8_GROUP, stacked_form
 from pagoda.loading.gguf_file import GGUFFile
-from pagoda.loading.model_config import read_architecture
+from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import weight_pieces
 from pagoda.models.naming import Naming
@@ -41,7 +41,7 @@ def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
     form_of = _forms(files, architecture.gguf, prepared)
     paths: dict[int, str] = {}
     total = 0
-    for path, parameter in parameters(architecture.model(config)):
+    for path, parameter in parameters(build_tree(files, architecture, config)):
         paths[id(parameter)] = path
         declared = parameter.declared
         if isinstance(declared, Matrix) and declared.tied is not None:

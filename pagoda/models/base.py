@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pagoda.base.model_spec import ModelSpec
+from pagoda.base.pooling import PoolingPlan
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.layers.module import Module
 from pagoda.ops.batch import ForwardBatch, KVLayer
@@ -14,10 +15,17 @@ class Model(Module):
     """A tree of layers and the order in which they compute. It receives the ops with every call and stores none.
 
     kv_groups: which attentions share a block table; a batch has one AttentionMetadata for each.
+    pooling: what becomes of hidden states when a prompt is to be pooled.   dense: applied to an embedding, in order.
+    is_causal: False: a token attends to all tokens, so that a prompt is computed in one chunk and nothing is cached.
+    generates: False: there is no head for tokens, and `compute_logits` is never called.
     """
 
     spec: ModelSpec
     kv_groups: tuple[KVGroupSpec, ...]
+    pooling: PoolingPlan = PoolingPlan()
+    is_causal: bool = True
+    generates: bool = True
+    dense: Sequence["PoolingLayer"] = ()
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """Return the final hidden states of the batch's tail, [num_tail, hidden], normed.
@@ -29,4 +37,22 @@ class Model(Module):
 
     def compute_logits(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result [S, hidden] -> float32 [S, vocab]."""
+        raise NotImplementedError
+
+    def embed(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
+        """Pooled hidden states [S, hidden] -> embeddings [S, size], not yet normalised, in the same dtype."""
+        for layer in self.dense:
+            pooled = layer(ops, pooled)
+        return pooled
+
+    def classify(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
+        """Pooled hidden states [S, hidden] -> float32 [S, labels], before the activation."""
+        raise NotImplementedError
+
+
+class PoolingLayer(Module):
+    """A layer of an embedding model after the pooling."""
+
+    def __call__(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
+        """[S, in] -> [S, out]."""
         raise NotImplementedError

@@ -6,7 +6,7 @@ which is cheaper than updating a second table on the device with small kernels.
 
 import numpy as np
 
-from pagoda.base.sampling_params import PoolingParams
+from pagoda.base.pooling import PoolingParams
 from pagoda.core.beam_search import num_beam_candidates
 from pagoda.core.scheduler_output import BeamRows, RowFork, RowInit, SchedulerOutput
 from pagoda.worker.constraints import RowConstraints

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import RequestError
-from pagoda.base.sampling_params import PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
 
 BIG = 2**31
 

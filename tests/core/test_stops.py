@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.base.sampling_params import PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.core.stops import StopTokens
 from tests.core.rig import Rig

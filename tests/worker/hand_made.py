@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from pagoda.base.model_spec import ModelSpec
-from pagoda.base.sampling_params import PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, KVLayer

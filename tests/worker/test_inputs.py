@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.base.sampling_params import PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import RowFork, SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs, bulk_copy

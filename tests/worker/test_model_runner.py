@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pagoda.base.errors import WorkerDied
-from pagoda.base.sampling_params import PoolingParams, SamplingParams
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import BlockDelta, RowFork
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine

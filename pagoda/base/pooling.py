@@ -1,0 +1,107 @@
+"""Pooling: what a model turns a prompt into instead of text, and what a request may ask of it."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from pagoda.base.errors import RequestError
+
+PoolingTask = Literal["embed", "classify", "score", "token_embed"]
+TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "score", "token_embed")
+
+_MAX_COUNT = 2**31 - 1
+
+
+class PoolingKind(StrEnum):
+    """Which final hidden states of a prompt become its vector."""
+
+    CLS = "cls"  # the first token's
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # the mean of all tokens'
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPlan:
+    """How a model turns the final hidden states of a prompt into one vector. Declared by its tree.
+
+    kind: which hidden states.   normalize: whether `embed` scales to unit length unless a request says otherwise.
+    embeds: whether the vectors are embeddings.   labels: of the classification head, () without one.
+    label_activation: turns the head's outputs into the result of `classify`, unless a request switches it off.
+    prompts: instructions by name, put in front of a text.   default_prompt: the name of the one used by default.
+    max_seq_length: tokens that the pooling was made for, if fewer than the model's positions.
+    """
+
+    kind: PoolingKind = PoolingKind.LAST
+    normalize: bool = True
+    embeds: bool = True
+    labels: tuple[str, ...] = ()
+    label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    max_seq_length: int | None = None
+
+    @property
+    def tasks(self) -> tuple[PoolingTask, ...]:
+        """What the model can be asked for. A score is a similarity of embeddings, or the only output of a head."""
+        found: list[PoolingTask] = ["embed", "token_embed"] if self.embeds else []
+        if self.labels:
+            found.append("classify")
+        if self.embeds or len(self.labels) == 1:
+            found.append("score")
+        return tuple(sorted(found, key=TASKS.index))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """What to compute of a prompt's hidden states: vLLM's fields. Checked when it is made; raises RequestError.
+
+    task: "embed", "classify", "score", or "token_embed" (a vector per token); None: set by the method that is called.
+    normalize: scale an embedding to unit length; None: as the model was made for.
+    dimensions: keep this many elements of an embedding, then normalise (models trained for it, "Matryoshka").
+    use_activation: apply softmax or sigmoid to the outputs of a classification head; None: yes. Of an embedding, the
+        same as `normalize`.
+    truncate_prompt_tokens: keep this many tokens from the start of the prompt (-1: as many as fit).
+    skip_reading_prefix_cache: compute the whole prompt.
+    pair_start: index of the first token of the second text of a pair; set by `score`.
+    """
+
+    task: PoolingTask | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+    pair_start: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task not in TASKS:
+            raise _refuse("task", self.task, "one of " + ", ".join(map(repr, TASKS)))
+        for name in ("normalize", "use_activation", "skip_reading_prefix_cache"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise _refuse(name, value, "True, False or None")
+        _check_count("dimensions", self.dimensions, 1)
+        _check_count("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        _check_count("pair_start", self.pair_start, 0)
+        if self.truncate_prompt_tokens == 0:
+            raise _refuse("truncate_prompt_tokens", 0, "-1 or at least 1")
+
+
+def _check_count(name: str, value: object, low: int) -> None:
+    if value is None:
+        return
+    allowed = f"an integer of at least {low}, or None"
+    if isinstance(value, bool):
+        raise _refuse(name, value, allowed)
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise _refuse(name, value, allowed) from None
+    if not low <= number <= _MAX_COUNT:
+        raise _refuse(name, value, allowed)
+
+
+def _refuse(name: str, value: object, allowed: str) -> RequestError:
+    return RequestError(f"{name}={repr(value)[:80]} is not allowed: it must be {allowed}", name)
