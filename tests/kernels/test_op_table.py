@@ -54,7 +54,14 @@ def test_an_implementation_must_take_what_the_table_declares() -> None:
 def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A kernels folder of one op and what it needs; returns the op's source."""
     kernels = tmp_path / "kernels"
-    for name in ("native/info.cpp", "native/pool.cpp", "native/parallel.h", "native/simd.h", "native/elementwise.h"):
+    for name in (
+        "native/info.cpp",
+        "native/pool.cpp",
+        "native/parallel.h",
+        "native/lanes.h",
+        "native/simd.h",
+        "native/elementwise.h",
+    ):
         (kernels / name).parent.mkdir(parents=True, exist_ok=True)
         (kernels / name).write_bytes((build.KERNELS / name).read_bytes())
     (kernels / "rows").mkdir()

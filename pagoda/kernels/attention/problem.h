@@ -43,7 +43,7 @@ struct Unit {
 };
 
 // vdpbf16ps flushes a denormal sum to 0 even if it adds nothing, so a denormal would depend on what other rows see.
-inline f32x16 without_denormals(f32x16 v) { return magnitude_bits(v) < 0x00800000 ? f32x16{} : v; }
+inline f32x16 without_denormals(f32x16 v) { return select(magnitude_bits(v) < 0x00800000, f32x16{}, v); }
 
 // Running softmax of `rows` query vectors.
 struct Partial {

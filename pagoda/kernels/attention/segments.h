@@ -28,8 +28,8 @@ struct Attention {
             if constexpr (F::SCALED) s = s * load(w.key_scale + 16 * g);
             if (p.softcap > 0.0f) s = tanh(s * (p.scale / p.softcap)) * (p.softcap * LOG2_E);
             if (partly) {
-                i32x16 lane = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + 16 * g;
-                s = (lane >= from) & (lane <= to) ? s : splat(HIDDEN);
+                i32x16 lane = lane_numbers() + 16 * g;
+                s = select((lane >= from) & (lane <= to), s, splat(HIDDEN));
             }
             if (F::SCALED || p.softcap > 0.0f || partly) store(scores + 16 * g, s);
             highest = vmax(highest, s);

@@ -5,11 +5,9 @@
 
 // 32 codes, two per lane.
 inline u32x16 widen_32(const int8_t* from) {
-    u16x16 raw;
-    memcpy(&raw, from, 32);
-    u32x16 pair = __builtin_convertvector(raw, u32x16);
-    f32x16 low = __builtin_convertvector((i32x16)(pair << 24) >> 24, f32x16);
-    f32x16 high = __builtin_convertvector((i32x16)(pair << 16) >> 24, f32x16);
+    u32x16 pair = load_halfwords(from);
+    f32x16 low = converted<f32x16>((i32x16)(pair << 24) >> 24);
+    f32x16 high = converted<f32x16>((i32x16)(pair << 16) >> 24);
     return ((u32x16)low >> 16) | ((u32x16)high & 0xffff0000u);
 }
 
@@ -48,7 +46,7 @@ inline void widen_int8(const int8_t* from, int64_t count, uint32_t* to) {
 #else
     for (int64_t i = 0; i < count; i += 32) {
         u32x16 lanes = widen_32(from + i);
-        memcpy(to + i / 2, &lanes, 64);
+        store_lanes_of(to + i / 2, lanes);
     }
 #endif
 }

@@ -7,25 +7,41 @@
 #include "packed.h"
 #include "simd.h"
 
-// One step along K: x is broadcast from a 32-bit word and multiplied with 16 columns of weights.
+#if defined(PAGODA_AVX512)
+constexpr bool MANY_REGISTERS = true;  // 32 of 16 lanes; without AVX-512, 16 of 8 or fewer
+#else
+constexpr bool MANY_REGISTERS = false;
+#endif
+#if defined(PAGODA_AVX512_BF16)
+constexpr bool WIDENS_BF16 = false;  // an instruction multiplies and adds pairs of bf16
+#else
+constexpr bool WIDENS_BF16 = true;
+#endif
+
+// One step along K: a word of x for each product, broadcast and multiplied with 16 columns of weights.
+// PRODUCTS: adjacent words of x that one step reads.
 struct StepF32 {
     using Word = float;
     using Weight = float;
-    static f32x16 weights(const float* p) { return load(p); }
+    static constexpr int PRODUCTS = 1;
+    static f32x16 factor(const float* p, int) { return load(p); }
     static f32x16 splat_word(const float* p) { return splat(*p); }
     static f32x16 accumulate(f32x16 acc, f32x16 x, f32x16 w) { return fma(x, w, acc); }
 };
 struct StepF16 {
     using Word = float;
     using Weight = f16;
-    static f32x16 weights(const f16* p) { return load(p); }
+    static constexpr int PRODUCTS = 1;
+    static f32x16 factor(const f16* p, int) { return load(p); }
     static f32x16 splat_word(const float* p) { return splat(*p); }
     static f32x16 accumulate(f32x16 acc, f32x16 x, f32x16 w) { return fma(x, w, acc); }
 };
-struct StepBF16 {
+// Pairs of bf16 as they are.
+struct StepPairs {
     using Word = uint32_t;
     using Weight = uint32_t;
-    static u32x16 weights(const uint32_t* p) { return load_words(p); }
+    static constexpr int PRODUCTS = 1;
+    static u32x16 factor(const uint32_t* p, int) { return load_words(p); }
     // Rows of x may begin at any element, so a pair may be unaligned.
     static u32x16 splat_word(const uint32_t* p) {
         uint32_t word;
@@ -34,6 +50,46 @@ struct StepBF16 {
     }
     static f32x16 accumulate(f32x16 acc, u32x16 x, u32x16 w) { return dot_pairs(acc, x, w); }
 };
+// Pairs of bf16 weights, widened one after the other, and floats of x.
+struct StepWidened {
+    using Word = float;
+    using Weight = uint32_t;
+    static constexpr int PRODUCTS = 2;
+    static f32x16 factor(const uint32_t* p, int product) {
+        u32x16 pair = load_words(p);
+        return (f32x16)(product == 0 ? pair << 16 : pair & 0xffff0000u);
+    }
+    static f32x16 splat_word(const float* p) { return splat(*p); }
+    static f32x16 accumulate(f32x16 acc, f32x16 x, f32x16 w) { return fma(x, w, acc); }
+};
+using StepBF16 = std::conditional<WIDENS_BF16, StepWidened, StepPairs>::type;
+
+// `VECTORS` vectors of columns at a time.
+template <class Step, int ROWS, int VECTORS>
+inline __attribute__((always_inline)) void float_pass(const typename Step::Word* x, int64_t x_stride,
+                                                      const typename Step::Weight* const* columns, int64_t steps,
+                                                      float* out, int64_t out_stride, Prefetch& prefetch) {
+    f32x16 acc[ROWS][VECTORS] = {};
+    for (int64_t s = 0; s < steps; s++) {
+        prefetch.next();
+#pragma GCC unroll 2
+        for (int product = 0; product < Step::PRODUCTS; product++) {
+            decltype(Step::factor(columns[0], 0)) w[VECTORS];
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) w[v] = Step::factor(columns[v] + s * PANEL, product);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                auto word = Step::splat_word(x + r * x_stride + s * Step::PRODUCTS + product);
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) acc[r][v] = Step::accumulate(acc[r][v], word, w[v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * 16, acc[r][v]);
+}
 
 // out [ROWS][PANELS * 32] (out_stride apart) = x [ROWS] (x_stride words apart) times PANELS panels (panel_stride
 // elements apart).
@@ -41,21 +97,13 @@ template <class Step, int ROWS, int PANELS>
 inline void float_tile(const typename Step::Word* x, int64_t x_stride, const typename Step::Weight* panel,
                        int64_t panel_stride, int64_t steps, float* out, int64_t out_stride, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
-    f32x16 acc[ROWS][VECTORS] = {};
-    for (int64_t s = 0; s < steps; s++) {
-        prefetch.next();
-        decltype(Step::weights(panel)) w[VECTORS];
+    // With few registers, many rows leave room for the sums of one vector of columns.
+    constexpr int AT_ONCE = MANY_REGISTERS || ROWS <= 2 ? VECTORS : 1;
+    const typename Step::Weight* columns[VECTORS];
+    for (int v = 0; v < VECTORS; v++) columns[v] = panel + (v / 2) * panel_stride + (v % 2) * 16;
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) w[v] = Step::weights(panel + (v / 2) * panel_stride + s * PANEL + (v % 2) * 16);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            auto word = Step::splat_word(x + r * x_stride + s);
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) acc[r][v] = Step::accumulate(acc[r][v], word, w[v]);
-        }
+    for (int v = 0; v < VECTORS; v += AT_ONCE) {
+        float_pass<Step, ROWS, AT_ONCE>(x, x_stride, columns + v, steps, out + v * 16, out_stride, prefetch);
+        prefetch.step = 0;
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * 16, acc[r][v]);
 }

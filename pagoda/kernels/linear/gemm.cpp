@@ -8,13 +8,7 @@
 
 namespace {
 
-#if defined(PAGODA_AVX512)
 constexpr int MAX_TILE_ROWS = 6;
-constexpr bool MANY_REGISTERS = true;
-#else
-constexpr int MAX_TILE_ROWS = 3;
-constexpr bool MANY_REGISTERS = false;
-#endif
 constexpr int MAX_TILE_PANELS = 4;
 // With at least this many rows, threads claim pieces instead of taking equal shares: a thread that is descheduled briefly
 // then costs little. With fewer, a weight is read once, and one long stream per thread is faster.
@@ -69,7 +63,10 @@ constexpr Tiles float_tiles() {
                  run_float_tile<Step, 4, 2>, run_float_tile<Step, 5, 2>, run_float_tile<Step, 6, 2>},
                 {run_float_tile<Step, 1, 4>, run_float_tile<Step, 2, 4>, run_float_tile<Step, 3, 4>}};
     else
-        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>}, {}, {}};
+        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>,
+                 run_float_tile<Step, 4, 1>, run_float_tile<Step, 5, 1>, run_float_tile<Step, 6, 1>},
+                {},
+                {}};
 }
 template <int32_t KIND, int GROUP>
 constexpr Tiles int_tiles() {
@@ -79,7 +76,8 @@ constexpr Tiles int_tiles() {
                 {run_int_tile<KIND, GROUP, 1, 2>, run_int_tile<KIND, GROUP, 2, 2>, run_int_tile<KIND, GROUP, 3, 2>},
                 {run_int_tile<KIND, GROUP, 1, 4>}};
     else
-        return {{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>},
+        return {{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>,
+                 run_int_tile<KIND, GROUP, 4, 1>, run_int_tile<KIND, GROUP, 5, 1>, run_int_tile<KIND, GROUP, 6, 1>},
                 {},
                 {}};
 }
@@ -228,7 +226,7 @@ Cut cut(const LinearJob& job, int64_t panels, int threads) {
 size_t linear_scratch_bytes(const LinearJob& job) {
     if (!converts(job)) return 0;
     const PackedLinear& w = *job.weight;
-    if (!is_quantized(w.kind)) return static_cast<size_t>(job.rows * word_steps(w) * 4);
+    if (!is_quantized(w.kind)) return static_cast<size_t>(job.rows * row_bytes(w));
     int64_t groups = groups_of(w);
     return static_cast<size_t>(round_up(job.rows * groups * w.group, 64) + job.rows * groups * 8);
 }
@@ -238,18 +236,15 @@ void linear_convert(const LinearJob& job, int64_t begin, int64_t end) {
     if (is_quantized(w.kind)) {
         return by_dtype(job.dtype, [&](auto element) { quantize<decltype(element)>(job, begin, end); });
     }
-    int64_t steps = word_steps(w);
     for (int64_t r = begin; r < end; r++) {
-        char* to = static_cast<char*>(job.scratch) + r * steps * 4;
-        if (w.kind == KIND_BF16) {
-            memset(to + (steps - 1) * 4, 0, 4);
+        char* to = static_cast<char*>(job.scratch) + r * row_bytes(w);
+        memset(to + row_bytes(w) - 4, 0, 4);  // an odd number of elements has no last word of its own
+        if (w.kind == KIND_BF16 && !WIDENS_BF16)
             memcpy(to, static_cast<const bf16*>(job.x) + r * job.x_stride, static_cast<size_t>(w.in_features) * 2);
-        } else {
-            const f16* x = static_cast<const f16*>(job.x) + r * job.x_stride;
-            for_lanes(steps, [&](int64_t i, int n) {
-                store_lanes(reinterpret_cast<float*>(to) + i, load_lanes(x + i, n), n);
-            });
-        }
+        else if (w.kind == KIND_BF16)
+            widen(static_cast<const bf16*>(job.x) + r * job.x_stride, reinterpret_cast<float*>(to), w.in_features);
+        else
+            widen(static_cast<const f16*>(job.x) + r * job.x_stride, reinterpret_cast<float*>(to), w.in_features);
     }
 }
 

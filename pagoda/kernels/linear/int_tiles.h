@@ -13,14 +13,21 @@ struct QuantizedRows {
     const int32_t* sums;
 };
 
-typedef uint8_t u8x64 __attribute__((vector_size(64)));
-
 // acc + the dot products of four unsigned bytes of w with four signed bytes of x, in each of 16 lanes.
 inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 #if defined(__AVX512VNNI__)
     // Not the intrinsic: GCC 12 spills its accumulators, which halves the speed.
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
     return acc;
+#elif defined(PAGODA_AVX2)
+    // Pairs of halfwords, exactly: vpmaddubsw would saturate.
+    using Signed = decltype(acc.low);
+    auto half = [](Signed sum, decltype(w.low) a, decltype(w.low) b) __attribute__((always_inline)) {
+        __m256i even = _mm256_madd_epi16((__m256i)(a & 0x00ff00ffu), _mm256_srai_epi16((__m256i)(b << 8), 8));
+        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)a, 8), _mm256_srai_epi16((__m256i)b, 8));
+        return sum + ((Signed)even + (Signed)odd);
+    };
+    return {half(acc.low, w.low, x.low), half(acc.high, w.high, x.high)};
 #else
     for (int byte = 0; byte < 4; byte++) {
         i32x16 a = (i32x16)((w >> (8 * byte)) & 0xffu);
@@ -97,7 +104,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 float x_scale = x.scales[r * groups + g];
-                acc[r][v] = fma(__builtin_convertvector(dot[r][v], f32x16), scale * x_scale, acc[r][v]);
+                acc[r][v] = fma(converted<f32x16>(dot[r][v]), scale * x_scale, acc[r][v]);
                 if constexpr (KIND == KIND_Q4_MIN) {
                     float x_sum = x_scale * static_cast<float>(x.sums[r * groups + g]);
                     acc[r][v] = fma(minimum, splat(x_sum), acc[r][v]);

@@ -1,6 +1,7 @@
 // x in the form that the tiles read: unchanged, widened, padded, or quantised by the groups of the weights.
 #pragma once
 
+#include "float_tiles.h"
 #include "gemm.h"
 #include "int8.h"
 #include "int_tiles.h"
@@ -13,8 +14,10 @@ struct Operand {
 
 inline int64_t groups_of(const PackedLinear& w) { return (w.in_features + w.group - 1) / w.group; }
 inline int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? (w.in_features + 1) / 2 : w.in_features; }
+// Words of one row of x: float tiles.
+inline int64_t row_words(const PackedLinear& w) { return w.kind == KIND_BF16 && WIDENS_BF16 ? 2 * word_steps(w) : word_steps(w); }
 // Bytes of one row of x in the form that the tiles read.
-inline int64_t row_bytes(const PackedLinear& w) { return word_steps(w) * (is_quantized(w.kind) ? 1 : 4); }
+inline int64_t row_bytes(const PackedLinear& w) { return is_quantized(w.kind) ? word_steps(w) : 4 * row_words(w); }
 // How many times a tile prefetches a line of the next panels.
 inline int64_t tile_steps(const PackedLinear& w) {
     return is_quantized(w.kind) ? w.in_features / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);
@@ -23,7 +26,7 @@ inline int64_t tile_steps(const PackedLinear& w) {
 inline bool converts(const LinearJob& job) {
     switch (job.weight->kind) {
         case KIND_F32: return false;
-        case KIND_BF16: return job.weight->in_features % 2 != 0 || job.x_stride % 2 != 0;
+        case KIND_BF16: return WIDENS_BF16 || job.weight->in_features % 2 != 0 || job.x_stride % 2 != 0;
         default: return true;
     }
 }
@@ -37,8 +40,13 @@ inline Operand operand(const LinearJob& job) {
         auto* sums = reinterpret_cast<int32_t*>(scales + job.rows * groups);
         return {nullptr, 0, {bytes, scales, sums}};
     }
-    if (converts(job)) return {job.scratch, word_steps(w), {}};
+    if (converts(job)) return {job.scratch, row_words(w), {}};
     return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
+}
+
+template <class T>
+void widen(const T* x, float* to, int64_t count) {
+    for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(x + i, n), n); });
 }
 
 // Quantise one group, of which `count` elements exist and the rest are zero.

@@ -40,15 +40,11 @@ struct Routing {
 void route_token(float* logits, int64_t count, int64_t top_k, bool renormalize, float* weights, int32_t* experts) {
     f32x16 top = splat(-INFINITY), sums = {};
     for_lanes(count, [&](int64_t i, int n) {
-        f32x16 v = splat(-INFINITY);
-        memcpy(&v, logits + i, sizeof(float) * static_cast<size_t>(n));
-        top = vmax(top, v);
+        top = vmax(top, load_lanes_or(logits + i, n, -INFINITY));
     });
     f32x16 largest = splat(lane_max(top));
     for_lanes(count, [&](int64_t i, int n) {
-        f32x16 v = splat(-INFINITY);
-        memcpy(&v, logits + i, sizeof(float) * static_cast<size_t>(n));
-        sums = sums + exp(v - largest);
+        sums = sums + exp(load_lanes_or(logits + i, n, -INFINITY) - largest);
     });
     float total = lane_sum(sums), chosen = 0.0f;
     for (int64_t k = 0; k < top_k; k++) {

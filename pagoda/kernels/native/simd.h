@@ -1,29 +1,11 @@
 // Sixteen floats at a time, on any CPU, with the same order of operations everywhere.
 //
-// The vectors are the compiler's own (GCC and clang lower 64-byte vectors to what the CPU has); intrinsics are used
-// only where they pay. Fused multiply-adds are explicit: the build forbids contraction, so that two
+// Intrinsics are used only where they pay. Fused multiply-adds are explicit: the build forbids contraction, so that two
 // instances of one loop cannot round differently.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
 #include "abi.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#define PAGODA_AVX512 1
-#endif
-#if defined(PAGODA_AVX512) && defined(__AVX512BF16__)
-#define PAGODA_AVX512_BF16 1
-#endif
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+#include "lanes.h"
 
 // Storage types of BF16 and F16.
 struct bf16 {
@@ -43,39 +25,61 @@ inline void by_dtype(int32_t dtype, Body&& body) {
     }
 }
 
-inline f32x16 splat(float x) { return f32x16{} + x; }
+// x in every lane. (0 + x would be an addition, since it is not x for -0.)
+inline f32x16 splat(float x) { return x - f32x16{}; }
+// 0, 1, ... 15.
+inline i32x16 lane_numbers() {
+    alignas(64) static const int32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load_as<i32x16>(NUMBERS);
+}
 
+#if defined(PAGODA_AVX512)
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(PAGODA_AVX512)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    f32x16 out;
-    for (int half = 0; half < 2; half++) {
-        __m256 x, y, z;
-        memcpy(&x, (const char*)&a + 32 * half, 32);
-        memcpy(&y, (const char*)&b + 32 * half, 32);
-        memcpy(&z, (const char*)&c + 32 * half, 32);
-        z = _mm256_fmadd_ps(x, y, z);
-        memcpy((char*)&out + 32 * half, &z, 32);
-    }
-    return out;
+}
+inline f32x16 vmax(f32x16 a, f32x16 b) { return (f32x16)_mm512_max_ps((__m512)a, (__m512)b); }
+inline i32x16 vmax(i32x16 a, i32x16 b) { return (i32x16)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+// The nearest integers, ties to even, of values within +-2^22.
+inline i32x16 to_nearest(f32x16 v) { return (i32x16)_mm512_cvtps_epi32((__m512)v); }
 #else
+#if defined(PAGODA_AVX2)
+using F32Half = decltype(f32x16::low);
+using I32Half = decltype(i32x16::low);
+inline F32Half fma(F32Half a, F32Half b, F32Half c) { return (F32Half)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline F32Half vmax(F32Half a, F32Half b) { return (F32Half)_mm256_max_ps((__m256)a, (__m256)b); }
+inline I32Half vmax(I32Half a, I32Half b) { return (I32Half)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+inline I32Half to_nearest(F32Half v) { return (I32Half)_mm256_cvtps_epi32((__m256)v); }
+#else
+template <class V>
+inline V fma(V a, V b, V c) {
     return a * b + c;
-#endif
 }
-
-inline f32x16 vmax(f32x16 a, f32x16 b) {
-#if defined(PAGODA_AVX512)
-    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return a > b ? a : b;
-#endif
+template <class V>
+inline V vmax(V a, V b) {
+    return select(a > b, a, b);
 }
+// Adding and subtracting 1.5 * 2^23 rounds away the fraction.
+template <class V>
+inline auto to_nearest(V v) {
+    return converted<decltype(v == v)>((v + 12582912.0f) - 12582912.0f);
+}
+#endif
+template <class Half>
+inline Pair<Half> fma(Pair<Half> a, Pair<Half> b, Pair<Half> c) {
+    return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+}
+// a > b ? a : b, so b if a lane is no number.
+template <class Half>
+inline Pair<Half> vmax(Pair<Half> a, Pair<Half> b) {
+    return {vmax(a.low, b.low), vmax(a.high, b.high)};
+}
+inline i32x16 to_nearest(f32x16 v) { return {to_nearest(v.low), to_nearest(v.high)}; }
+#endif
 
 // Sum and maximum over the lanes, always as the same tree.
 inline float lane_sum(f32x16 v) {
     float x[16];
-    memcpy(x, &v, 64);
+    store_lanes_of(x, v);
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
@@ -85,7 +89,7 @@ inline float lane_max(f32x16 v) {
     return _mm512_reduce_max_ps((__m512)v);
 #else
     float x[16];
-    memcpy(x, &v, 64);
+    store_lanes_of(x, v);
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
     return x[0];
@@ -97,16 +101,9 @@ inline int32_t lane_sum(i32x16 v) {
     return _mm512_reduce_add_epi32((__m512i)v);
 #else
     int32_t x[16], sum = 0;
-    memcpy(x, &v, 64);
+    store_lanes_of(x, v);
     for (int32_t lane : x) sum += lane;
     return sum;
-#endif
-}
-inline i32x16 vmax(i32x16 a, i32x16 b) {
-#if defined(PAGODA_AVX512)
-    return (i32x16)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#else
-    return a > b ? a : b;
 #endif
 }
 // As integers, magnitudes keep their order and NaNs are above all others, so a maximum never loses a NaN.
@@ -115,53 +112,77 @@ inline float largest_magnitude(i32x16 bits) {
 #if defined(PAGODA_AVX512)
     int32_t largest = _mm512_reduce_max_epi32((__m512i)bits);
 #else
-    int32_t largest = 0;
-    for (int i = 0; i < 16; i++) largest = bits[i] > largest ? bits[i] : largest;
+    int32_t x[16], largest = 0;
+    store_lanes_of(x, bits);
+    for (int32_t lane : x) largest = lane > largest ? lane : largest;
 #endif
     float value;
     memcpy(&value, &largest, 4);
     return value;
 }
 
-// The nearest integers, ties to even, of values within +-2^22.
-inline i32x16 to_nearest(f32x16 v) {
-#if defined(PAGODA_AVX512)
-    return (i32x16)_mm512_cvtps_epi32((__m512)v);
-#else
-    // Adding and subtracting 1.5 * 2^23 rounds away the fraction.
-    return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, i32x16);
-#endif
-}
-// The low bytes.
+// The low bytes of integers within -128 .. 127.
 inline void store(int8_t* p, i32x16 v) {
 #if defined(PAGODA_AVX512)
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(PAGODA_AVX2)
+    // Packing works within 16 bytes, so the middle quarters are exchanged in between.
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
-    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(v[i]);
+    int32_t x[16];
+    store_lanes_of(x, v);
+    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(x[i]);
 #endif
 }
 
 // ---- loads and stores, widening to and rounding from float (ties to even) ----
 
-inline f32x16 load(const float* p) {
-    f32x16 v;
-    memcpy(&v, p, 64);
-    return v;
-}
-inline f32x16 load(const bf16* p) {
-    u16x16 raw;
-    memcpy(&raw, p, 32);
+inline f32x16 load(const float* p) { return load_as<f32x16>(p); }
+// 16 words without conversion, from any address.
+inline u32x16 load_words(const void* p) { return load_as<u32x16>(p); }
+inline void store(float* p, f32x16 v) { store_lanes_of(p, v); }
+
+// 16 unsigned halfwords as words.
+inline u32x16 load_halfwords(const void* p) {
 #if defined(PAGODA_AVX512)
-    return (f32x16)((u32x16)_mm512_cvtepu16_epi32((__m256i)raw) << 16);  // GCC 12 widens in halves
+    return (u32x16)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));  // GCC 12 converts in halves
+#elif defined(PAGODA_AVX2)
+    auto* halves = (const __m128i*)p;
+    using Half = decltype(u32x16::low);
+    return {(Half)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
+            (Half)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
 #else
-    return (f32x16)(__builtin_convertvector(raw, u32x16) << 16);
+    return converted<u32x16>(load_as<u16x16>(p));
 #endif
 }
+// The low halves of words.
+inline void store_halfwords(void* p, u32x16 v) {
+#if defined(PAGODA_AVX2)
+    __m256i packed = _mm256_packus_epi32((__m256i)(v.low & 0xffffu), (__m256i)(v.high & 0xffffu));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
+#else
+    store_lanes_of(p, converted<u16x16>(v));
+#endif
+}
+
+inline f32x16 load(const bf16* p) { return (f32x16)(load_halfwords(p) << 16); }
+inline void store(bf16* p, f32x16 v) {
+#if defined(PAGODA_AVX512_BF16)
+    store_lanes_of(p, (u16x16)_mm512_cvtneps_pbh((__m512)v));
+#else
+    u32x16 bits = (u32x16)v;
+    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    store_halfwords(p, select(v == v, rounded, u32x16{} + 0x7fc0u));
+#endif
+}
+
 inline f32x16 load(const f16* p) {
 #if defined(PAGODA_AVX512)
-    __m256i raw;
-    memcpy(&raw, p, 32);
-    return (f32x16)_mm512_cvtph_ps(raw);
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(PAGODA_AVX2)
+    auto* halves = (const __m128i*)p;
+    return {(F32Half)_mm256_cvtph_ps(_mm_loadu_si128(halves)), (F32Half)_mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 #else
     _Float16 raw[16];
     float wide[16];
@@ -170,30 +191,13 @@ inline f32x16 load(const f16* p) {
     return load(wide);
 #endif
 }
-// 16 words without conversion, from any address.
-inline u32x16 load_words(const void* p) {
-    u32x16 v;
-    memcpy(&v, p, 64);
-    return v;
-}
-inline void store(float* p, f32x16 v) { memcpy(p, &v, 64); }
-inline u16x16 to_bf16(f32x16 v) {
-#if defined(PAGODA_AVX512_BF16)
-    return (u16x16)_mm512_cvtneps_pbh((__m512)v);
-#else
-    u32x16 bits = (u32x16)v;
-    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return __builtin_convertvector(v == v ? rounded : u32x16{} + 0x7fc0u, u16x16);
-#endif
-}
-inline void store(bf16* p, f32x16 v) {
-    u16x16 narrow = to_bf16(v);
-    memcpy(p, &narrow, 32);
-}
 inline void store(f16* p, f32x16 v) {
 #if defined(PAGODA_AVX512)
-    __m256i narrow = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    memcpy(p, &narrow, 32);
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(PAGODA_AVX2)
+    auto* halves = (__m128i*)p;
+    _mm_storeu_si128(halves, _mm256_cvtps_ph((__m256)v.low, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(halves + 1, _mm256_cvtps_ph((__m256)v.high, _MM_FROUND_TO_NEAREST_INT));
 #else
     float wide[16];
     _Float16 narrow[16];
@@ -217,6 +221,14 @@ template <class T>
 inline f32x16 load_first(const T* p, int n) {
     T whole[16] = {};
     memcpy(static_cast<void*>(whole), p, sizeof(T) * n);
+    return load(whole);
+}
+// The first n lanes; the rest are `rest`.
+inline f32x16 load_lanes_or(const float* p, int n, float rest) {
+    if (n == 16) return load(p);
+    float whole[16];
+    store(whole, splat(rest));
+    memcpy(whole, p, sizeof(float) * static_cast<size_t>(n));
     return load(whole);
 }
 template <class T>
@@ -265,7 +277,7 @@ inline f32x16 exp2(f32x16 x) {
     f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     f32x16 low = splat(-150.0f), high = splat(150.0f);
-    x = x < low ? low : (x > high ? high : x);
+    x = select(x < low, low, select(x > high, high, x));
     f32x16 n = (x + 12582912.0f) - 12582912.0f;
 #endif
     f32x16 f = x - n;
@@ -281,7 +293,7 @@ inline f32x16 exp2(f32x16 x) {
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     // The product of two normal floats reaches down to 2^-150, which rounds to 0.
-    i32x16 whole = __builtin_convertvector(n, i32x16), half = whole >> 1;
+    i32x16 whole = converted<i32x16>(n), half = whole >> 1;
     f32x16 first = (f32x16)((half + 127) << 23), second = (f32x16)((whole - half + 127) << 23);
     return p * first * second;
 #endif
@@ -291,10 +303,10 @@ inline f32x16 exp(f32x16 x) { return exp2(x * LOG2_E); }
 inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 inline f32x16 tanh(f32x16 x) {
     // Near 0 the quotient cancels, and the odd series is more accurate.
-    f32x16 e = exp(2.0f * (x > 0.0f ? -x : x));
+    f32x16 e = exp(2.0f * select(x > 0.0f, -x, x));
     f32x16 far = (1.0f - e) / (1.0f + e);
     f32x16 s = x * x;
     f32x16 series = x * (1.0f + s * (-0.33333333f + s * (0.13333333f + s * -0.053968254f)));
-    f32x16 size = x > 0.0f ? x : -x;
-    return size < 0.15f ? series : (x > 0.0f ? far : -far);
+    f32x16 size = select(x > 0.0f, x, -x);
+    return select(size < 0.15f, series, select(x > 0.0f, far, -far));
 }

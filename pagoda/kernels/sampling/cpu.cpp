@@ -19,14 +19,13 @@ constexpr int SUM_CHUNK = 512;    // weights summed at a time when looking for t
 constexpr int FIRST_RANKS = 64;   // ranks tried first for top_p alone
 constexpr int BUCKETS = 1024;     // of weights, by their logarithm; the last one holds all smaller ones
 
-typedef double f64x8 __attribute__((vector_size(64)));
-typedef int64_t i64x8 __attribute__((vector_size(64)));
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef uint16_t u16x8 __attribute__((vector_size(16)));
-
-f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
+f64x8 fused(f64x8 a, f64x8 b, f64x8 c) {
 #if defined(PAGODA_AVX512)
     return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(PAGODA_AVX2)
+    using Half = decltype(f64x8::low);
+    return {(Half)_mm256_fmadd_pd((__m256d)a.low, (__m256d)b.low, (__m256d)c.low),
+            (Half)_mm256_fmadd_pd((__m256d)a.high, (__m256d)b.high, (__m256d)c.high)};
 #else
     return a * b + c;
 #endif
@@ -43,15 +42,15 @@ f64x8 exp(f64x8 x) {
         0x1.6a09e667f3bcdp+0, 0x1.7a11473eb0187p+0, 0x1.8ace5422aa0dbp+0, 0x1.9c49182a3f090p+0,
         0x1.ae89f995ad3adp+0, 0x1.c199bdd85529cp+0, 0x1.d5818dcfba487p+0, 0x1.ea4afa2a490dap+0};
     f64x8 rounder = f64x8{} + ROUNDER;
-    f64x8 shifted = fma(x, f64x8{} + 0x1.71547652b82fep+4, rounder), n = shifted - rounder;
-    f64x8 r = fma(n, f64x8{} - 0x1.62e42fefa0000p-5, x);
-    r = fma(n, f64x8{} - 0x1.cf79abc9e3b3ap-44, r);
+    f64x8 shifted = fused(x, f64x8{} + 0x1.71547652b82fep+4, rounder), n = shifted - rounder;
+    f64x8 r = fused(n, f64x8{} - 0x1.62e42fefa0000p-5, x);
+    r = fused(n, f64x8{} - 0x1.cf79abc9e3b3ap-44, r);
     f64x8 p = f64x8{} + 1.0 / 720.0;
     const double terms[] = {1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0};
-    for (double term : terms) p = fma(p, r, f64x8{} + term);
+    for (double term : terms) p = fused(p, r, f64x8{} + term);
     __m512d roots = _mm512_permutex2var_pd(_mm512_loadu_pd(ROOTS), (__m512i)shifted, _mm512_loadu_pd(ROOTS + 8));
     i64x8 power = ((i64x8)shifted >> 4) << 52;
-    return x < -708.0 ? f64x8{} : (f64x8)((i64x8)(p * (f64x8)roots) + power);
+    return select(x < -708.0, f64x8{}, (f64x8)((i64x8)(p * (f64x8)roots) + power));
 }
 #else
 f64x8 exp(f64x8 x) {
@@ -62,16 +61,16 @@ f64x8 exp(f64x8 x) {
     const double terms[] = {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
                             1.0 / 5040.0,      1.0 / 720.0,      1.0 / 120.0,     1.0 / 24.0,     1.0 / 6.0,
                             0.5,               1.0,              1.0};
-    for (double term : terms) p = fma(p, r, f64x8{} + term);
+    for (double term : terms) p = fused(p, r, f64x8{} + term);
     f64x8 power = (f64x8)(((i64x8)shifted + 1023) << 52);
-    return x < -708.0 ? f64x8{} : p * power;
+    return select(x < -708.0, f64x8{}, p * power);
 }
 #endif
 
 template <class T, class Vector>
 void store_up_to_8(T* to, Vector values, int64_t count) {
     if (count >= 8)
-        memcpy(to, &values, sizeof(values));
+        store_lanes_of(to, values);
     else
         memcpy(to, &values, sizeof(T) * count);
 }
@@ -95,12 +94,13 @@ struct Row {
         __m256 nothing = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
         return (f64x8)_mm512_cvtps_pd(_mm256_mask_loadu_ps(nothing, there, logits + at));
 #else
-        f32x8 raw = f32x8{} - std::numeric_limits<float>::infinity();
-        if (count >= 8)
-            memcpy(&raw, logits + at, sizeof(raw));
-        else
-            memcpy(&raw, logits + at, sizeof(float) * count);
-        return __builtin_convertvector(raw, f64x8);
+        float copy[8];
+        const float* from = logits + at;
+        if (count < 8) {
+            for (float& lane : copy) lane = -std::numeric_limits<float>::infinity();
+            from = static_cast<const float*>(memcpy(copy, from, sizeof(float) * count));
+        }
+        return converted<f64x8>(load_as<f32x8>(from));
 #endif
     }
 
@@ -113,7 +113,7 @@ struct Row {
     // Weights of up to 8 logits, those under min_p as 0.
     f64x8 weights(int64_t at, int64_t count) const {
         f64x8 w = exp((wide(at, count) - largest) * inverse_temperature);
-        return w >= min_p ? w : f64x8{};
+        return select(w >= min_p, w, f64x8{});
     }
 
     // A logit below this has weight 0: its weight is under min_p.
@@ -193,9 +193,7 @@ struct Row {
     }
 
     f32x16 tail(int64_t at, int n) const {
-        f32x16 v = splat(-std::numeric_limits<float>::infinity());
-        memcpy(&v, logits + at, sizeof(float) * n);
-        return v;
+        return load_lanes_or(logits + at, n, -std::numeric_limits<float>::infinity());
     }
 
     void block_maxima(float* maxima) const {
@@ -225,9 +223,8 @@ struct Row {
     void find_buckets(uint16_t* buckets) const {
         for (int64_t i = 0; i < vocab; i += 8) {
             f64x8 depth = (largest - wide(i, vocab - i)) * inverse_temperature * 16.0;
-            depth = depth < double(BUCKETS - 1) ? depth : f64x8{} + double(BUCKETS - 1);
-            u16x8 found = __builtin_convertvector(__builtin_convertvector(depth, i64x8), u16x8);
-            store_up_to_8(buckets + i, found, vocab - i);
+            depth = select(depth < double(BUCKETS - 1), depth, f64x8{} + double(BUCKETS - 1));
+            store_up_to_8(buckets + i, converted<u16x8>(converted<i64x8>(depth)), vocab - i);
         }
     }
 
