@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import RequestError, UsageError
@@ -23,6 +23,7 @@ from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.wire import EngineStats
+from pagoda.engine_setup import resolve_engine
 
 
 class AsyncLLM:

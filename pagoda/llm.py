@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, RequestError
 from pagoda.base.outputs import (
@@ -28,6 +28,7 @@ from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.shared_engine import Call, SharedEngine
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine_setup import resolve_engine
 
 logger = logging.getLogger("pagoda")
 

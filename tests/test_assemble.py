@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.assemble import build_engine_core, resolve_engine, scheduler_options, size_cache
+from pagoda.assemble import build_engine_core
 from pagoda.base.config import PARTS, EngineConfig, ModelConfig, PrefillConfig, SchedulerConfig, SchedulingPolicy
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.setting import describe_settings
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.engine_setup import resolve_engine, scheduler_options, size_cache
 from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
 from tests.engine.driver import drive, request, write_tiny_llama

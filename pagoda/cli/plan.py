@@ -69,8 +69,8 @@ def plan(
 
 def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
-    from pagoda.assemble import fit_cache, resolve_engine, scheduler_options, weights_in_memory
     from pagoda.core.kv import KVSizing
+    from pagoda.engine_setup import fit_cache, resolve_engine, scheduler_options, weights_in_memory
     from pagoda.loading.model_config import summarize_weights
     from pagoda.worker.kv_slots import kv_bytes_per_token
     from pagoda.worker.memory import available_memory

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from pagoda.assemble import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.engine.async_engine import AsyncEngine
@@ -11,6 +10,7 @@ from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.templates.process import TemplateLimits
 from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.wire import EngineFacts
+from pagoda.engine_setup import resolve_engine
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits
 from pagoda.server.generation import Generator

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pagoda.assemble import scheduler_options
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.speculative_config import METHODS, SpeculativeConfig, resolve_speculative
+from pagoda.engine_setup import scheduler_options
 from pagoda.worker.speculation.setup import DraftSetup
 
 VLLM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine_setup import resolve_engine
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.model_files import ModelFiles
 from pagoda.worker.device_table import DeviceTable

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine_setup import resolve_engine
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
 
 BASE = {

@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizers.folder_tokenizer import load_folder_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine_setup import resolve_engine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarRows
 from tests.engine.byte_llama import EOS, VOCAB, write_byte_llama

@@ -26,9 +26,10 @@ class Part(TypedDict):
 
 def load_profiled(options: Mapping[str, Any]) -> "tuple[LLM, Worker]":
     """An LLM as `LLM(**options)` makes it, and the worker in it. Raises what LLM raises."""
-    from pagoda.assemble import build_engine_core, resolve_engine
+    from pagoda.assemble import build_engine_core
     from pagoda.engine.inputs.input_processor import build_input_processor
     from pagoda.engine.llm_engine import LLMEngine
+    from pagoda.engine_setup import resolve_engine
     from pagoda.executors.in_process import InProcessExecutor
     from pagoda.llm import LLM
     from pagoda.worker.worker import Worker

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.assemble import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.outputs import RequestOutput
@@ -19,6 +18,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine_setup import resolve_engine
 
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.assemble import resolve_engine, weights_in_memory
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
+from pagoda.engine_setup import resolve_engine, weights_in_memory
 from tests.engine.driver import write_tiny_llama
 
 

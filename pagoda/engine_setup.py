@@ -1,0 +1,239 @@
+"""EngineSetup: everything that is decided before the weights are loaded, from settings, model and free memory."""
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
+from pagoda.base.config_fit import fit_defaults, note_given, pipeline_depth
+from pagoda.base.config_rules import check_settings
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.base.setting import describe_settings
+from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.loading.model_config import read_model
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.resolve import resolve_model
+from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.worker.memory import KVCapacity, available_memory, plan_capacity
+from pagoda.worker.speculation.setup import DraftSetup, resolve_drafting
+
+logger = logging.getLogger("pagoda")
+
+_SHORTEST_FITTED = 1024
+"""Tokens: a default max_model_len is not lowered below this, since few prompts would fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """Everything that is decided before loading the weights.
+
+    config: with all defaults filled in.   groups: of layers that share a block table.
+    dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8").   device: "cpu" or "cuda".
+    max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
+    """
+
+    config: EngineConfig
+    files: ModelFiles
+    spec: ModelSpec
+    groups: tuple[KVGroupSpec, ...]
+    dtype: str
+    kv_dtype: str
+    device: str
+    max_model_len: int
+    drafting: DraftSetup | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether the kernels pack weights into their own form."""
+        return _is_packed(self.config, self.device)
+
+    @property
+    def max_drafts(self) -> int:
+        """Return the most tokens that may be written past the end of a row."""
+        return max(self.config.debug.num_lookahead_slots, self.drafting.max_drafts if self.drafting else 0)
+
+    @property
+    def num_positions(self) -> int:
+        """Return the positions per row: a step in flight may write tokens past the end of a finished row."""
+        return self.max_model_len + self.max_drafts + 1
+
+
+def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> EngineSetup:
+    """Find the model, fill in defaults, and check the settings against each other and the model. Loads no weights.
+
+    files: the model, if it was resolved already.
+    Raises ConfigError that names the setting, its value and what is allowed.
+    """
+    check_settings(config)
+    config = note_given(config)
+    files = files or resolve_model(config.model)
+    model = read_model(files)
+    spec = model.spec
+    device = _device_name(config.parallel)
+    config, max_model_len = fit_defaults(config, _max_model_len(config, spec), device)
+    dtype = _dtype(_asked_dtype(config, device), spec.torch_dtype, device)
+    kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    if kv_dtype not in (dtype, "int8") and device == "cpu" and config.parallel.kernels in ("auto", "native"):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} with dtype={dtype!r}: the native kernels hold the cache in the compute dtype "
+            "or int8; take 'auto' or 'int8', or kernels='torch'"
+        )
+    _check(config, max_model_len)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype=dtype, max_model_len=max_model_len),
+        cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
+        parallel=dataclasses.replace(config.parallel, device=device),
+    )
+    drafting = resolve_drafting(config, spec, dtype, _is_packed(config, device), max_model_len)
+    return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len, drafting)
+
+
+def weights_in_memory(setup: EngineSetup) -> int:
+    """Return the bytes of the weights once they are loaded and prepared for the kernels, with all of a draft model."""
+    prepared = PreparedAs(
+        dtype=setup.dtype,
+        quantization=setup.config.model.quantization,
+        packed=setup.is_packed,
+        num_positions=setup.num_positions,
+    )
+    return weight_memory(setup.files, prepared) + (setup.drafting.memory_bytes if setup.drafting else 0)
+
+
+def size_cache(setup: EngineSetup) -> KVCapacity:
+    """Return the number of KV blocks that will fit, before the weights are loaded.
+
+    Raises CapacityError if a sequence of max_model_len does not fit; the message says what does.
+    """
+    free = max(0, _free_bytes(setup.device) - weights_in_memory(setup))
+    config = setup.config
+    return plan_capacity(
+        setup.groups,
+        config.cache,
+        setup.kv_dtype,
+        setup.max_model_len,
+        free,
+        scheduler_options(setup.config, setup.drafting),
+        config.debug,
+    )
+
+
+def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) -> SchedulerOptions:
+    """Return the scheduler's options: the settings, and the values derived from them."""
+    scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
+    settings = {
+        item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group
+    }
+    return SchedulerOptions(
+        **{**settings, "async_scheduling": bool(scheduler.async_scheduling)},
+        **{item.name: getattr(prefill, item.name) for item in describe_settings(PrefillConfig)},
+        pipeline_depth=pipeline_depth(config),
+        prefix_hash_seed=debug.prefix_hash_seed,
+        num_lookahead_slots=debug.num_lookahead_slots,
+        num_speculative_tokens=drafting.max_drafts if drafting else 0,
+        check_invariants=debug.check_invariants,
+        decision_log_steps=debug.decision_log_steps,
+    )
+
+
+def fit_cache(setup: EngineSetup) -> tuple[EngineSetup, KVCapacity]:
+    """As `size_cache`; where max_model_len is the model's own, it is lowered to what the cache holds, with a warning.
+
+    Raises CapacityError if the option was given and does not fit, or if less than 1,024 tokens would be left.
+    """
+    try:
+        return setup, size_cache(setup)
+    except CapacityError:
+        if "max_model_len" in (setup.config.given or ()):
+            raise
+        capacity = size_cache(_with_max_model_len(setup, 1))
+        own, fits = setup.max_model_len, capacity.max_tokens
+        if fits < min(own, _SHORTEST_FITTED):
+            raise
+    logger.warning(
+        "max_model_len is lowered from %d to %d, the longest sequence that the KV cache holds; give it more "
+        "(kv_cache_memory), or set max_model_len",
+        own,
+        fits,
+    )
+    return _with_max_model_len(setup, fits), capacity
+
+
+def _with_max_model_len(setup: EngineSetup, max_model_len: int) -> EngineSetup:
+    model = dataclasses.replace(setup.config.model, max_model_len=max_model_len)
+    return dataclasses.replace(
+        setup, config=dataclasses.replace(setup.config, model=model), max_model_len=max_model_len
+    )
+
+
+def _is_packed(config: EngineConfig, device: str) -> bool:
+    """Return whether the kernels pack weights into their own form."""
+    return device == "cpu" and config.parallel.kernels in ("auto", "native")
+
+
+def _asked_dtype(config: EngineConfig, device: str) -> str:
+    """The dtype that was asked for; the cache's where only that was given and the native kernels need both alike."""
+    kv_dtype, native = config.cache.kv_cache_dtype, config.parallel.kernels in ("auto", "native")
+    if config.model.dtype == "auto" and device == "cpu" and native and kv_dtype not in ("auto", "int8"):
+        return kv_dtype
+    return config.model.dtype
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    asked = config.model.max_model_len
+    if asked is None:
+        return spec.max_position
+    if not 1 <= asked <= spec.max_position:
+        raise ConfigError(f"max_model_len={asked} must be in 1 .. {spec.max_position}, the model's own limit")
+    return asked
+
+
+def _device_name(config: ParallelConfig) -> str:
+    if config.device == "auto":
+        return "cuda" if _has_gpu() else "cpu"
+    return config.device
+
+
+def _has_gpu() -> bool:
+    """Return whether torch can use a GPU. Does not import torch if there is no driver."""
+    if not Path("/dev/nvidiactl").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _dtype(asked: str, checkpoint: str, device: str) -> str:
+    known = ("float32", "bfloat16", "float16")
+    if asked == "auto":
+        # CPUs that are fast in bfloat16 are slow in float16.
+        return "bfloat16" if checkpoint not in known or (checkpoint == "float16" and device == "cpu") else checkpoint
+    return asked
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return available_memory()
+    from pagoda.worker.devices.cuda import CudaDevice
+
+    return CudaDevice().free_bytes()
+
+
+def _check(config: EngineConfig, max_model_len: int) -> None:
+    """Raise ConfigError for settings that contradict each other or are not supported."""
+    scheduler = config.scheduler
+    budget = scheduler.max_num_batched_tokens
+    if budget < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_num_seqs={scheduler.max_num_seqs}: "
+            "not every running sequence could get a token in each step; raise the first or lower the second"
+        )
+    whole_prompts = not scheduler.enable_chunked_prefill and scheduler.scheduling_mode is SchedulingMode.MIXED
+    if whole_prompts and budget < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill a prompt must fit one step: max_num_batched_tokens={budget} is less than "
+            f"max_model_len={max_model_len}; raise the first, lower the second, or leave chunked prefill on"
+        )
