@@ -70,7 +70,8 @@ def _commands() -> Iterator[tuple[str, Any, Any]]:
 
 def settings_page() -> str:
     """Every setting of EngineConfig's parts, from its declaration."""
-    from pagoda.base.config import PARTS, PLANNED
+    from pagoda.base.config import PARTS
+    from pagoda.base.flat_options import PLANNED
     from pagoda.base.setting import describe_settings
     from pagoda.cli.options import PANELS
 
@@ -157,7 +158,8 @@ def _default(item: Any) -> str:
 
 def cli_page() -> str:
     """Every command with its own flags; the settings' flags are on their own page."""
-    from pagoda.base.config import PARTS, PLANNED
+    from pagoda.base.config import PARTS
+    from pagoda.base.flat_options import PLANNED
 
     settings = {field.name for kind in PARTS.values() for field in dataclasses.fields(kind)} | set(PLANNED)
     parts: list[str] = []

@@ -5,21 +5,17 @@ help of the command line and docs/reference/settings.md derive from these declar
 `resolve_engine()`, which derives what was left open, checks the parts against each other and logs the result once.
 """
 
-import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from pagoda.base.abbreviate import abbreviate
-from pagoda.base.config_values import check_encodable, normalize
 from pagoda.base.errors import ConfigError
-from pagoda.base.registry import nearest
+from pagoda.base.flat_options import option_names, read_options
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
-from pagoda.base.setting import DescribedSetting, Setting, describe_settings
+from pagoda.base.setting import Setting
 from pagoda.base.speculative_config import SpeculativeConfig
-from pagoda.base.vllm_options import answer_for_vllm
 
 
 class SchedulingMode(Enum):
@@ -223,22 +219,6 @@ class DebugConfig:
     ] = 0
 
 
-RETIRED: Mapping[str, str] = {
-    "pin_threads": "the engine process pins its threads if there is one per core",
-    "encoder_budget": "there is no model with an encoder yet",
-    "encoder_cache_tokens": "there is no model with an encoder yet",
-    "no_partial_media": "there is no model with an encoder yet",
-}
-"""Options of earlier versions that are gone, and why."""
-
-PLANNED: Mapping[str, tuple[int, str]] = {
-    "tensor_parallel_size": (1, "one device computes the whole model"),
-    "pipeline_parallel_size": (1, "one device computes the whole model"),
-    "max_loras": (0, "LoRA adapters are not supported yet"),
-}
-"""Options of the public interface that are not settings yet: the only value accepted, and why."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All settings of one engine."""
@@ -269,7 +249,7 @@ class EngineConfig:
     @classmethod
     def for_engine(cls, **options: Any) -> "EngineConfig":
         """As `from_options`, for an engine without a server: refuse options of the HTTP server."""
-        server = _names_of(ServerConfig)
+        server = option_names(ServerConfig)
         for name in options:
             if name in server:
                 raise ConfigError(f"{name} is an option of `pagoda serve`, not of the engine; leave it out")
@@ -277,28 +257,8 @@ class EngineConfig:
 
     @classmethod
     def _of(cls, parts: Mapping[str, type[Any]], options: dict[str, Any]) -> "EngineConfig":
-        known = {name: (part, *item) for part, kind in parts.items() for name, item in _names_of(kind).items()}
-        chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
-        in_groups: list[tuple[str, DescribedSetting, DescribedSetting, Any]] = []
-        given: set[str] = set()
-        for name, value in options.items():
-            check_encodable(name, value)
-            if name in PLANNED:
-                _check_planned(name, value)
-                continue
-            if name not in known:
-                raise ConfigError(unknown_option(name, list(known)))
-            part, item, group = known[name]
-            if group is not None:
-                in_groups.append((part, group, item, normalize(item, value)))
-            else:
-                chosen[part][name] = normalize(item, value)
-            if value is not None:
-                given |= {item.name, group.name} if group is not None else {item.name}
-        for part, group, item, value in in_groups:
-            whole = chosen[part].get(group.name, group.default)
-            chosen[part][group.name] = _set_in_group(group, whole, options.get(group.name), item.name, value)
-        return cls(**{part: kind(**chosen[part]) for part, kind in parts.items()}, given=tuple(sorted(given)))
+        chosen, given = read_options(parts, options)
+        return cls(**{part: kind(**chosen[part]) for part, kind in parts.items()}, given=given)
 
 
 PARTS: Mapping[str, type[Any]] = {
@@ -310,43 +270,3 @@ PARTS: Mapping[str, type[Any]] = {
     "debug": DebugConfig,
 }
 """The parts of an EngineConfig by name."""
-
-
-def _check_planned(name: str, value: object) -> None:
-    """Accept only the value that changes nothing, of an option that is not available yet. Raises ConfigError."""
-    only, why = PLANNED[name]
-    if value is not None and (value != only or isinstance(value, bool)):
-        raise ConfigError(f"{name}={abbreviate(value)}: {why}; leave it out")
-
-
-def _names_of(kind: type[Any]) -> dict[str, tuple[DescribedSetting, DescribedSetting | None]]:
-    """Return every name by which the settings of a class are set -> the setting, and the group that it is in."""
-    names: dict[str, tuple[DescribedSetting, DescribedSetting | None]] = {}
-    for item in describe_settings(kind):
-        names[item.name] = (item, None)
-        for field_ in item.fields:
-            names[f"{item.name}.{field_.name}"] = (field_, item)
-            if field_.setting.flat:
-                names[field_.name] = (field_, item)
-    return names
-
-
-def _set_in_group(group: DescribedSetting, whole: Any, given: object, name: str, value: object) -> Any:
-    """Return a group with one field set.   given: what was given for the whole group. Raises ConfigError."""
-    was: object = getattr(whole, name)
-    if value != was and (was != getattr(group.default, name) or (isinstance(given, Mapping) and name in given)):
-        raise ConfigError(f"{group.name}.{name} is given twice, as {was} and as {value}; give it once")
-    return dataclasses.replace(whole, **{name: value})
-
-
-def unknown_option(name: str, known: Collection[str]) -> str:
-    """Return the error for an option that is not in `known`: what to use instead, or the nearest known name."""
-    if name in RETIRED:
-        return f"the option {name} is gone: {RETIRED[name]}; leave it out"
-    answer = answer_for_vllm(name, str)
-    if answer is not None:
-        return f"pagoda does not have vLLM's option {name}: {answer}"
-    group = next((other.partition(".")[0] for other in known if other.endswith("." + name)), None)
-    if group is not None:
-        return f"{name} is a field of {group}: write {group}={{{name!r}: ...}}"
-    return f"unknown option {abbreviate(name)}{nearest(name, list(known))}"

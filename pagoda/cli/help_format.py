@@ -6,8 +6,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pagoda.base.config import RETIRED
 from pagoda.base.errors import ConfigError
+from pagoda.base.flat_options import RETIRED
 from pagoda.base.vllm_options import answer_for_vllm
 from pagoda.cli.options import PANEL_ORDER, flag_of
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from pagoda.base.config import (
-    PLANNED,
     CacheConfig,
     DebugConfig,
     EngineConfig,
@@ -22,6 +21,7 @@ from pagoda.base.config import (
     SchedulerConfig,
 )
 from pagoda.base.config_values import dashed, parse_size
+from pagoda.base.flat_options import PLANNED
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.setting import DescribedSetting, describe_settings, show_default
