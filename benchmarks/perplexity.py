@@ -25,7 +25,7 @@ TEXT = Path(__file__).with_suffix(".txt")  # written for this purpose; a changed
 
 def perplexity(llm: "LLM", text: str, context: int = 512) -> tuple[float, int]:
     """exp of the mean negative log-probability of the text's tokens, and how many counted."""
-    token_ids = llm.engine.input_processor.encode(text)
+    token_ids = llm.engine.input_processor.prompts.encode(text)
     windows = [token_ids[begin : begin + context] for begin in range(0, len(token_ids), context)]
     windows = [window for window in windows if len(window) > 1]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

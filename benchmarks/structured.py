@@ -55,7 +55,7 @@ def accepted(llm: LLM, schemas: list[Any]) -> tuple[dict[str, Any], list[Any]]:
     for schema in schemas:
         params = SamplingParams(structured_outputs={"json": schema})  # type: ignore[arg-type]
         try:
-            llm.engine.input_processor.prepare_params(params)
+            llm.engine.input_processor.params.prepare(params)
             served.append(schema)
         except RequestError as error:
             reasons[str(error).rpartition(": ")[2][:80]] += 1

@@ -17,8 +17,9 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
-from pagoda.engine.inputs.input_processor import Prompt, build_input_processor, text_of
-from pagoda.engine.inputs.prompt_kinds import check_conversation, check_prompt
+from pagoda.engine.inputs.chat_prompts import ChatOptions
+from pagoda.engine.inputs.input_processor import build_input_processor
+from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, text_of
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -243,7 +244,7 @@ class AsyncLLM:
 
     async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
         check_conversation(messages, None)
-        rendered = await (await self._started()).render_chat(messages, **template_options)
+        rendered = await (await self._started()).text.render_chat(messages, ChatOptions(**template_options))
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
     async def _run(
@@ -277,5 +278,5 @@ async def _load(config: EngineConfig) -> AsyncEngine:
         build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
     )
     client = ThreadClient(lambda: build_engine_core(setup))
-    inputs.fit((await client.start()).max_model_len)
+    inputs.limits.fit((await client.start()).max_model_len)
     return AsyncEngine(client, inputs)

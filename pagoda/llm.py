@@ -21,8 +21,17 @@ from pagoda.base.outputs import (
 from pagoda.base.planned import planned
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
-from pagoda.engine.inputs.input_processor import Prompt, TokensPrompt, build_input_processor, text_of
-from pagoda.engine.inputs.prompt_kinds import check_conversation, check_prompt, is_one_conversation, is_one_prompt
+from pagoda.engine.inputs.chat_prompts import ChatOptions
+from pagoda.engine.inputs.input_processor import build_input_processor
+from pagoda.engine.inputs.prompts import (
+    Prompt,
+    TokensPrompt,
+    check_conversation,
+    check_prompt,
+    is_one_conversation,
+    is_one_prompt,
+    text_of,
+)
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.shared_engine import Call, SharedEngine
@@ -60,7 +69,7 @@ class LLM:
         # The tokenizer first, so that its errors are reported before loading the weights.
         inputs = build_input_processor(setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len)
         core = build_engine_core(setup)
-        inputs.fit(core.facts.max_model_len)
+        inputs.limits.fit(core.facts.max_model_len)
         self._begin(LLMEngine(core, inputs))
 
     @classmethod
@@ -132,8 +141,7 @@ class LLM:
         """Return the assistant's next turn in a conversation, or in each of several; errors as in `generate`.
 
         messages: a list of objects with a role and content, or a list of such lists.
-        template_options: chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs (see
-        InputProcessor.render_chat).
+        template_options: the fields of ChatOptions by name (`chat_template`, `tools`, `add_generation_prompt`, ...).
         """
         each = [messages] if is_one_conversation(messages) else list(messages)
         for index, conversation in enumerate(each):
@@ -191,7 +199,7 @@ class LLM:
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         with self._shared.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
-            rendered = self.engine.input_processor.render_chat(messages, **template_options)
+            rendered = self.engine.input_processor.chats.render(messages, ChatOptions(**template_options))
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
     # ---- deltas

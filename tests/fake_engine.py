@@ -2,18 +2,21 @@
 
 from pagoda.base.clock import SystemClock
 from pagoda.base.config import CacheConfig
+from pagoda.base.request_limits import RequestLimits
 from pagoda.core.executor import Executor
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.inputs.input_processor import InputLimits, InputProcessor
+from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.engine.wire import EngineFacts
 from pagoda.executors.fake import FakeExecutor
 
 MAX_LEN = 256
 NUM_BLOCKS = 256
+DEFAULT_LIMITS = RequestLimits()
 
 
 def fake_core(
@@ -30,5 +33,6 @@ def fake_core(
     return EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, 16, NUM_BLOCKS, 0, 0.0), 258, depth)
 
 
-def byte_inputs() -> InputProcessor:
-    return InputProcessor(ByteTokenizer(), InputLimits(258, MAX_LEN, 8), engine_seed=0)
+def byte_inputs(of_request: RequestLimits = DEFAULT_LIMITS) -> InputProcessor:
+    limits = InputLimits(258, MAX_LEN, 8, of_request=of_request)
+    return InputProcessor(ByteTokenizer(), limits, engine_seed=0)

@@ -176,7 +176,7 @@ def test_a_signal_handler_gets_an_error_and_the_interrupted_call_goes_on(llm: LL
 def test_a_signal_handler_cannot_chat_while_the_llm_renders(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rendering takes a lock that the interrupted call holds: waiting for it would last for ever."""
     errors: list[str] = []
-    render = llm.engine.input_processor.render_chat
+    render = llm.engine.input_processor.chats.render
 
     def interrupted(*args: Any, **options: Any) -> Any:
         try:
@@ -185,7 +185,7 @@ def test_a_signal_handler_cannot_chat_while_the_llm_renders(llm: LLM, monkeypatc
             errors.append(str(error))
         return render(*args, **options)
 
-    monkeypatch.setattr(llm.engine.input_processor, "render_chat", interrupted)
+    monkeypatch.setattr(llm.engine.input_processor.chats, "render", interrupted)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokens(llm.chat([{"role": "user", "content": "outer"}], SHORT, chat_template=template)[0])
     assert len(errors) == 1
@@ -194,7 +194,7 @@ def test_a_signal_handler_cannot_chat_while_the_llm_renders(llm: LLM, monkeypatc
 
 def test_a_closed_llm_renders_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[object] = []
-    monkeypatch.setattr(llm.engine.input_processor, "render_chat", rendered.append)
+    monkeypatch.setattr(llm.engine.input_processor.chats, "render", rendered.append)
     llm.close()
     for call in (llm.chat, llm.stream_chat):
         with pytest.raises(UsageError, match="closed"):

@@ -45,11 +45,11 @@ class Session:
 
     def encode(self, text: str) -> list[int]:
         """A text to continue, as token ids."""
-        return self._llm.engine.input_processor.encode(text)
+        return self._llm.engine.input_processor.prompts.encode(text)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to the answer that is wanted. Raises RequestError when the model has no chat template."""
-        return self._llm.engine.input_processor.render_chat(messages).token_ids
+        return self._llm.engine.input_processor.chats.render(messages).token_ids
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
         """The answer as it comes; leaving the iteration ends it. RequestError, CapacityError come before it begins."""

@@ -5,33 +5,27 @@ import contextlib
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from pagoda.base.clock import Clock, SystemClock
-from pagoda.base.errors import ConfigError, RequestError, WorkerDied
+from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
+from pagoda.engine.async_text import AsyncText
 from pagoda.engine.clients.core_client import EngineCoreClient
-from pagoda.engine.inputs.input_processor import InputProcessor, PreparedParams, Prompt, RenderedChat, text_of
+from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.params_preparer import PreparedParams
+from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.outputs.logprob_entries import PromptLogprobs
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor
-from pagoda.engine.templates.chat_values import Message
-from pagoda.engine.templates.job import InProcessRenderer
-from pagoda.engine.templates.pool import TemplatePool
-from pagoda.engine.templates.process import ForeignValues, TemplateLimits
-from pagoda.engine.text_threads import TextThreads
+from pagoda.engine.templates.process import TemplateLimits
 from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")
-
-_NUM_COMPILERS = 2
-_LONG_TEXT_TOKENS = 2048
-"""From this many token ids on, decoding runs on a thread."""
 
 
 class AsyncEngine:
@@ -49,13 +43,11 @@ class AsyncEngine:
         template_limits: time and memory limits for rendering a chat template.
         """
         self.input_processor = input_processor
+        self.text = AsyncText(input_processor, template_limits)
         self._client = client
         self._clock = clock if clock is not None else SystemClock()
         self._outputs = OutputProcessor(input_processor.tokenizer, is_lazy=True)
         self._readers: dict[str, Mailbox] = {}
-        self._threads = TextThreads()
-        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar-check")
-        self._templates = TemplatePool(template_limits or TemplateLimits())
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
         self._has_died = asyncio.Event()
@@ -67,19 +59,8 @@ class AsyncEngine:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
             self._pump = None
-        self.close_text()
+        self.text.close()
         await self._client.shutdown()
-
-    def close_text(self) -> None:
-        """Stop the tokenizer threads and template processes, even if they are busy. Idempotent."""
-        self._threads.shutdown()
-        self._templates.close()
-        self.input_processor.close()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-
-    async def start_text(self) -> None:
-        """Start the process that renders chat templates, so that the first conversation does not wait for it."""
-        await self._templates.start()
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,20 +94,6 @@ class AsyncEngine:
             async for output in outputs:
                 yield output
 
-    # `key` in the methods below: whose text it is. Long texts of different keys take turns.
-
-    async def prepare_params(self, params: SamplingParams, key: str = "") -> PreparedParams:
-        """Validate parameters once for all prompts that share them. Raises RequestError."""
-        num_chars = sum(map(len, params.bad_words))
-        self.input_processor.limits.of_request.check_lists(params)
-        structure = params.structured_outputs
-        if structure is not None and self.input_processor.grammars.known(structure) is None:
-            # Compiling a grammar may take seconds; texts do not wait for it.
-            return await asyncio.wrap_future(self._compilers.submit(self.input_processor.prepare_params, params))
-        if num_chars:
-            return await self._threads.run(key, num_chars, self.input_processor.prepare_params, params)
-        return self.input_processor.prepare_params(params)
-
     async def prepare(
         self,
         prompt: Prompt,
@@ -141,19 +108,13 @@ class AsyncEngine:
         """Tokenise and validate a prompt. Raises RequestError; nothing runs until `stream`.
 
         add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
+        key: whose prompt it is; long texts of different keys take turns.
         """
         arrival_time_s = self._clock.now()
         self.input_processor.check_before_tokenising(prompt, params)
-        text = text_of(prompt)
-        token_ids: Sequence[int] | Any
-        if text is not None and len(text) >= self.input_processor.tokenizer.inline_chars:
-            token_ids = await self._threads.run(
-                key, len(text), self.input_processor.token_ids_of, prompt, add_special_tokens
-            )
-        else:
-            token_ids = self.input_processor.token_ids_of(prompt, add_special_tokens)
+        token_ids = await self.text.token_ids_of(prompt, add_special_tokens, key)
         if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
-            params = await self.prepare_params(params, key)
+            params = await self.text.prepare_params(params, key)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_is_new(request_id)
         return self.input_processor.make_request(
@@ -255,81 +216,7 @@ class AsyncEngine:
             if mailbox is not None:
                 mailbox.put(output)
 
-    # ---- text
-
-    async def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-        must_fit: bool = False,
-        is_bounded: bool = False,
-        key: str = "",
-    ) -> RenderedChat:
-        """Render a conversation into the model's prompt (see InputProcessor.render_chat).
-
-        Templates run in another process with a deadline, and stop when this coroutine is cancelled. Only values that
-        cannot be pickled (objects of the caller's own classes) are rendered in this process.
-        must_fit: reject a text that cannot fit into the model's context before tokenising it.
-        is_bounded: otherwise, apply the limit `tokenized_chars`, as for text sent to a server.
-        """
-        job = self.input_processor.chat_job(
-            messages, chat_template, tools, add_generation_prompt, continue_final_message, template_kwargs
-        )
-        try:
-            text = await self._templates.render(job, key)
-        except ForeignValues:
-            text = await asyncio.to_thread(InProcessRenderer().render, job)
-        except ConfigError as error:
-            raise RequestError(str(error), "chat_template") from None
-        if is_bounded and not must_fit:
-            self.input_processor.limits.of_request.check("tokenized_chars", len(text), "messages")
-        if len(text) < self.input_processor.tokenizer.inline_chars:
-            return self.input_processor.tokenize_chat(text, add_special_tokens, must_fit)
-        return await self._threads.run(
-            key, len(text), self.input_processor.tokenize_chat, text, add_special_tokens, must_fit
-        )
-
-    async def encode(self, text: str, add_special_tokens: bool = True, key: str = "") -> list[int]:
-        """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
-        if len(text) < self.input_processor.tokenizer.inline_chars:
-            return self.input_processor.encode(text, add_special_tokens)
-        return await self._threads.run(key, len(text), self.input_processor.encode, text, add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids, skipping unknown ids. Runs on the calling thread: meant for short lists."""
-        return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens)
-
-    async def detokenize(self, token_ids: Sequence[int], key: str = "") -> str:
-        """Like `decode`, but long lists are decoded on a thread.
-
-        Raises RequestError for an id outside the vocabulary of both the model and the tokenizer.
-        """
-        if len(token_ids) < _LONG_TEXT_TOKENS:
-            return self._decode_known(token_ids)
-        return await self._threads.run(key, len(token_ids), self._decode_known, token_ids)
-
-    def _decode_known(self, token_ids: Sequence[int]) -> str:
-        # A model's vocabulary may be padded beyond its tokenizer's; a tokenizer may have tokens its model lacks.
-        size = max(self.input_processor.limits.vocab_size, self.input_processor.tokenizer.facts.vocab_size)
-        for at, token_id in enumerate(token_ids):
-            if not 0 <= token_id < size:
-                raise RequestError(f"token {at} is {token_id}, outside the vocabulary of {size}", "tokens")
-        return self.decode(token_ids)
-
-    async def token_strings(self, token_ids: Sequence[int], key: str = "") -> list[str]:
-        """Return each token's own text, with U+FFFD for incomplete characters."""
-
-        def texts() -> list[str]:
-            read = self.input_processor.tokenizer.token_bytes
-            return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
-
-        return await self._threads.run(key, len(token_ids), texts)
+    # ---- the engine
 
     @property
     def died(self) -> WorkerDied | None:
@@ -339,21 +226,6 @@ class AsyncEngine:
     async def wait_until_dead(self) -> None:
         """Wait until no request can be served any more (see `died`)."""
         await self._has_died.wait()
-
-    def tokenizer_facts(self) -> dict[str, Any]:
-        """Return the tokenizer's public facts: special tokens as text, their ids, vocabulary size, max_model_len."""
-        facts = self.input_processor.tokenizer.facts
-        return {
-            **{name: facts.special_names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
-            **facts.special_names,
-            "vocab_size": facts.vocab_size,
-            "bos_token_id": facts.bos_token_id,
-            "eos_token_ids": list(facts.eos_token_ids),
-            "special_token_ids": sorted(facts.special_token_ids),
-            "max_model_len": self.input_processor.limits.max_model_len,
-        }
-
-    # ---- the engine
 
     def stats(self) -> EngineStats:
         """Return the engine's latest gauges and counters."""

@@ -7,7 +7,8 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import RequestStatus
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.inputs.input_processor import InputProcessor, Prompt, text_of
+from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 from pagoda.base.errors import PagodaError, UsageError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine.inputs.input_processor import Prompt
+from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
 
@@ -160,7 +160,10 @@ class SharedEngine:
     def _tokenized(self, prompt: Prompt) -> Prompt:
         """Tokenise a text before locking the engine if other calls are running, so that their steps continue."""
         if isinstance(prompt, str) and len(self._inside) > 1:
-            return {"prompt": prompt, "prompt_token_ids": list(self.engine.input_processor.token_ids_of(prompt))}
+            return {
+                "prompt": prompt,
+                "prompt_token_ids": list(self.engine.input_processor.prompts.token_ids_of(prompt)),
+            }
         return prompt
 
     @contextlib.contextmanager

@@ -188,7 +188,7 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
-        state.generator.llm.close_text()
+        state.generator.llm.text.close()
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
     if state.generator.llm.died is not None:

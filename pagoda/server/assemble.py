@@ -36,7 +36,7 @@ async def build_state(
         encoding_limits=EncodingLimits(config.server.server_timeouts.tokenizer_timeout_s),
     )
     facts = await starting
-    inputs.fit(facts.max_model_len)
+    inputs.limits.fit(facts.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts))
@@ -48,7 +48,7 @@ async def build_state(
         TOOL_PARSERS[server.tool_call_parser]  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs, template_limits=_template_limits(server))
     if template is not None:
-        await llm.start_text()
+        await llm.text.start()
     return ServerState(
         generator=Generator(llm, Admission(_limits(server.server_limits)), metrics),
         model_names=tuple(names),

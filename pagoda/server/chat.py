@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
+from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import (
     AssistantMessage,
     ChatChoice,
@@ -63,14 +64,16 @@ class ChatApi:
         use = ToolUse.of(body, state, template)
         if body.documents and "documents" not in (template or ""):
             raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
-        rendering = state.generator.llm.render_chat(
+        rendering = state.generator.llm.text.render_chat(
             body.rendered_messages(),
-            chat_template=body.chat_template,
-            tools=use.tools or None,
-            add_generation_prompt=body.opens_answer,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.template_kwargs,
-            add_special_tokens=body.add_special_tokens,
+            ChatOptions(
+                chat_template=body.chat_template,
+                tools=use.tools or None,
+                add_generation_prompt=body.opens_answer,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.template_kwargs,
+                add_special_tokens=body.add_special_tokens,
+            ),
             must_fit=body.truncate_prompt_tokens is None,
             is_bounded=True,
             key=http.scope["state"]["key"],

@@ -265,7 +265,7 @@ class Generator:
         add_special_tokens: bool,
         key: str,
     ) -> list[Request]:
-        prepared = await self.llm.prepare_params(params, key)
+        prepared = await self.llm.text.prepare_params(params, key)
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
         num_prompt_tokens = 0

@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo, answers_with
 from pagoda.server.body import described_body, read_body
 from pagoda.server.json_answer import JsonAnswer
@@ -20,16 +21,18 @@ async def tokenize(http: Request) -> Response:
     body = await read_body(http, TokenizeRequest, state.request_limits)
     state.check_model(body.model)
     state.check_template(body.chat_template)
-    llm, key = state.generator.llm, http.scope["state"]["key"]
+    text, key = state.generator.llm.text, http.scope["state"]["key"]
     if body.messages is not None:
-        rendering = llm.render_chat(
+        rendering = text.render_chat(
             body.rendered_messages(),
-            chat_template=body.chat_template,
-            tools=[tool.as_dict() for tool in body.tools] if body.tools else None,
-            add_generation_prompt=body.opens_answer,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
-            add_special_tokens=body.add_special_tokens is True,
+            ChatOptions(
+                chat_template=body.chat_template,
+                tools=[tool.as_dict() for tool in body.tools] if body.tools else None,
+                add_generation_prompt=body.opens_answer,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+                add_special_tokens=body.add_special_tokens is True,
+            ),
             is_bounded=True,
             key=key,
         )
@@ -37,11 +40,11 @@ async def tokenize(http: Request) -> Response:
         token_ids = prompt.token_ids
     else:
         token_ids = await cancel_on_disconnect(
-            http, llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False, key=key)
+            http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False, key=key)
         )
     answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
     if body.return_token_strs:
-        answer.token_strs = await cancel_on_disconnect(http, llm.token_strings(token_ids, key))
+        answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids, key))
     return JsonAnswer(answer)
 
 
@@ -51,7 +54,7 @@ async def detokenize(http: Request) -> Response:
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.check_model(body.model)
-    decoding = state.generator.llm.detokenize(body.tokens, http.scope["state"]["key"])
+    decoding = state.generator.llm.text.detokenize(body.tokens, http.scope["state"]["key"])
     return JsonAnswer(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
 
 
@@ -62,7 +65,7 @@ async def tokenizer_info(http: Request) -> Response:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": state.max_model_len,
-        **state.generator.llm.tokenizer_facts(),
+        **state.generator.llm.text.tokenizer_facts(),
         "chat_template": state.chat_template,
     }
     return JsonAnswer(TokenizerInfo.of(settings))

@@ -63,9 +63,7 @@ def test_sampling_parameters_are_bounded_in_python_too(
 
 
 def test_log_probabilities_are_bounded_by_what_they_amount_to() -> None:
-    inputs = byte_inputs()
-    small = RequestLimits(logprob_entries=12, prompt_logprob_entries=9)
-    inputs.limits = type(inputs.limits)(258, 256, 8, 20, small)
+    inputs = byte_inputs(RequestLimits(logprob_entries=12, prompt_logprob_entries=9))
     inputs.process("a", [1] * 3, SamplingParams(n=4, logprobs=2, prompt_logprobs=2), arrival_time_s=0.0)
     for params, prompt, name in (
         (SamplingParams(n=4, logprobs=3), [1] * 3, "logprobs"),

@@ -224,13 +224,13 @@ def test_an_idle_engine_uses_no_cpu() -> None:
 
 def test_text_services() -> None:
     async def test(llm: AsyncEngine) -> None:
-        assert await llm.encode("é") == list("é".encode())
-        assert await llm.encode("x" * 5000) == [120] * 5000
-        assert llm.decode([104, 105, 257]) == "hi<eos>"
-        assert await llm.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "\ufffd"]
-        rendered = await llm.render_chat([{"role": "user", "content": "hi"}])
+        assert await llm.text.encode("é") == list("é".encode())
+        assert await llm.text.encode("x" * 5000) == [120] * 5000
+        assert llm.text.decode([104, 105, 257]) == "hi<eos>"
+        assert await llm.text.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "\ufffd"]
+        rendered = await llm.text.render_chat([{"role": "user", "content": "hi"}])
         assert rendered.text == "<user>hi\n<assistant>"
-        assert llm.tokenizer_facts()["vocab_size"] == 258
+        assert llm.text.tokenizer_facts()["vocab_size"] == 258
         assert await llm.reset_prefix_cache()
 
     run(test)

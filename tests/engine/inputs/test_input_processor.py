@@ -6,7 +6,10 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
-from pagoda.engine.inputs.input_processor import InputLimits, InputProcessor, Prompt, text_of
+from pagoda.engine.inputs.chat_prompts import ChatOptions
+from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 
 MAX_LEN = 32
@@ -121,11 +124,11 @@ def test_seeds() -> None:
 
 def test_chat_is_rendered_with_the_models_or_a_given_template() -> None:
     messages = [{"role": "user", "content": "Hi"}]
-    rendered = processor().render_chat(messages)
+    rendered = processor().chats.render(messages)
     assert (rendered.text, rendered.token_ids) == ("<user>Hi\n<assistant>", list(b"<user>Hi\n<assistant>"))
-    assert processor().render_chat(messages, chat_template="{{ messages[0].content }}!").text == "Hi!"
+    assert processor().chats.render(messages, ChatOptions("{{ messages[0].content }}!")).text == "Hi!"
     with pytest.raises(RequestError, match="line 1") as caught:
-        processor().render_chat(messages, chat_template="{% if %}")
+        processor().chats.render(messages, ChatOptions("{% if %}"))
     assert caught.value.param == "chat_template"
 
 

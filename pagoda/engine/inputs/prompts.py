@@ -1,10 +1,34 @@
-"""Tell one prompt (or conversation) from a list of them, and name mistakes."""
+"""The types of prompts; tell one prompt (or conversation) from a list of them, and name mistakes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, in an object."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, in an object; `prompt` is its text, for display only."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+"""The types of a single prompt."""
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """Return the prompt's text, or None if only token ids are given."""
+    if isinstance(prompt, Mapping):
+        return prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None
 
 
 def is_one_prompt(prompts: Any) -> bool:

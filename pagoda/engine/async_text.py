@@ -1,0 +1,151 @@
+"""AsyncText: tokenise, render and decode for one event loop, without blocking it."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat
+from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.params_preparer import PreparedParams
+from pagoda.engine.inputs.prompts import Prompt, text_of
+from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.templates.job import InProcessRenderer
+from pagoda.engine.templates.pool import TemplatePool
+from pagoda.engine.templates.process import ForeignValues, TemplateLimits
+from pagoda.engine.text_threads import TextThreads
+
+_NUM_COMPILERS = 2
+_LONG_TEXT_TOKENS = 2048
+"""From this many token ids on, decoding runs on a thread."""
+
+
+class AsyncText:
+    """Long texts run on threads, chat templates in other processes, grammars on threads of their own.
+
+    `key` in the methods below: whose text it is. Long texts of different keys take turns.
+    """
+
+    def __init__(self, inputs: InputProcessor, template_limits: TemplateLimits | None = None) -> None:
+        """template_limits: time and memory limits for rendering a chat template."""
+        self._inputs = inputs
+        self._threads = TextThreads()
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar-check")
+        self._templates = TemplatePool(template_limits or TemplateLimits())
+
+    async def start(self) -> None:
+        """Start the process that renders chat templates, so that the first conversation does not wait for it."""
+        await self._templates.start()
+
+    def close(self) -> None:
+        """Stop the tokenizer threads and template processes, even if they are busy. Idempotent."""
+        self._threads.shutdown()
+        self._templates.close()
+        self._inputs.close()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare_params(self, params: SamplingParams, key: str = "") -> PreparedParams:
+        """Validate parameters once for all prompts that share them. Raises RequestError."""
+        num_chars = sum(map(len, params.bad_words))
+        self._inputs.limits.of_request.check_lists(params)
+        structure = params.structured_outputs
+        if structure is not None and self._inputs.grammars.known(structure) is None:
+            # Compiling a grammar may take seconds; texts do not wait for it.
+            return await asyncio.wrap_future(self._compilers.submit(self._inputs.params.prepare, params))
+        if num_chars:
+            return await self._threads.run(key, num_chars, self._inputs.params.prepare, params)
+        return self._inputs.params.prepare(params)
+
+    async def token_ids_of(self, prompt: Prompt, add_special_tokens: bool = True, key: str = "") -> Any:
+        """Return the prompt's token ids (a sequence or array), not yet validated. Raises RequestError."""
+        text = text_of(prompt)
+        if text is not None and self._is_long(text):
+            return await self._threads.run(
+                key, len(text), self._inputs.prompts.token_ids_of, prompt, add_special_tokens
+            )
+        return self._inputs.prompts.token_ids_of(prompt, add_special_tokens)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions = DEFAULT_CHAT,
+        *,
+        must_fit: bool = False,
+        is_bounded: bool = False,
+        key: str = "",
+    ) -> RenderedChat:
+        """Render a conversation into the model's prompt (see ChatPrompts.render).
+
+        Templates run in another process with a deadline, and stop when this coroutine is cancelled. Only values that
+        cannot be pickled (objects of the caller's own classes) are rendered in this process.
+        must_fit: reject a text that cannot fit into the model's context before tokenising it.
+        is_bounded: otherwise, apply the limit `tokenized_chars`, as for text sent to a server.
+        """
+        job = self._inputs.chats.job(messages, options)
+        try:
+            text = await self._templates.render(job, key)
+        except ForeignValues:
+            text = await asyncio.to_thread(InProcessRenderer().render, job)
+        except ConfigError as error:
+            raise RequestError(str(error), "chat_template") from None
+        if is_bounded and not must_fit:
+            self._inputs.limits.of_request.check("tokenized_chars", len(text), "messages")
+        tokenize = self._inputs.chats.tokenize
+        if not self._is_long(text):
+            return tokenize(text, options.add_special_tokens, must_fit)
+        return await self._threads.run(key, len(text), tokenize, text, options.add_special_tokens, must_fit)
+
+    async def encode(self, text: str, add_special_tokens: bool = True, key: str = "") -> list[int]:
+        """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
+        encode = self._inputs.prompts.encode
+        if not self._is_long(text):
+            return encode(text, add_special_tokens)
+        return await self._threads.run(key, len(text), encode, text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids, skipping unknown ids. Runs on the calling thread: meant for short lists."""
+        return self._inputs.tokenizer.decode(token_ids, skip_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int], key: str = "") -> str:
+        """Like `decode`, but long lists are decoded on a thread.
+
+        Raises RequestError for an id outside the vocabulary of both the model and the tokenizer.
+        """
+        if len(token_ids) < _LONG_TEXT_TOKENS:
+            return self._decode_known(token_ids)
+        return await self._threads.run(key, len(token_ids), self._decode_known, token_ids)
+
+    async def token_strings(self, token_ids: Sequence[int], key: str = "") -> list[str]:
+        """Return each token's own text, with U+FFFD for incomplete characters."""
+
+        def texts() -> list[str]:
+            read = self._inputs.tokenizer.token_bytes
+            return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
+
+        return await self._threads.run(key, len(token_ids), texts)
+
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """Return the tokenizer's public facts: special tokens as text, their ids, vocabulary size, max_model_len."""
+        facts = self._inputs.tokenizer.facts
+        return {
+            **{name: facts.special_names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+            **facts.special_names,
+            "vocab_size": facts.vocab_size,
+            "bos_token_id": facts.bos_token_id,
+            "eos_token_ids": list(facts.eos_token_ids),
+            "special_token_ids": sorted(facts.special_token_ids),
+            "max_model_len": self._inputs.limits.max_model_len,
+        }
+
+    def _is_long(self, text: str) -> bool:
+        return len(text) >= self._inputs.tokenizer.inline_chars
+
+    def _decode_known(self, token_ids: Sequence[int]) -> str:
+        # A model's vocabulary may be padded beyond its tokenizer's; a tokenizer may have tokens its model lacks.
+        size = max(self._inputs.limits.vocab_size, self._inputs.tokenizer.facts.vocab_size)
+        for at, token_id in enumerate(token_ids):
+            if not 0 <= token_id < size:
+                raise RequestError(f"token {at} is {token_id}, outside the vocabulary of {size}", "tokens")
+        return self.decode(token_ids)

@@ -1,0 +1,31 @@
+"""InputLimits: what one engine accepts, shared by all that prepare its requests."""
+
+from dataclasses import dataclass, field
+
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
+
+
+@dataclass(slots=True)
+class InputLimits:
+    """The limits of one engine's requests. Nothing but `fit` changes them.
+
+    vocab_size: exclusive upper bound of token ids.   max_model_len: prompt plus output, in tokens.
+    max_num_seqs: largest n.   of_request: bounds of the counts and sizes that callers control.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_logprobs: int = 20
+    of_request: RequestLimits = field(default_factory=RequestLimits)
+
+    def fit(self, max_model_len: int) -> None:
+        """Set max_model_len to the engine's, which may be lower than the one given at construction."""
+        self.max_model_len = max_model_len
+
+    def check_ids(self, name: str, ids: tuple[int, ...]) -> None:
+        """Raise RequestError, naming the parameter `name`, if a token id is outside the vocabulary."""
+        for token_id in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"{name} has {token_id}, outside the vocabulary of {self.vocab_size}", name)

@@ -1,0 +1,114 @@
+"""ParamsPreparer: validate sampling parameters against the model and the engine's limits."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from pagoda.base.errors import RequestError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.beam_search import num_beam_candidates
+from pagoda.engine.grammars.preparer import GrammarPreparer
+from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.prompt_encoder import PromptEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedParams:
+    """Parameters that `ParamsPreparer.prepare` has validated, for any number of prompts.
+
+    params: with bad words as token ids; lengths are still as the caller gave them.
+    """
+
+    params: SamplingParams
+
+
+class ParamsPreparer:
+    """Prepares the parameters of requests, once for all prompts that share them."""
+
+    def __init__(
+        self,
+        prompts: PromptEncoder,
+        grammars: GrammarPreparer,
+        limits: InputLimits,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        """prompts: encodes bad words."""
+        self._prompts = prompts
+        self._grammars = grammars
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+
+    def check_lists(self, params: SamplingParams) -> None:
+        """Raise RequestError for params of another type, and for lists that are too long to be looked at."""
+        check_type(params)
+        self._limits.of_request.check_lists(params)
+        self._limits.of_request.check_bad_words_ids(params.bad_words_token_ids)
+
+    def prepare(self, params: SamplingParams) -> PreparedParams:
+        """Validate against the model, and tokenise bad words: what need not be repeated for each prompt.
+
+        Raises RequestError.
+        """
+        self.check_lists(params)
+        limits = self._limits
+        if params.n > limits.max_num_seqs:
+            raise RequestError(f"n={params.n} is more than max_num_seqs, which is {limits.max_num_seqs}", "n")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > limits.max_logprobs:
+                raise RequestError(f"{name}={asked} is more than max_logprobs, which is {limits.max_logprobs}", name)
+        if params.logprobs is not None:
+            limits.of_request.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
+        if params.beam_search is not None:
+            self._check_beams(params)
+        limits.check_ids("stop_token_ids", params.stop_token_ids)
+        limits.check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        limits.check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
+        params = self._tokenize_bad_words(params)
+        for sequence in params.bad_words_token_ids:
+            limits.check_ids("bad_words_token_ids", sequence)
+        if params.grammar is not None:
+            raise RequestError("grammar is for the engine to set; set structured_outputs", "structured_outputs")
+        if params.structured_outputs is not None:
+            params = params.with_grammar(self._grammars.prepare(params.structured_outputs))
+        return PreparedParams(params)
+
+    def fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Return params for one prompt: max_tokens is capped to the room in the context. Raises RequestError."""
+        if params.prompt_logprobs is not None:
+            num_entries = num_prompt_tokens * (params.prompt_logprobs + 1)
+            self._limits.of_request.check("prompt_logprob_entries", num_entries, "prompt_logprobs")
+        room = self._limits.max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        return params.with_lengths(max_tokens, min(params.min_tokens, max_tokens))
+
+    def _check_beams(self, params: SamplingParams) -> None:
+        num_candidates = num_beam_candidates(params, self._eos_token_ids)
+        self._limits.of_request.check("logprob_entries", params.n * (num_candidates + 1), "n")
+        if num_candidates > self._limits.vocab_size:
+            raise RequestError(
+                f"n={params.n} beams choose from {num_candidates} tokens, but the vocabulary has "
+                f"{self._limits.vocab_size}: ask for fewer beams",
+                "n",
+            )
+
+    def _tokenize_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return params with bad_words as token ids, each word both with and without a leading space."""
+        if not params.bad_words:
+            return params
+        found = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            bare = word.lstrip(" ") or word
+            for text in (bare, " " + bare):
+                try:
+                    ids = tuple(self._prompts.encode(text, add_special_tokens=False))
+                except RequestError as error:
+                    raise RequestError(f"bad_words: {error}", "bad_words") from None
+                if ids:
+                    found.append(ids)
+        return dataclasses.replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(found)))
+
+
+def check_type(params: object) -> None:
+    """Raise RequestError if these are not SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {type(params).__name__}, expected SamplingParams", "sampling_params")
