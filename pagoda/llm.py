@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, RequestError
 from pagoda.base.outputs import (
     BeamSearchOutput,
-    BeamSearchSequence,
     CompletionOutput,
     PoolingRequestOutput,
     RequestOutput,
@@ -33,6 +32,8 @@ from pagoda.engine.inputs.prompts import (
     text_of,
 )
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.output_stream import OutputStream
+from pagoda.engine.outputs.beam_outputs import beams_of
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.shared_engine import Call, SharedEngine
 from pagoda.engine.templates.chat_values import Message
@@ -204,7 +205,7 @@ class LLM:
 
     # ---- deltas
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> "OutputStream":
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> OutputStream:
         """Return an iterator over the deltas of one prompt's output. Leaving the iteration early aborts the request.
 
         Raises RequestError or CapacityError before the first delta.
@@ -218,7 +219,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
-    ) -> "OutputStream":
+    ) -> OutputStream:
         """Like `stream`, for the assistant's next turn in a conversation."""
         check_conversation(messages, None)
         return self.stream(self._render(messages, template_options), sampling_params)
@@ -287,42 +288,6 @@ class LLM:
         raise planned("score")
 
 
-class OutputStream(Iterator[RequestOutput]):
-    """The deltas of one request. `close`, or dropping the last reference, aborts the request."""
-
-    def __init__(self, shared: SharedEngine, call: Call) -> None:
-        self._shared = shared
-        self._call = call
-        self._has_tokens = False
-
-    def __next__(self) -> RequestOutput:
-        """Return the next delta.
-
-        Raises RequestError if the engine ends the request before its first token, UsageError if the LLM was closed
-        meanwhile, WorkerDied if its engine died.
-        """
-        try:
-            with self._shared.entered():
-                output = self._shared.next_output(self._call)
-        except BaseException:
-            self.close()
-            raise
-        if output is None:
-            raise StopIteration
-        self._has_tokens = self._has_tokens or any(part.token_ids for part in output.outputs)
-        if output.error is not None and not self._has_tokens:
-            raise RequestError(output.error, "prompt")
-        return output
-
-    def close(self) -> None:
-        """Abort the request if it is still running. Idempotent."""
-        self._shared.abandon(self._call)
-
-    def __del__(self) -> None:
-        if self._call.live:
-            self._shared.abandon(self._call)
-
-
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None:
         params = SamplingParams()
@@ -335,28 +300,6 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
     return params
-
-
-def beams_of(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
-    """Return a finished output of a beam search in vLLM's shape."""
-    prompt_ids = output.prompt_token_ids or []
-    prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
-    if output.prompt is not None:
-        prompt["prompt"] = output.prompt
-    sequences = [
-        BeamSearchSequence(
-            orig_prompt=prompt,
-            tokens=[*prompt_ids, *part.token_ids],
-            logprobs=part.logprobs or [],
-            cum_logprob=part.cumulative_logprob or 0.0,
-            text=tokenizer.decode([*prompt_ids, *part.token_ids]),
-            finish_reason=part.finish_reason,
-            stop_reason=part.stop_reason,
-        )
-        for part in output.outputs
-        if part.token_ids
-    ]
-    return BeamSearchOutput(sequences, output.error)
 
 
 def _refused(request_id: str, prompt: Prompt | RequestError, error: Exception) -> RequestOutput:

@@ -237,7 +237,10 @@ def test_an_end_token_that_its_file_does_not_call_special() -> None:
 def test_prompts_still_spell_special_tokens_and_marks_cannot_be_had() -> None:
     inputs = processor("chatml")
     tokenizer = inputs.tokenizer
-    assert specials_in(inputs, inputs.prompts.encode("<|im_start|>x<|im_end|>", False)) == ["<|im_start|>", "<|im_end|>"]
+    assert specials_in(inputs, inputs.prompts.encode("<|im_start|>x<|im_end|>", False)) == [
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
     size = tokenizer.facts.vocab_size
     assert all(tokenizer.token_bytes(token_id) == b"" for token_id in range(size, size + 64))
     assert max(inputs.chats.render(chat("<|im_end|>")).token_ids) < size
