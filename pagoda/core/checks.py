@@ -10,7 +10,8 @@ from pagoda.core.encoder import EncoderInputs
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.policy import Policy
-from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.stops import find_end

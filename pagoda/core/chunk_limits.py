@@ -9,7 +9,8 @@ import numpy as np
 from pagoda.base.config import SchedulingMode
 from pagoda.core.decision_log import Reason
 from pagoda.core.drafts import Drafts
-from pagoda.core.request import RequestState, RequestStatus
+from pagoda.core.request import RequestStatus
+from pagoda.core.request_state import RequestState
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.step_plan import StepPlan

@@ -5,7 +5,8 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from pagoda.core.readonly import readonly
-from pagoda.core.request import RequestStatus, Sequence
+from pagoda.core.request import RequestStatus
+from pagoda.core.request_state import Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.stats import Counters
 from pagoda.core.step_plan import StepPlan

@@ -11,7 +11,8 @@ from pagoda.core.decision_log import DecisionLog, Reason
 from pagoda.core.grammar import CompiledGrammars
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.queues import QueueScan, RequestQueue
-from pagoda.core.request import LoraRef, RequestState
+from pagoda.core.request import LoraRef
+from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -12,7 +12,8 @@ from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import RequestState, RequestStatus
+from pagoda.core.request import RequestStatus
+from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.stops import StopTokens

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.core.request import RequestState
+from pagoda.core.request_state import RequestState
 from pagoda.core.scheduler_output import NO_INTS, EngineCoreOutputs, Finish
 
 _NO_HANDLES = np.empty(0, np.int64)

@@ -5,7 +5,8 @@ from itertools import count
 from typing import Protocol
 
 from pagoda.base.config import SchedulingPolicy
-from pagoda.core.request import Request, RequestState, SortKey
+from pagoda.core.request import Request
+from pagoda.core.request_state import RequestState, SortKey
 
 
 class Policy(Protocol):

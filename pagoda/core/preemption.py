@@ -13,7 +13,7 @@ from pagoda.core.kv import KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox
 from pagoda.core.policy import Policy
-from pagoda.core.request import RequestState
+from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -11,7 +11,8 @@ import numpy as np
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.readonly import readonly
-from pagoda.core.request import Request, Sequence
+from pagoda.core.request import Request
+from pagoda.core.request_state import Sequence
 
 _NO_LIMIT = np.iinfo(np.int32).max
 

@@ -34,7 +34,8 @@ from pagoda.core.passes import AdmitWaiting, CommitOutputs, ExtendBeams, FinishP
 from pagoda.core.policy import POLICIES, Policy
 from pagoda.core.preemption import CostModel, Preemption, make_preemption_rule
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import Request, RequestState, RequestStatus
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions

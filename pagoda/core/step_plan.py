@@ -6,7 +6,7 @@ import numpy as np
 
 from pagoda.core.kv import NO_MOVES, StepMoves
 from pagoda.core.outbox import NO_NOTICES, StepNotices
-from pagoda.core.request import RequestState
+from pagoda.core.request_state import RequestState
 from pagoda.core.scheduler_output import (
     NO_BEAMS,
     NO_INTS,

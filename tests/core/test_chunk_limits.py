@@ -4,7 +4,8 @@ import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode
 from pagoda.core.chunk_limits import ChunkLimit
-from pagoda.core.request import MediaItem, RequestState
+from pagoda.core.request import MediaItem
+from pagoda.core.request_state import RequestState
 from pagoda.core.step_plan import StepPlan
 from tests.core.rig import Rig
 from tests.core.test_corner_cases import preempt

@@ -4,7 +4,8 @@ import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.encoder.cache import EncoderCache
-from pagoda.core.request import MediaItem, Request, RequestState
+from pagoda.core.request import MediaItem, Request
+from pagoda.core.request_state import RequestState
 
 
 def state(name: str, *items: tuple[str, int, int]) -> RequestState:

@@ -9,7 +9,8 @@ from pagoda.core import gates
 from pagoda.core.decision_log import Held, Reason
 from pagoda.core.gates import GATES, Gate, GateContext, Hold, Skip
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import LoraRef, RequestState
+from pagoda.core.request import LoraRef
+from pagoda.core.request_state import RequestState
 from pagoda.core.step_plan import StepPlan
 from tests.core.rig import Rig
 

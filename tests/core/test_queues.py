@@ -7,7 +7,8 @@ import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.queues import QueueScan, RequestQueue
-from pagoda.core.request import LoraRef, Request, RequestState
+from pagoda.core.request import LoraRef, Request
+from pagoda.core.request_state import RequestState
 
 
 def state(name: str, key: int, lora: LoraRef | None = None) -> RequestState:

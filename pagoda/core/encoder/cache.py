@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from pagoda.core.request import RequestState
+from pagoda.core.request_state import RequestState
 
 
 class EncoderCache:

@@ -7,7 +7,7 @@ import numpy as np
 from pagoda.core.chunk_limits import ChunkLimit
 from pagoda.core.decision_log import Reason
 from pagoda.core.encoder.cache import EncoderCache
-from pagoda.core.request import RequestState, Sequence
+from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun
 from pagoda.core.step_plan import StepPlan

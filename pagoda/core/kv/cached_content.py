@@ -8,7 +8,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, make_root
-from pagoda.core.request import Sequence
+from pagoda.core.request_state import Sequence
 from pagoda.core.request_table import RequestTable
 
 

@@ -10,7 +10,7 @@ from pagoda.core.kv.block_moves import BlockMoves
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.sizing import KVSizing, blocks_for
-from pagoda.core.request import Sequence
+from pagoda.core.request_state import Sequence
 from pagoda.core.request_table import RequestTable
 
 

@@ -13,7 +13,7 @@ from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox
 from pagoda.core.preemption import Preemption
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import RequestState
+from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import AdmitKind

@@ -13,7 +13,8 @@ from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox, only_finishes
 from pagoda.core.passes.extend_beams import BeamResults, ExtendBeams, join_outputs
 from pagoda.core.preemption import CostModel
-from pagoda.core.request import RequestState, RequestStatus, Sequence
+from pagoda.core.request import RequestStatus
+from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput

@@ -7,7 +7,7 @@ import numpy as np
 from pagoda.core.chunk_limits import ChunkLimits
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
-from pagoda.core.request import RequestState
+from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_output import AdmitKind, RowFork

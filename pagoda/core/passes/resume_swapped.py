@@ -11,7 +11,7 @@ from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox
 from pagoda.core.passes.admit_waiting import note_admitted
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import RequestState, Sequence
+from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.step_plan import StepPlan
 

@@ -10,7 +10,8 @@ from pagoda.core.kv import KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox
 from pagoda.core.preemption import Preemption
-from pagoda.core.request import RequestState, RequestStatus, Sequence
+from pagoda.core.request import RequestStatus
+from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.step_plan import StepPlan
