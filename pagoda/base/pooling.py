@@ -1,17 +1,14 @@
 """Pooling: what a model turns a prompt into instead of text, and what a request may ask of it."""
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from pagoda.base.errors import RequestError
+from pagoda.base.param_values import read_optional_integer, refuse
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed"]
 TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "score", "token_embed")
-
-_MAX_COUNT = 2**31 - 1
 
 
 class PoolingKind(StrEnum):
@@ -77,31 +74,13 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
-            raise _refuse("task", self.task, "one of " + ", ".join(map(repr, TASKS)))
+            raise refuse("task", self.task, "one of " + ", ".join(map(repr, TASKS)))
         for name in ("normalize", "use_activation", "skip_reading_prefix_cache"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
-                raise _refuse(name, value, "True, False or None")
-        _check_count("dimensions", self.dimensions, 1)
-        _check_count("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
-        _check_count("pair_start", self.pair_start, 0)
+                raise refuse(name, value, "True, False or None")
+        read_optional_integer("dimensions", self.dimensions, 1)
+        read_optional_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        read_optional_integer("pair_start", self.pair_start, 0)
         if self.truncate_prompt_tokens == 0:
-            raise _refuse("truncate_prompt_tokens", 0, "-1 or at least 1")
-
-
-def _check_count(name: str, value: object, low: int) -> None:
-    if value is None:
-        return
-    allowed = f"an integer of at least {low}, or None"
-    if isinstance(value, bool):
-        raise _refuse(name, value, allowed)
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise _refuse(name, value, allowed) from None
-    if not low <= number <= _MAX_COUNT:
-        raise _refuse(name, value, allowed)
-
-
-def _refuse(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{name}={repr(value)[:80]} is not allowed: it must be {allowed}", name)
+            raise refuse("truncate_prompt_tokens", 0, "-1 or at least 1")

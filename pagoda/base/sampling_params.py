@@ -1,24 +1,27 @@
 """SamplingParams and BeamSearchParams: how text is generated."""
 
 import copy
-import ctypes
 import dataclasses
-import math
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pagoda.base.errors import RequestError
+from pagoda.base.param_values import (
+    read_integer,
+    read_number,
+    read_optional_integer,
+    read_strings,
+    read_token_ids,
+    refuse,
+)
 from pagoda.base.registry import nearest
 from pagoda.base.setting import Setting
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.base.text import check_encodable
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
 
-_MAX_COUNT = 2**31 - 1  # counts are stored in int32 columns
 _MAX_SEED = 2**63 - 1
 
 
@@ -36,10 +39,10 @@ class BeamSearchOptions:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        number = _number("length_penalty", self.length_penalty, low=-10.0, high=10.0)
+        number = read_number("length_penalty", self.length_penalty, low=-10.0, high=10.0)
         object.__setattr__(self, "length_penalty", number)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise _refuse("early_stopping", self.early_stopping, "True, False or 'never'")
+            raise refuse("early_stopping", self.early_stopping, "True, False or 'never'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,41 +102,49 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # normalise the fields of the frozen record during construction
-        put(self, "n", _integer("n", self.n, 1))
-        temperature = _number("temperature", self.temperature, low=0.0)
+        put(self, "n", read_integer("n", self.n, 1))
+        temperature = read_number("temperature", self.temperature, low=0.0)
         put(self, "temperature", temperature if temperature >= GREEDY_EPSILON else 0.0)
-        put(self, "top_p", _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True))
-        top_k = _integer("top_k", self.top_k, -1)
+        put(self, "top_p", read_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True))
+        top_k = read_integer("top_k", self.top_k, -1)
         put(self, "top_k", max(top_k, 0))
-        put(self, "min_p", _number("min_p", self.min_p, low=0.0, high=1.0))
-        put(self, "seed", _optional_integer("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED))
-        put(self, "max_tokens", _optional_integer("max_tokens", self.max_tokens, 1))
-        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0))
-        put(self, "stop", _strings("stop", self.stop))
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        put(self, "bad_words", _strings("bad_words", self.bad_words))
+        put(self, "min_p", read_number("min_p", self.min_p, low=0.0, high=1.0))
+        put(self, "seed", read_optional_integer("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED))
+        put(self, "max_tokens", read_optional_integer("max_tokens", self.max_tokens, 1))
+        put(self, "min_tokens", read_integer("min_tokens", self.min_tokens, 0))
+        put(self, "stop", read_strings("stop", self.stop))
+        put(self, "stop_token_ids", read_token_ids("stop_token_ids", self.stop_token_ids))
+        put(self, "bad_words", read_strings("bad_words", self.bad_words))
         put(self, "bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, allow_empty=False))
+            put(
+                self,
+                "allowed_token_ids",
+                read_token_ids("allowed_token_ids", self.allowed_token_ids, allow_empty=False),
+            )
         put(self, "logit_bias", _logit_bias(self.logit_bias))
-        put(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0))
-        put(self, "frequency_penalty", _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0))
-        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True))
-        put(self, "logprobs", _optional_integer("logprobs", self.logprobs, 0))
-        put(self, "prompt_logprobs", _optional_integer("prompt_logprobs", self.prompt_logprobs, 0))
+        put(self, "presence_penalty", read_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0))
+        put(self, "frequency_penalty", read_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0))
+        put(
+            self,
+            "repetition_penalty",
+            read_number("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True),
+        )
+        put(self, "logprobs", read_optional_integer("logprobs", self.logprobs, 0))
+        put(self, "prompt_logprobs", read_optional_integer("prompt_logprobs", self.prompt_logprobs, 0))
         _truncation(self.truncate_prompt_tokens)
         put(self, "structured_outputs", _structure(self.structured_outputs))
         if self.grammar is not None and not isinstance(self.grammar, str):
-            raise _refuse("grammar", self.grammar, "None; set structured_outputs")
+            raise refuse("grammar", self.grammar, "None; set structured_outputs")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, getattr(self, name), "True or False")
+                raise refuse(name, getattr(self, name), "True or False")
         self._check_together()
 
     def _check_together(self) -> None:
         """Raise RequestError for fields that contradict each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True, because they are searched for in the text", "stop")
         if self.beam_search is not None:
@@ -142,7 +153,7 @@ class SamplingParams:
     def _check_beam_search(self, options: object) -> None:
         """Raise RequestError for fields that have no meaning in a beam search."""
         if not isinstance(options, BeamSearchOptions):
-            raise _refuse("beam_search", options, "BeamSearchOptions or None")
+            raise refuse("beam_search", options, "BeamSearchOptions or None")
         for name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
             if getattr(self, name) not in neutral:
                 raise RequestError(
@@ -215,8 +226,8 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "beam_width", _integer("beam_width", self.beam_width, 1))
-        put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1))
+        put(self, "beam_width", read_integer("beam_width", self.beam_width, 1))
+        put(self, "max_tokens", read_integer("max_tokens", self.max_tokens, 1))
         self.sampling_params()  # raises RequestError for the other fields
 
     def sampling_params(self, logprobs: int | None = None) -> SamplingParams:
@@ -233,77 +244,10 @@ class BeamSearchParams:
         )
 
 
-def _refuse(name: str, value: object, allowed: str) -> RequestError:
-    shown = repr(value)
-    return RequestError(f"{name}={shown[:80]} is not allowed: it must be {allowed}", name)
-
-
-def _integer(name: str, value: Any, low: int, high: int = _MAX_COUNT) -> int:
-    allowed = f"an integer of at least {low}" if high >= _MAX_COUNT else f"an integer in [{low}, {high}]"
-    if isinstance(value, bool):
-        raise _refuse(name, value, allowed)
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise _refuse(name, value, allowed) from None
-    if not low <= number <= high:
-        raise _refuse(name, value, f"an integer in [{low}, {high}]" if number > high else allowed)
-    return number
-
-
-def _optional_integer(name: str, value: Any, low: int, high: int = _MAX_COUNT) -> int | None:
-    return None if value is None else _integer(name, value, low, high)
-
-
-def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_open: bool = False) -> float:
-    """A finite float between low and high; `low_open` excludes low itself. The same as float32."""
-    if high == math.inf:
-        allowed = f"a finite number {'above' if low_open else 'of at least'} {low:g}, as float32 too"
-    else:
-        allowed = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool | str | bytes):
-        raise _refuse(name, value, allowed)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise _refuse(name, value, allowed) from None
-    kept = ctypes.c_float(number).value  # too large a number becomes inf, one too close to zero becomes it
-    if not math.isfinite(kept) or number > high or number < low or (low_open and kept == low):
-        raise _refuse(name, value, allowed)
-    return number
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    items = (value,) if isinstance(value, str) else value
-    if isinstance(items, bytes | Mapping) or not isinstance(items, Iterable):
-        raise _refuse(name, value, "a string or a list of strings")
-    texts = tuple(items)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise _refuse(name, value, "a string or a list of strings, none of them empty")
-    for text in texts:
-        check_encodable(name, text)
-    return texts
-
-
-def _token_ids(name: str, value: Any, *, allow_empty: bool = True) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise _refuse(name, value, "a list of token ids")
-    ids = tuple(value)
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > _MAX_COUNT:  # checked at the speed of C
-        ids = tuple(_integer(name, item, 0) for item in ids)
-    if not ids and not allow_empty:
-        raise _refuse(name, value, "a list of at least one token id, or None")
-    return ids
-
-
 def _bad_words_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise _refuse("bad_words_token_ids", value, "a list of lists of token ids")
-    return tuple(_token_ids("bad_words_token_ids", item, allow_empty=False) for item in value)
+        raise refuse("bad_words_token_ids", value, "a list of lists of token ids")
+    return tuple(read_token_ids("bad_words_token_ids", item, allow_empty=False) for item in value)
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
@@ -313,15 +257,15 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         return ()
     pairs = value.items() if isinstance(value, Mapping) else value
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
-        raise _refuse("logit_bias", value, allowed)
+        raise refuse("logit_bias", value, allowed)
     biases: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise _refuse("logit_bias", value, allowed)
+            raise refuse("logit_bias", value, allowed)
         token, bias = pair
         if isinstance(token, str) and token.isdecimal():
             token = int(token)
-        biases[_integer("logit_bias", token, 0)] = _number("logit_bias", bias, low=-100.0, high=100.0)
+        biases[read_integer("logit_bias", token, 0)] = read_number("logit_bias", bias, low=-100.0, high=100.0)
     return tuple(sorted(biases.items()))
 
 
@@ -329,7 +273,7 @@ def _structure(value: Any) -> StructuredOutputsParams | None:
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
-        raise _refuse("structured_outputs", value, "StructuredOutputsParams, or a mapping of its fields")
+        raise refuse("structured_outputs", value, "StructuredOutputsParams, or a mapping of its fields")
     known = [item.name for item in dataclasses.fields(StructuredOutputsParams) if item.name != "source"]
     for name in value:
         if name not in known:
@@ -342,7 +286,7 @@ def _structure(value: Any) -> StructuredOutputsParams | None:
 def _truncation(value: Any) -> None:
     if value == -1 and not isinstance(value, float | bool):
         return
-    if value is not None and _integer("truncate_prompt_tokens", value, -1) == 0:
-        raise _refuse(
+    if value is not None and read_integer("truncate_prompt_tokens", value, -1) == 0:
+        raise refuse(
             "truncate_prompt_tokens", value, "an integer of at least 1, -1 (as many as the model takes) or None"
         )
