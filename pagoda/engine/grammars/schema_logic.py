@@ -59,6 +59,23 @@ def values_of(schema: Schema) -> list[Any] | None:
     return schema.get("enum")
 
 
+def common_keywords(a: Schema, b: Schema) -> Schema:
+    """Return keywords that hold of values of both schemas: enough for `SchemaLogic`, not their intersection."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return b if a is True else a
+    merged = {name: value for name, value in {**a, **b}.items() if name in ("type", "const", "enum")}
+    merged["properties"] = {**a.get("properties", {}), **b.get("properties", {})}
+    merged["required"] = [*a.get("required", ()), *b.get("required", ())]
+    if "additionalProperties" in b:
+        merged["additionalProperties"] = b["additionalProperties"]
+        merged["patternProperties"] = b.get("patternProperties", {})
+        merged["properties"] = b.get("properties", {})
+    for name in ("$ref", "allOf", "anyOf", "oneOf"):
+        if name in b and not any(one in a for one in ("$ref", "allOf", "anyOf", "oneOf")):
+            merged[name] = b[name]
+    return merged
+
+
 class SchemaLogic:
     """Works on rewritten schemas. `context` is a schema that the value satisfies too: it helps to list values."""
 
