@@ -112,7 +112,7 @@ class CompletionFormat:
         self._has_begun[at] = True
         text, token_ids = ("", []) if self._is_hidden else (output.text, output.token_ids)
         if is_first and body.echo:
-            text = await self._llm.detokenize(self._prompt_token_ids(index), self._generation.key) + text
+            text = await self._llm.text.detokenize(self._prompt_token_ids(index), self._generation.key) + text
         choice = CompletionChoice(at, text, None, output.finish_reason, output.stop_reason)
         if self._num_logprobs is not None:
             choice.logprobs = await self._logprobs(at, index, delta, output, is_first)
@@ -139,7 +139,7 @@ class CompletionFormat:
             entries,
             self._num_logprobs or 0,
             self._offsets[at],
-            lambda token_id: self._llm.decode([token_id]),
+            lambda token_id: self._llm.text.decode([token_id]),
             self._body.return_tokens_as_token_ids,
         )
         return logprobs
