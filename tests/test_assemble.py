@@ -30,7 +30,7 @@ def config(model: Path, **options: object) -> EngineConfig:
     return EngineConfig.from_options(model=str(model), **{**base, **options})
 
 
-def test_what_is_left_open_is_derived(model: Path) -> None:
+def test_unset_options_are_derived(model: Path) -> None:
     setup = resolve_engine(config(model))
     assert setup.max_model_len == 512 == setup.config.model.max_model_len
     assert (setup.dtype, setup.kv_dtype, setup.device) == ("float32", "float32", "cpu")
@@ -90,7 +90,7 @@ def test_what_is_left_open_is_derived(model: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_by_name(model: Path, options: dict[str, object], message: str) -> None:
+def test_impossible_settings_are_refused_by_name(model: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_engine(config(model, **options))
     assert message in str(caught.value)
@@ -106,14 +106,14 @@ def test_every_number_of_the_settings_has_a_range_or_needs_none() -> None:
         assert numbers - elsewhere == ranged
 
 
-def test_the_words_are_those_of_the_parts_that_read_them() -> None:
+def test_allowed_words_are_those_that_the_parts_accept() -> None:
     words = {item.name: item.setting.words for kind in PARTS.values() for item in describe_settings(kind)}
     assert set(words["kernels"]) == set(select.NAMES)
     assert set(words["source"]) == set(SOURCES)
     assert set(words["kv_cache_dtype"]) == {"auto", *DTYPE_BYTES}
 
 
-def test_what_the_scheduler_is_told_derives_from_the_settings() -> None:
+def test_the_schedulers_options_derive_from_the_settings() -> None:
     assert scheduler_options(EngineConfig()) == SchedulerOptions()
     for options, expected in (
         ({"async_scheduling": True}, {"async_scheduling": True, "pipeline_depth": 2}),
@@ -150,7 +150,7 @@ def test_values_as_on_the_command_line(model: Path) -> None:
     ],
     ids=str,
 )
-def test_defaults_give_way_to_what_was_given(
+def test_defaults_yield_to_options_that_were_given(
     model: Path, options: dict[str, object], expected: dict[str, object]
 ) -> None:
     setup = resolve_engine(config(model, **options))
@@ -205,7 +205,7 @@ def test_a_model_s_own_length_is_lowered_to_what_the_cache_holds(
         build_engine_core(config(model, **{**options, "kv_cache_memory": 100 * block}))
 
 
-def test_options_of_the_server_are_none_of_an_engine() -> None:
+def test_server_options_are_not_engine_options() -> None:
     with pytest.raises(ConfigError, match="port is an option of `pagoda serve`, not of the engine"):
         EngineConfig.for_engine(port=8000)
     with pytest.raises(ConfigError) as caught:
@@ -217,7 +217,7 @@ def test_options_of_the_server_are_none_of_an_engine() -> None:
     assert "port" not in str(caught.value)
 
 
-def test_too_little_memory_says_what_would_fit(model: Path) -> None:
+def test_too_little_memory_names_what_would_fit(model: Path) -> None:
     setup = resolve_engine(config(model, kv_cache_memory=100_000))
     with pytest.raises(CapacityError) as caught:
         size_cache(setup)

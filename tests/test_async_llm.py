@@ -160,7 +160,7 @@ def test_a_forked_child_gets_an_error() -> None:
     run(test)
 
 
-def test_planned_methods_say_what_they_wait_for() -> None:
+def test_planned_methods_name_what_is_missing() -> None:
     async def test(llm: AsyncLLM) -> None:
         for call in (
             llm.embed("a"),

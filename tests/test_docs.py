@@ -50,7 +50,7 @@ def test_the_index_names_every_page() -> None:
     assert {page for page in pages if f"({page})" not in index} == set()
 
 
-def test_excerpts_are_what_the_files_say() -> None:
+def test_excerpts_equal_the_files() -> None:
     """A Python block that begins with a file's name holds lines of that file."""
     found = 0
     for page in PAGES:
@@ -63,7 +63,7 @@ def test_excerpts_are_what_the_files_say() -> None:
     assert found
 
 
-def test_the_reference_is_what_the_code_says() -> None:
+def test_the_reference_equals_the_code() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "reference" / "generate.py"))["pages"]()
     assert len(made) == 5
     for name, text in made.items():
@@ -85,7 +85,7 @@ def test_the_reference_leaves_nothing_out() -> None:
     assert {name for name in metrics if f"`vllm:{name}" not in pages["metrics.md"]} == set()
 
 
-def test_the_chinese_readme_says_the_same() -> None:
+def test_the_chinese_readme_has_the_same_commands_and_figures() -> None:
     """Both have the same commands, code, links and numbers; only the sentences differ."""
     english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
     assert _code(english) == _code(chinese)

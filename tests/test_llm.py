@@ -32,7 +32,7 @@ def text_of(output: RequestOutput) -> str:
     return output.outputs[0].text
 
 
-def test_outputs_come_in_the_order_of_prompts_and_do_not_depend_on_company(llm: LLM) -> None:
+def test_outputs_are_in_the_order_of_prompts_and_do_not_depend_on_the_batch(llm: LLM) -> None:
     prompts = [f"prompt number {i}" * (1 + i % 4) for i in range(20)]
     params = [SamplingParams(max_tokens=3 + i % 7, seed=i, ignore_eos=True) for i in range(20)]
     together = llm.generate(prompts, params)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_chat_renders_one_or_many_conversations(llm: LLM) -> None:
     assert (good.error, bad.error) == (None, "messages[0] has no content")
 
 
-def test_a_stream_tells_what_generate_tells(llm: LLM) -> None:
+def test_a_stream_yields_what_generate_returns(llm: LLM) -> None:
     deltas = list(llm.stream("a stream", SHORT))
     (whole,) = llm.generate("a stream", SHORT)
     assert "".join(map(text_of, deltas)) == text_of(whole)

@@ -148,7 +148,7 @@ def test_a_stream_dropped_while_another_thread_drives_is_aborted(llm: LLM) -> No
 # ---- signals
 
 
-def test_a_signal_handler_gets_an_error_and_the_interrupted_call_goes_on(llm: LLM) -> None:
+def test_a_signal_handler_gets_an_error_and_the_interrupted_call_continues(llm: LLM) -> None:
     expected = tokens(llm.generate("long", LONG)[0])
     errors: list[str] = []
 
@@ -248,7 +248,7 @@ def test_ctrl_c_in_the_thread_that_drives_leaves_the_others_alone(llm: LLM, exec
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_a_step_cut_short_by_a_handler_that_raises_is_not_trusted_again(llm: LLM, executor: SlowExecutor) -> None:
+def test_a_step_interrupted_by_a_handler_ends_the_llm(llm: LLM, executor: SlowExecutor) -> None:
     def stop(step: int) -> None:
         raise SystemExit("from a handler")
 
@@ -296,7 +296,7 @@ class DyingExecutor(SlowExecutor):
         return super().submit(output)
 
 
-def test_every_thread_hears_that_the_worker_died() -> None:
+def test_every_thread_gets_the_error_when_the_worker_dies() -> None:
     llm = LLM.over(LLMEngine(fake_core(DyingExecutor()), byte_inputs()))
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(llm.generate, f"p{i}", LONG) for i in range(3)]
@@ -306,7 +306,7 @@ def test_every_thread_hears_that_the_worker_died() -> None:
     llm.close()
 
 
-def test_a_forked_child_gets_an_error_and_the_parent_goes_on(llm: LLM) -> None:
+def test_a_forked_child_gets_an_error_and_the_parent_continues(llm: LLM) -> None:
     expected = tokens(llm.generate("p", SHORT)[0])
     busy = threading.Thread(target=lambda: llm.generate("long", LONG))
     busy.start()  # the child inherits locks that this thread holds

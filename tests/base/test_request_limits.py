@@ -62,7 +62,7 @@ def test_sampling_parameters_are_bounded_in_python_too(
     assert caught.value.param == param
 
 
-def test_log_probabilities_are_bounded_by_what_they_amount_to() -> None:
+def test_log_probabilities_are_bounded_by_their_total_number() -> None:
     inputs = byte_inputs(RequestLimits(logprob_entries=12, prompt_logprob_entries=9))
     inputs.process("a", [1] * 3, SamplingParams(n=4, logprobs=2, prompt_logprobs=2), arrival_time_s=0.0)
     for params, prompt, name in (
@@ -104,7 +104,7 @@ def test_values_of_free_form_are_bounded_in_depth_and_number() -> None:
         small.check_values({"a": endless})
 
 
-def test_no_more_values_are_looked_at_than_are_allowed() -> None:
+def test_at_most_the_allowed_number_of_values_is_scanned() -> None:
     class Counted(list[Any]):
         num_read = 0
 
@@ -136,7 +136,7 @@ def test_operators_set_bounds_by_name() -> None:
         (5, "must map names to values"),
     ],
 )
-def test_a_bound_that_is_none_is_an_error_of_the_settings(given: object, said: str) -> None:
+def test_an_invalid_bound_is_an_error_of_the_settings(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig.from_options(request_limits=given)
 

@@ -34,7 +34,7 @@ BIG = 2**31
         ({"bad_words_token_ids": [[1], (2, 3)]}, {"bad_words_token_ids": ((1,), (2, 3))}),
     ],
 )
-def test_what_users_write_is_kept_in_normal_form(given: dict[str, object], kept: dict[str, object]) -> None:
+def test_parameters_are_normalised(given: dict[str, object], kept: dict[str, object]) -> None:
     params = SamplingParams(**given)  # type: ignore[arg-type]
     assert {name: getattr(params, name) for name in kept} == kept
     hash(params)
@@ -93,7 +93,7 @@ def test_what_users_write_is_kept_in_normal_form(given: dict[str, object], kept:
         ("skip_special_tokens", None, "True or False"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name_value_and_range(name: str, value: object, allowed: str) -> None:
+def test_invalid_parameters_are_refused_with_name_value_and_range(name: str, value: object, allowed: str) -> None:
     with pytest.raises(RequestError, match=allowed) as caught:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert caught.value.param == name

@@ -18,7 +18,7 @@ def of(value: object) -> SpeculativeConfig | None:
     return resolve_speculative(config.scheduler.speculative_config)
 
 
-def test_what_vllm_takes_is_taken_as_json_and_as_a_mapping() -> None:
+def test_vllms_speculative_config_is_accepted_as_json_and_as_a_mapping() -> None:
     expected = SpeculativeConfig("ngram", num_speculative_tokens=5, prompt_lookup_max=4, prompt_lookup_min=2)
     assert of(VLLM) == expected
     assert (
@@ -32,12 +32,12 @@ def test_what_vllm_takes_is_taken_as_json_and_as_a_mapping() -> None:
     assert only_model.method == "draft_model"
 
 
-def test_nothing_given_is_no_speculation() -> None:
+def test_speculation_is_off_by_default() -> None:
     assert of({}) is None
     assert scheduler_options(EngineConfig()).num_speculative_tokens == 0
 
 
-def test_the_scheduler_is_told_how_many_drafts_there_may_be() -> None:
+def test_the_scheduler_knows_the_maximum_number_of_drafts() -> None:
     options = scheduler_options(EngineConfig(), DraftSetup(SpeculativeConfig("ngram", 5)))
     assert (options.num_speculative_tokens, options.num_lookahead_slots) == (5, 0)
     options = scheduler_options(EngineConfig(), DraftSetup(SpeculativeConfig("layer_skip", 5), num_layers=3))

@@ -21,7 +21,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
         ({"json": None, "json_object": False, "regex": "x"}, "regex", "x"),
     ],
 )
-def test_what_users_write_is_kept_in_normal_form(given: dict[str, Any], kind: str, kept: object) -> None:
+def test_parameters_are_normalised(given: dict[str, Any], kind: str, kept: object) -> None:
     params = StructuredOutputsParams(**given)
     assert (params.kind, getattr(params, kind)) == (kind, kept)
     hash(params)

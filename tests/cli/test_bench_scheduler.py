@@ -32,7 +32,7 @@ def test_json_lines(app: typer.Typer) -> None:
     assert all(line["schedule_us"] > 0 and line["add_request_us"] > 0 for line in lines)
 
 
-def test_ratios_beside_a_file_of_the_peer(app: typer.Typer, tmp_path: Path) -> None:
+def test_ratios_to_a_file_of_the_peer(app: typer.Typer, tmp_path: Path) -> None:
     peer = SchedulerFigures("vllm-scheduler", 4, True, 30.0, 10.0, 10.0, 100.0)
     file = tmp_path / "peer.jsonl"
     file.write_text("some log line\n" + json.dumps(asdict(peer)) + "\n")
@@ -48,7 +48,7 @@ def test_cases_without_a_peer_have_no_ratio() -> None:
     assert list(ratios([mine], [])) == []
 
 
-def test_a_line_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_result_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "peer.jsonl"
     file.write_text('{"engine": "vllm-scheduler", "speed": 3}\n')
     with pytest.raises(ConfigError, match="speed"):

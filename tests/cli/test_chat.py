@@ -83,7 +83,7 @@ def test_ctrl_c_at_the_prompt_does_not_leave() -> None:
     assert "yes" in printed
 
 
-def test_length_limit_is_told() -> None:
+def test_reaching_the_length_limit_is_reported() -> None:
     assert "cut off" in talk(ScriptedSession([[Piece("abc", 1, "length")]]), "hi")
 
 
@@ -130,7 +130,7 @@ def test_help_and_unknown_command() -> None:
     assert "unknown command /what" in printed
 
 
-def test_refused_message_is_dropped_and_the_talk_goes_on() -> None:
+def test_a_refused_message_is_dropped_and_the_chat_continues() -> None:
     class Refusing(ScriptedSession):
         def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
             if not self.asked:
@@ -144,7 +144,7 @@ def test_refused_message_is_dropped_and_the_talk_goes_on() -> None:
     assert session.asked[-1] == [user("short")]
 
 
-def test_oldest_exchange_goes_when_the_model_is_full() -> None:
+def test_the_oldest_exchange_is_dropped_when_the_context_is_full() -> None:
     session = ScriptedSession([[Piece("b " * 30, 30, "stop")], [Piece("c", 1, "stop")]], max_model_len=100)
     printed = talk(session, "a " * 30, "last question")
     assert "oldest exchange is forgotten" in printed

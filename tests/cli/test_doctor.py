@@ -8,7 +8,7 @@ from pagoda.cli.main import main
 from pagoda.kernels.native import threads
 
 
-def test_says_what_there_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_doctor_reports_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "wheels" / "some-model-1.0").mkdir(parents=True)
     (tmp_path / "wheels" / "some-model-1.0" / "x.gguf").write_bytes(b"x" * 2048)
     with pytest.raises(SystemExit) as ended:
@@ -20,7 +20,7 @@ def test_says_what_there_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "some-model-1.0: 2.0 KiB" in out
 
 
-def test_what_is_broken_is_shown_and_counts(
+def test_problems_are_shown_and_set_the_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> str:
@@ -59,11 +59,11 @@ def test_cpu_line_names_what_matters(tmp_path: Path) -> None:
     assert doctor.cpu_line(cpuinfo).startswith("Old; none of avx2")
 
 
-def test_an_empty_cache_is_said(tmp_path: Path) -> None:
+def test_an_empty_cache_is_reported(tmp_path: Path) -> None:
     assert doctor.cache_lines(str(tmp_path)) == f"{tmp_path}\nnothing fetched yet"
 
 
-def test_two_openmp_runtimes_are_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_openmp_runtimes_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
     with pytest.raises(RuntimeError, match="2 runtimes in one process.*libiomp5"):
         doctor.openmp_line()
@@ -82,6 +82,6 @@ def test_runtimes_are_found_by_name(tmp_path: Path) -> None:
     assert threads.openmp_runtimes(tmp_path) == ["/x/libgomp-24e2ab19.so.1.0.0", "/y/libomp.so"]
 
 
-def test_threads_line_says_what_limits() -> None:
+def test_the_threads_line_names_the_limit() -> None:
     assert "by affinity" in doctor.threads_line()
     assert "quota" in doctor.threads_line()

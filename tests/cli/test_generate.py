@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_figures_count_the_first_token_apart() -> None:
+def test_figures_count_the_first_token_separately() -> None:
     figures = Figures(num_tokens=11, ready_s=1.5, first_token_s=0.5, total_s=2.5)
     assert figures.tokens_per_s == pytest.approx(5.0)
     assert str(figures) == "11 tokens, 5.0 tokens/s, first token after 0.50 s, ready after 1.50 s"
@@ -57,7 +57,7 @@ def test_human_bytes(num_bytes: int, text: str) -> None:
     assert human_bytes(num_bytes) == text
 
 
-def test_an_answer_that_ends_early_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_ends_early_gives_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
             ending = CompletionOutput(index=0, text="so far", finish_reason="length")

@@ -63,7 +63,7 @@ def test_no_flag_is_negated_twice(command: str) -> None:
     assert [flag for flag in flags_of(*command.split()) if "--no-no-" in flag] == []
 
 
-def test_what_people_need_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_most_used_flags_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     printed = help_of(capsys, "generate")
     headings = re.findall(r"^(\S.*):$", printed, re.MULTILINE)
     assert headings == [
@@ -122,7 +122,7 @@ def test_lists_of_commands_have_whole_sentences(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", PLANNED)
-def test_planned_commands_say_so(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_planned_commands_are_marked_as_planned(capsys: pytest.CaptureFixture[str], command: str) -> None:
     for arguments in ([], ["some.file", "--flag", "x"]):
         with pytest.raises(SystemExit) as ended:
             cli_main.main([command, *arguments])

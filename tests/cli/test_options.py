@@ -51,7 +51,7 @@ def run(*arguments: str, parts: tuple[type, ...] = ()) -> tuple[dict[str, object
     return received[0]
 
 
-def test_only_given_flags_arrive() -> None:
+def test_only_flags_that_were_given_are_passed_on() -> None:
     assert run() == ({}, {**CLI_SAMPLING, "max_tokens": 256})
 
 
@@ -99,7 +99,7 @@ def test_every_setting_is_documented_where_it_is_declared() -> None:
     assert len(SAMPLING_FIELDS) == 10
 
 
-def test_users_meet_at_most_45_settings() -> None:
+def test_there_are_at_most_45_settings_for_users() -> None:
     """Each option of an engine or a server counts; a group counts once, and so does every option for tests apart."""
     assert sum(len(describe_settings(part)) for part in PARTS if part is not DebugConfig) <= 45
 
@@ -201,7 +201,7 @@ def test_an_answer_to_vllm_names_only_settings_that_exist() -> None:
     ],
     ids=str,
 )
-def test_what_is_pasted_from_a_command_line_of_vllm(words: list[str], message: str) -> None:
+def test_a_pasted_vllm_command_line_gets_answers(words: list[str], message: str) -> None:
     app = typer.Typer()
 
     @register(app, "serve")
@@ -274,7 +274,7 @@ def test_flags_may_be_written_with_underscores() -> None:
     ],
     ids=str,
 )
-def test_what_a_group_cannot_hold_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_invalid_values_of_a_group_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options(**options)
     assert message in str(caught.value)
@@ -295,7 +295,7 @@ def test_values_in_groups_are_checked_by_their_whole_name(options: dict[str, Any
     assert message in str(caught.value)
 
 
-def test_one_word_for_the_options_of_a_server_in_an_engine() -> None:
+def test_server_options_are_refused_in_an_engine() -> None:
     for name in ("port", "server_limits", "server_limits.max_connections"):
         with pytest.raises(ConfigError, match=f"{name} is an option of `pagoda serve`"):
             EngineConfig.for_engine(**{name: 1})

@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     return capsys.readouterr()
 
 
-def test_generate_streams_and_tells_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_streams_and_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, "generate", "The capital of France is", "--temperature", "0", "--max-tokens", "6", *SMALL)
     assert out.strip().startswith("Paris")
     assert err.splitlines()[-1].startswith("6 tokens, ")
@@ -55,7 +55,7 @@ def test_prompt_longer_than_the_model_is_one_line(capsys: pytest.CaptureFixture[
     assert "512" in err
 
 
-def test_too_little_memory_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_names_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--kv-cache-memory", "1MiB"])
     assert ended.value.code == 1
@@ -130,7 +130,7 @@ def test_latency_reports_percentiles(capsys: pytest.CaptureFixture[str]) -> None
     assert figures["batch_size"] == 2
 
 
-def test_ctrl_c_keeps_what_was_said() -> None:
+def test_ctrl_c_keeps_the_conversation() -> None:
     code = "from pagoda.cli.main import main; main()"
     command = [
         sys.executable,

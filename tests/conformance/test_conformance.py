@@ -55,7 +55,7 @@ def test_command_reports_a_scenario_it_cannot_take(tmp_path: Path) -> None:
     assert "no_such_key" in (tmp_path / "out.jsonl").read_text()
 
 
-def test_compare_tells_step_and_field() -> None:
+def test_compare_names_step_and_field() -> None:
     expected = [{"step": 1, "scheduled": [["a", 1], ["b", 2]]}]
     assert first_difference(expected, [{"step": 1, "scheduled": [["b", 2], ["a", 1]]}]) is None
     told = first_difference(expected, [{"step": 1, "scheduled": [["a", 1], ["b", 3]]}])

@@ -31,7 +31,7 @@ def make_traffic(num_blocks: int, num_host_blocks: int = 0, max_model_len: int =
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_search_equals_one_over_plain_lists(seed: int) -> None:
+def test_beam_search_equals_one_over_plain_lists(seed: int) -> None:
     rng = np.random.default_rng(seed)
     params = beams(
         int(rng.integers(1, 6)),
@@ -108,7 +108,7 @@ def test_a_preempted_search_has_the_same_result(num_host_blocks: int, depth: int
     assert stats.swap_outs == (stats.preemptions if num_host_blocks else 0)
 
 
-def test_a_search_that_outgrows_the_pool_alone_ends_as_a_whole() -> None:
+def test_a_beam_search_that_outgrows_the_pool_ends_with_all_its_beams() -> None:
     traffic = make_traffic(7)
     traffic.add(make_request(1, [1] * 17, beams(3, 30)))
     traffic.drain()
@@ -118,7 +118,7 @@ def test_a_search_that_outgrows_the_pool_alone_ends_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("fault", ["not finite", "no logprobs"])
-def test_a_beam_that_fails_ends_the_search(fault: str) -> None:
+def test_a_beam_that_fails_ends_its_beam_search(fault: str) -> None:
     traffic = make_traffic(30)
     traffic.add(make_request(1, [1] * 9, beams(3)))
     traffic.add(make_request(2, [2] * 9, SamplingParams(max_tokens=20)))
@@ -148,13 +148,13 @@ def test_a_beam_that_fails_ends_the_search(fault: str) -> None:
         ({"early_stopping": "always"}, "early_stopping"),
     ],
 )
-def test_what_has_no_meaning_is_refused_by_name(fields: dict[str, object], named: str) -> None:
+def test_params_without_meaning_in_beam_search_are_refused_by_name(fields: dict[str, object], named: str) -> None:
     with pytest.raises(RequestError, match=named) as caught:
         beams(2, **fields)
     assert caught.value.param == named
 
 
-def test_params_of_vllm_become_sampling_params() -> None:
+def test_vllms_beam_search_params_become_sampling_params() -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=7, length_penalty=0.5, early_stopping="never").sampling_params()
     assert (params.n, params.max_tokens, params.temperature) == (4, 7, 0.0)
     assert params.beam_search == BeamSearchOptions(0.5, "never")

@@ -59,7 +59,7 @@ def test_rule_118_drafts_during_a_prefill_are_dropped() -> None:
     assert rig.step().scheduled == {"a": 30}
 
 
-def test_rule_119_a_stop_inside_accepted_tokens_trims_the_rest() -> None:
+def test_rule_119_a_stop_token_among_accepted_drafts_drops_the_rest() -> None:
     rig = Rig(num_speculative_tokens=3)
     rig.add("a", 6, max_tokens=30, stop_token_ids=(52,))
     rig.step({"a": [50]})
@@ -70,7 +70,7 @@ def test_rule_119_a_stop_inside_accepted_tokens_trims_the_rest() -> None:
     assert rig.free == 16
 
 
-def test_rule_119_a_length_inside_accepted_tokens_trims_the_rest() -> None:
+def test_rule_119_max_tokens_among_accepted_drafts_drops_the_rest() -> None:
     rig = drafting(max_tokens=3)
     step = verify(rig, [51, 52, 53], [51, 52, 53, 54])
     assert step.emitted == {"a": [51, 52]}
@@ -99,7 +99,7 @@ def test_rule_120_lookahead_is_counted_with_the_known_tokens() -> None:
     [("ab", "a", {"a": 4}, 1), ("ab", "b", {"a": 1}, 1), ("a", "a", {"a": 1}, 0)],
     ids=["of a newer request", "of itself", "of nobody"],
 )
-def test_drafts_that_find_no_block_cause_a_preemption(
+def test_drafts_without_a_free_block_cause_a_preemption(
     names: str, drafted: str, scheduled: dict[str, int], num_preemptions: int
 ) -> None:
     """Drafts are tokens like all others (conformance: draft_preempt); only a request that runs alone drops them."""
@@ -120,7 +120,7 @@ def test_rule_121_draft_stats() -> None:
     assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (2, 5, 2)
 
 
-def test_rule_122_newcomers_are_not_padded_with_drafts() -> None:
+def test_rule_122_admitted_requests_are_not_padded_with_drafts() -> None:
     rig = drafting()
     rig.add("b", 1)
     step = rig.step()
@@ -131,7 +131,7 @@ def test_rule_122_newcomers_are_not_padded_with_drafts() -> None:
 # Adapters
 
 
-def test_rule_123_over_the_limit_is_stepped_over() -> None:
+def test_rule_123_requests_over_the_adapter_limit_are_skipped() -> None:
     rig = Rig(max_loras=1)
     for name, lora in (("a", "1"), ("b", "2"), ("c", None), ("d", "1"), ("e", "2")):
         rig.add(name, 4, lora=LoraRef(lora) if lora else None)
@@ -139,7 +139,7 @@ def test_rule_123_over_the_limit_is_stepped_over() -> None:
     assert rig.waiting == ["b", "e"]
 
 
-def test_rule_124_an_adapter_leaves_with_its_last_user() -> None:
+def test_rule_124_an_adapter_is_free_after_its_last_request() -> None:
     rig = Rig(max_loras=1, num_blocks=5)
     rig.add("a", 8, max_tokens=9, lora=LoraRef("x"))
     rig.add("b", 7, lora=LoraRef("x"))
@@ -200,7 +200,7 @@ def test_rule_127_abort_in_every_queue() -> None:
     assert rig.scheduler.num_free_host_blocks == 8
 
 
-def test_rule_128_finished_ids_are_told_once() -> None:
+def test_rule_128_finished_ids_are_sent_once() -> None:
     rig = Rig()
     rig.add("a", 4, max_tokens=1)
     rig.add("b", 4)
@@ -217,7 +217,7 @@ def test_rule_128_finished_ids_are_told_once() -> None:
 # Steps in flight
 
 
-def test_rule_130_no_step_past_the_last_token() -> None:
+def test_rule_130_no_step_is_scheduled_past_the_last_token() -> None:
     rig = Rig(pipeline_depth=2, async_scheduling=True)
     rig.add("a", 6, max_tokens=4)
     planned, in_flight = [], []
@@ -327,7 +327,7 @@ def test_rule_136_137_counts_and_deltas() -> None:
     assert delta.rows.dtype == delta.block_ids.dtype == np.int32
 
 
-def test_rule_138_clients_hear_their_own() -> None:
+def test_rule_138_each_client_gets_only_its_own_outputs() -> None:
     rig = Rig()
     rig.add("a", 4, max_tokens=1, client_index=0)
     rig.add("b", 4, client_index=3)

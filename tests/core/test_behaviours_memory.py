@@ -32,7 +32,7 @@ def test_rule_066_one_prefill_then_a_fork_that_takes_no_block() -> None:
     assert rig.free == 14
 
 
-def test_rule_067_the_first_writer_copies_the_last_writes_in_place() -> None:
+def test_rule_067_the_first_writer_copies_and_the_last_writes_in_place() -> None:
     rig = Rig()
     rig.add("a", 3, n=2)
     rig.step()
@@ -52,7 +52,7 @@ def test_rule_068_whole_blocks_need_no_copy() -> None:
     assert rig.free == 12
 
 
-def test_rule_069_a_return_from_the_host_may_copy_too() -> None:
+def test_rule_069_a_swapped_in_request_may_copy_on_write_too() -> None:
     """Parked right after the fork, both sequences come back on one partly filled block: one of them copies it."""
     rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
     rig.add("a", 16, max_tokens=3)
@@ -67,7 +67,7 @@ def test_rule_069_a_return_from_the_host_may_copy_too() -> None:
     assert step.output.swap_in[0, 1] == step.output.copies[0, 0]
 
 
-def test_rule_070_blocks_really_touched_are_counted() -> None:
+def test_rule_070_the_last_sequence_on_a_shared_tail_needs_no_block() -> None:
     """Two free blocks serve three sequences on one shared tail: the last writes in place."""
     rig = Rig(num_blocks=3)
     rig.add("a", 3, n=3, max_tokens=2)
@@ -77,7 +77,7 @@ def test_rule_070_blocks_really_touched_are_counted() -> None:
     assert step.output.preempted_ids == ()
 
 
-def test_rule_071_a_finished_sibling_frees_only_what_is_its_own() -> None:
+def test_rule_071_a_finished_sibling_frees_only_its_own_blocks() -> None:
     rig = Rig()
     rig.add("a", 9, n=3, max_tokens=9)
     rig.step()
@@ -91,14 +91,14 @@ def test_rule_071_a_finished_sibling_frees_only_what_is_its_own() -> None:
     assert rig.free == 16
 
 
-def test_rule_074_n_outputs_are_one_prefill_and_the_same_text() -> None:
+def test_rule_074_n_outputs_take_one_prefill_and_have_the_same_text() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", 13, n=3, max_tokens=4)
     assert rig.step().output.total_num_scheduled_tokens == 13
     assert rig.run() == {f"a/{sequence}": [7] * 3 for sequence in range(3)}
 
 
-def test_rule_075_unknown_branches_and_requests_are_nothing() -> None:
+def test_rule_075_unknown_sequences_and_requests_are_ignored() -> None:
     rig = Rig()
     rig.add("a", 4)
     rig.abort("nobody", "a", "a")
@@ -124,7 +124,7 @@ def test_rule_076_only_full_blocks_are_found() -> None:
     assert hit_after(tokens(0, 13), [*tokens(0, 13), 7, 7, 7, 9], output=4) == 16
 
 
-def test_rule_077_the_parent_counts() -> None:
+def test_rule_077_a_block_hash_includes_its_parents() -> None:
     assert hit_after(tokens(0, 12), [*tokens(500, 4), *tokens(4, 9)]) == 0
 
 
@@ -133,7 +133,7 @@ def test_rule_078_the_first_miss_ends_the_hit() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(16, 12), (17, 16), (4, 0), (3, 0)])
-def test_rule_079_one_token_is_left_to_compute(prompt: int, cached: int) -> None:
+def test_rule_079_a_full_hit_leaves_one_token_to_compute(prompt: int, cached: int) -> None:
     assert hit_after(tokens(0, 20), tokens(0, prompt)) == cached
 
 
@@ -146,7 +146,7 @@ def test_rule_080_two_equal_prompts_in_one_step() -> None:
     assert step.cached == {"a": 0, "b": 8}
 
 
-def test_rule_081_finished_chunks_can_be_hit() -> None:
+def test_rule_081_computed_chunks_of_a_running_prompt_can_be_hit() -> None:
     rig = Rig(enable_prefix_caching=True, max_num_batched_tokens=20, num_blocks=32)
     rig.add("a", tokens(0, 60))
     rig.step()
@@ -196,7 +196,7 @@ def test_rule_085_a_failed_admission_leaves_every_count() -> None:
     assert rig.free >= before - 1
 
 
-def test_rule_086_oldest_chain_first_tail_first() -> None:
+def test_rule_086_the_oldest_chain_is_evicted_first_from_its_tail() -> None:
     rig = Rig(enable_prefix_caching=True, num_blocks=8)
     for name, start, count in (("a", 100, 12), ("b", 200, 12), ("c", 300, 13)):
         rig.add(name, tokens(start, count), max_tokens=1)
@@ -205,7 +205,7 @@ def test_rule_086_oldest_chain_first_tail_first() -> None:
     assert rig.step().cached == {"a2": 4}
 
 
-def test_rule_087_a_hit_makes_the_chain_young() -> None:
+def test_rule_087_a_hit_makes_the_chain_the_most_recently_used() -> None:
     rig = Rig(enable_prefix_caching=True, num_blocks=8)
     for name, start in (("a", 100), ("b", 200), ("a2", 100)):
         rig.add(name, tokens(start, 13), max_tokens=1)
@@ -216,7 +216,7 @@ def test_rule_087_a_hit_makes_the_chain_young() -> None:
     assert rig.step().cached == {"a3": 12}
 
 
-def test_rule_088_blocks_without_content_are_used_up_first() -> None:
+def test_rule_088_blocks_without_cached_content_are_allocated_first() -> None:
     rig = Rig(enable_prefix_caching=True, num_blocks=8)
     rig.add("a", tokens(0, 13), max_tokens=1)
     rig.run()
@@ -226,7 +226,7 @@ def test_rule_088_blocks_without_content_are_used_up_first() -> None:
     assert rig.step().cached == {"a2": 12}
 
 
-def test_rule_090_a_shared_block_stays_while_one_holder_lives() -> None:
+def test_rule_090_a_shared_block_stays_allocated_until_its_last_holder_ends() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", tokens(0, 13))
     rig.add("b", tokens(0, 14))
@@ -275,7 +275,7 @@ def test_rule_094_images_key_the_blocks_they_touch_and_those_after() -> None:
 
 
 @pytest.mark.parametrize("how", [{"skip_prefix_read": True}, {"prompt_logprobs": 1}])
-def test_rule_095_told_not_to_read_it_still_serves_others(how: dict[str, object]) -> None:
+def test_rule_095_a_request_that_does_not_read_the_cache_still_fills_it(how: dict[str, object]) -> None:
     rig = Rig(enable_prefix_caching=True, num_blocks=32)
     rig.add("a", tokens(0, 12), max_tokens=1)
     rig.run()
@@ -301,7 +301,7 @@ def test_rule_096_reset() -> None:
     assert rig.step().cached == {"c": 0}
 
 
-def test_rule_097_a_request_is_counted_once() -> None:
+def test_rule_097_a_request_counts_once_in_the_hit_rate() -> None:
     rig = Rig(enable_prefix_caching=True, num_blocks=5)
     rig.add("a", tokens(0, 8), max_tokens=4)
     rig.add("b", tokens(100, 7), max_tokens=6)
@@ -318,7 +318,7 @@ def test_rule_097_a_request_is_counted_once() -> None:
 # Windows
 
 
-def test_rule_099_blocks_behind_the_window_go_back() -> None:
+def test_rule_099_blocks_outside_the_window_are_freed() -> None:
     rig = Rig(groups=(window(8),))
     rig.add("a", 16, max_tokens=9)
     rig.step()
@@ -326,7 +326,7 @@ def test_rule_099_blocks_behind_the_window_go_back() -> None:
     assert held == [3, 3, 3, 2]  # computed after the step: 17, 18, 19, 20; blocks go at 16 (two) and at 19 (a third)
 
 
-def test_rule_100_freed_on_what_is_processed() -> None:
+def test_rule_100_window_blocks_are_freed_by_computed_positions() -> None:
     rig = Rig(groups=(window(8),), max_num_batched_tokens=8, pipeline_depth=2, async_scheduling=True)
     rig.add("a", 24)
     first = rig.plan()
@@ -421,7 +421,7 @@ def pictures(**config: object) -> Rig:
     return Rig(**{"num_blocks": 32, "encoder_budget": 8, "encoder_cache_tokens": 32, **config})
 
 
-def test_rule_111_the_chunk_ends_before_an_image_without_budget() -> None:
+def test_rule_111_a_chunk_ends_before_an_image_that_has_no_budget() -> None:
     rig = pictures()
     for name in "abc":
         rig.add(name, 14, media=(MediaItem(name, 3, 6),))

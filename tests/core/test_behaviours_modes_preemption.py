@@ -49,7 +49,7 @@ def swapped_out(**config: object) -> Rig:
     return rig
 
 
-def test_rule_029_anything_swapped_bars_prompts() -> None:
+def test_rule_029_a_swapped_request_blocks_new_prompts() -> None:
     rig = swapped_out(scheduling_mode=PHASED)
     rig.add("c", 1)
     assert rig.free == 2
@@ -57,7 +57,7 @@ def test_rule_029_anything_swapped_bars_prompts() -> None:
     assert rig.waiting == ["c"]
 
 
-def test_rule_030_no_prompt_admitted_means_decode() -> None:
+def test_rule_030_a_step_without_an_admitted_prompt_decodes() -> None:
     rig = Rig(scheduling_mode=PHASED, num_blocks=5)
     rig.add("a", 8)
     rig.step()
@@ -78,7 +78,7 @@ def test_rule_031_no_request_resumes_in_the_step_that_swaps_out(mode: Scheduling
     assert step.kinds == {}
 
 
-def test_rule_032_a_decode_step_counts_live_sequences() -> None:
+def test_rule_032_a_decode_step_counts_unfinished_sequences() -> None:
     rig = Rig(scheduling_mode=PHASED)
     rig.add("a", 4, n=3)
     rig.add("b", 4)
@@ -106,7 +106,7 @@ def test_rule_033_at_once_when_nothing_runs() -> None:
     assert rig.step().scheduled == {"b": 4}
 
 
-def test_rule_034_decodes_go_on_while_a_long_prompt_takes_the_rest() -> None:
+def test_rule_034_decodes_continue_while_a_long_prompt_takes_the_rest() -> None:
     rig = Rig(max_num_batched_tokens=8)
     rig.add("a", 4)
     rig.add("b", 4)
@@ -198,7 +198,7 @@ def two_small_behind_a_chunk() -> Rig:
     return rig
 
 
-def test_rule_043_its_own_victim_leaves_the_others_their_step() -> None:
+def test_rule_043_a_row_that_preempts_itself_does_not_stop_the_others() -> None:
     rig = Rig(num_blocks=5)
     rig.add("a", 9)
     rig.add("b", 8)
@@ -208,7 +208,7 @@ def test_rule_043_its_own_victim_leaves_the_others_their_step() -> None:
     assert step.output.preempted_ids == ("b",)
 
 
-def test_rule_044_what_becomes_of_a_victim() -> None:
+def test_rule_044_state_of_a_preempted_request() -> None:
     rig = Rig(num_blocks=5, num_speculative_tokens=2)
     rig.add("a", 8)
     rig.add("b", 8)
@@ -241,7 +241,7 @@ def test_rule_045_resume_computes_prompt_and_output_alike() -> None:
     assert step.finished["b"] == "length"
 
 
-def test_rule_046_half_a_prefill_is_lost() -> None:
+def test_rule_046_a_preempted_partial_prefill_is_recomputed() -> None:
     rig = Rig(num_blocks=7, max_num_batched_tokens=10, admit_whole_prompt=False)
     rig.add("a", 8)
     rig.step()
@@ -260,7 +260,7 @@ def test_rule_047_preempted_again_and_again_it_still_emits_the_same() -> None:
     assert rig.scheduler.make_stats().preemptions > 2
 
 
-def test_rule_048_it_finds_its_own_blocks_again() -> None:
+def test_rule_048_a_preempted_request_finds_its_own_cached_blocks() -> None:
     rig = Rig(num_blocks=5, enable_prefix_caching=True)
     rig.add("a", 8, max_tokens=4)
     rig.add("b", 7, max_tokens=6)
@@ -273,7 +273,7 @@ def test_rule_048_it_finds_its_own_blocks_again() -> None:
     assert step.scheduled["b"] == 1
 
 
-def test_rule_049_cross_blocks_go_with_the_victim() -> None:
+def test_rule_049_a_preempted_request_frees_its_cross_blocks() -> None:
     groups = (KVGroupSpec(), KVGroupSpec(KVGroupKind.CROSS, layers=(1,)))
     rig = Rig(num_blocks=10, groups=groups, encoder_decoder=True, encoder_budget=64, encoder_cache_tokens=64)
     for name in "ab":
@@ -290,7 +290,7 @@ def test_rule_049_cross_blocks_go_with_the_victim() -> None:
     assert [run.content_hash for run in step.output.encoder_runs] == ["b"]
 
 
-def test_rule_050_outgrown_the_pool_alone_it_ends_with_a_capacity_reason() -> None:
+def test_rule_050_a_request_that_outgrows_the_pool_alone_ends_with_a_capacity_error() -> None:
     rig = Rig(num_blocks=6)
     rig.add("a", 24, max_tokens=30)
     rig.add("b", 4, max_tokens=1)
@@ -307,7 +307,7 @@ def test_rule_050_outgrown_the_pool_alone_it_ends_with_a_capacity_reason() -> No
 # Swap
 
 
-def test_rule_051_auto_swaps_only_while_several_branches_are_left() -> None:
+def test_rule_051_auto_swaps_only_while_several_sequences_are_unfinished() -> None:
     for n, swaps in ((1, False), (2, True)):
         rig = Rig(num_blocks=6, num_host_blocks=8)
         rig.add("a", 8)
@@ -318,7 +318,7 @@ def test_rule_051_auto_swaps_only_while_several_branches_are_left() -> None:
         assert bool(rig.swapped) is swaps
 
 
-def test_rule_051_one_branch_left_recomputes() -> None:
+def test_rule_051_auto_recomputes_one_remaining_sequence() -> None:
     rig = Rig(num_blocks=6, num_host_blocks=8)
     rig.add("a", 8)
     rig.add("b", 7, n=3)
@@ -348,7 +348,7 @@ def test_rule_052_swap_moves_each_block_once_in_table_order() -> None:
     assert rig.blocks("b") == [0]
 
 
-def test_rule_053_no_room_on_the_host_falls_back_to_recompute() -> None:
+def test_rule_053_without_free_host_blocks_a_swap_becomes_a_recompute() -> None:
     rig = Rig(num_blocks=5, num_host_blocks=1, preemption_mode=SWAP)
     rig.add("a", 8, max_tokens=6)
     rig.add("b", 7, max_tokens=6)
@@ -360,7 +360,7 @@ def test_rule_053_no_room_on_the_host_falls_back_to_recompute() -> None:
     assert rig.run()["b"][-1] == 7
 
 
-def test_rule_056_return_and_append_in_the_same_step() -> None:
+def test_rule_056_a_request_is_swapped_in_and_decodes_in_the_same_step() -> None:
     rig = swapped_out()
     while "b" not in (step := rig.step()).kinds:
         pass
@@ -379,7 +379,7 @@ def test_rule_057_swapped_outrank_waiting() -> None:
     assert rig.waiting == ["c"]
 
 
-def test_rule_057_the_adapter_limit_holds_on_return() -> None:
+def test_rule_057_the_adapter_limit_applies_to_swapped_requests() -> None:
     rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=SWAP, max_loras=1)
     rig.add("a", 8, max_tokens=3)
     rig.add("b", 7, max_tokens=6, lora=LoraRef("x"))
@@ -400,7 +400,7 @@ def test_rule_058_abort_while_swapped_frees_the_host() -> None:
     assert rig.swapped == []
 
 
-def test_rule_059_the_same_text_after_a_swap() -> None:
+def test_rule_059_the_output_is_the_same_after_a_swap() -> None:
     rig = swapped_out()
     said = rig.run()
     assert len(said["b"]) + 2 == 6
@@ -417,7 +417,7 @@ def test_rule_060_smaller_number_then_arrival_then_id() -> None:
     assert [next(iter(rig.step().scheduled)) for _ in range(5)] == ["z", "c", "e", "b", "a"]
 
 
-def test_rule_061_062_the_worst_goes_and_gives_back_what_it_had() -> None:
+def test_rule_061_062_the_least_urgent_is_preempted_and_its_blocks_are_freed() -> None:
     rig = Rig(num_blocks=7, max_num_batched_tokens=13, scheduling_policy=PRIORITY, admit_whole_prompt=False)
     rig.add("low", 13, max_tokens=6, priority=9)
     rig.step()
@@ -429,7 +429,7 @@ def test_rule_061_062_the_worst_goes_and_gives_back_what_it_had() -> None:
     assert step.output.preempted_ids == ("low",)
 
 
-def test_rule_063_its_own_victim_does_not_cost_a_more_urgent_one_its_step() -> None:
+def test_rule_063_a_row_that_preempts_itself_does_not_delay_a_more_urgent_one() -> None:
     rig = Rig(num_blocks=4, scheduling_policy=PRIORITY)
     rig.add("worst", 8, priority=9)
     rig.add("best", 7, priority=1)

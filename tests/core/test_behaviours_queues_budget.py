@@ -17,7 +17,7 @@ def test_rule_001_arrival_order() -> None:
     assert rig.waiting == ["a", "b", "c"]
 
 
-def test_rule_002_live_id_is_refused_and_may_be_used_again_after_its_end() -> None:
+def test_rule_002_an_id_in_use_is_refused_and_can_be_used_again_after_its_end() -> None:
     rig = Rig()
     rig.add("a", 4, max_tokens=1)
     with pytest.raises(RequestError, match="'a'"):
@@ -38,14 +38,14 @@ def test_rule_003_no_request_overtakes_the_head_of_the_queue() -> None:
     assert rig.waiting == ["b", "c"]
 
 
-def test_rule_004_without_chunks_the_line_stops_at_the_first_that_does_not_fit() -> None:
+def test_rule_004_without_chunks_admission_stops_at_the_first_request_that_does_not_fit() -> None:
     rig = Rig(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=16)
     for name, tokens in (("a", 8), ("b", 12), ("c", 2)):
         rig.add(name, tokens)
     assert rig.step().scheduled == {"a": 8}
 
 
-def test_rule_005_stepped_over_keeps_its_place() -> None:
+def test_rule_005_a_skipped_request_keeps_its_place() -> None:
     rig = Rig(max_loras=1)
     rig.add("a", 4, lora=LoraRef("x"))
     rig.add("b", 4, lora=LoraRef("y"))
@@ -55,7 +55,7 @@ def test_rule_005_stepped_over_keeps_its_place() -> None:
     assert rig.waiting == ["b", "d"]
 
 
-def test_rule_006_longer_than_the_model_is_refused_at_the_door() -> None:
+def test_rule_006_a_prompt_longer_than_the_model_is_refused_on_arrival() -> None:
     rig = Rig(max_model_len=32)
     with pytest.raises(RequestError, match="max_model_len is 32"):
         rig.add("a", 48)
@@ -110,7 +110,7 @@ def test_rule_009_the_fourth_one_block_prompt_waits() -> None:
     assert list(rig.step().scheduled) == ["a", "b", "c"]
 
 
-def test_rule_010_watermark_is_not_asked_of_the_idle_nor_of_the_running() -> None:
+def test_rule_010_the_watermark_applies_to_admissions_while_others_run() -> None:
     rig = Rig(num_blocks=15, watermark=0.25)
     rig.add("a", 52)
     assert rig.step().scheduled == {"a": 52}
@@ -127,7 +127,7 @@ def test_rule_011_whole_prompt_gate() -> None:
         assert set(rig.step().scheduled) == entered
 
 
-def test_rule_011_it_is_a_check_not_a_hold() -> None:
+def test_rule_011_the_gate_checks_blocks_and_reserves_none() -> None:
     rig = Rig(num_blocks=8, max_num_batched_tokens=8)
     rig.add("a", 20)
     rig.step()
@@ -197,7 +197,7 @@ def test_rule_019_cached_tokens_cost_nothing() -> None:
     assert step.output.total_num_scheduled_tokens == 2
 
 
-def test_rule_020_one_with_nothing_to_do_is_passed_over() -> None:
+def test_rule_020_a_row_with_nothing_to_compute_is_skipped() -> None:
     rig = Rig(pipeline_depth=2)
     rig.add("a", 4)
     first = rig.plan()
@@ -231,7 +231,7 @@ def test_rule_023_the_cap_is_lifted_while_alone() -> None:
     assert rig.step().scheduled == {"a": 6, "b": 4}
 
 
-def test_prompts_get_no_more_than_their_share_beside_decodes() -> None:
+def test_prompts_get_at_most_their_share_of_a_step_with_decodes() -> None:
     rig = Rig(prefill_beside_decodes=3, max_num_batched_tokens=16)
     rig.add("a", 4)
     assert rig.step().scheduled == {"a": 4}, "nothing decodes yet: no limit"
@@ -245,7 +245,7 @@ def test_prompts_get_no_more_than_their_share_beside_decodes() -> None:
     assert rig.step().scheduled == {"c": 6}, "and no decode is left that c could delay"
 
 
-def test_a_prompt_ahead_in_line_keeps_no_decode_from_its_token() -> None:
+def test_a_prompt_ahead_in_the_queue_delays_no_decode() -> None:
     rig = Rig(prefill_beside_decodes=3, max_num_batched_tokens=16, long_prefill_token_threshold=6)
     rig.add("long", 30)
     rig.add("b", 2)
@@ -256,12 +256,12 @@ def test_a_prompt_ahead_in_line_keeps_no_decode_from_its_token() -> None:
     assert rig.step().scheduled == {"long": 3, "b": 1, "c": 1}
 
 
-def test_a_share_beside_decodes_needs_chunks() -> None:
+def test_a_share_for_prompts_needs_chunked_prefill() -> None:
     with pytest.raises(ConfigError, match="prefill_beside_decodes"):
         Rig(prefill_beside_decodes=3, enable_chunked_prefill=False, max_num_batched_tokens=512)
 
 
-def test_rule_024_one_partial_prefill_bars_a_second_one() -> None:
+def test_rule_024_one_partial_prefill_blocks_a_second_one() -> None:
     rig = Rig(max_num_partial_prefills=1, max_num_batched_tokens=16, long_prefill_token_threshold=6)
     rig.add("a", 14)
     rig.add("b", 14)

@@ -75,7 +75,7 @@ def test_pool_equals_plain_lists(seed: int) -> None:
         assert pool.ref_count[1:].tolist() == list(plain.references.values())
 
 
-def test_content_is_taken_last_and_oldest_first() -> None:
+def test_cached_blocks_are_allocated_last_and_oldest_first() -> None:
     pool = BlockPool(6)
     first, _ = pool.allocate(3)
     second, _ = pool.allocate(2)
@@ -88,7 +88,7 @@ def test_content_is_taken_last_and_oldest_first() -> None:
     assert pool.num_free == 2
 
 
-def test_a_hit_makes_a_block_young_again() -> None:
+def test_a_hit_makes_a_block_the_most_recently_used() -> None:
     pool = BlockPool(3)
     blocks, _ = pool.allocate(3)
     pool.has_content[blocks] = True

@@ -12,7 +12,7 @@ from tests.core.test_corner_cases import preempt
 
 
 @pytest.mark.parametrize("in_row_order", [False, True])
-def test_a_small_share_for_prompts_leaves_drafts_whole(in_row_order: bool) -> None:
+def test_a_small_share_for_prompts_does_not_cut_drafts(in_row_order: bool) -> None:
     """in_row_order: a request with media in the batch has the step planned row by row."""
     rig = Rig(prefill_beside_decodes=2, encoder_budget=8, encoder_cache_tokens=8)
     rig.add("a", 4)
@@ -26,7 +26,7 @@ def test_a_small_share_for_prompts_leaves_drafts_whole(in_row_order: bool) -> No
     assert rig.step({"a": [1, 2, 3, 7]}).scheduled["a"] == 4
 
 
-def test_the_cap_for_long_prompts_leaves_drafts_whole() -> None:
+def test_the_cap_for_long_prompts_does_not_cut_drafts() -> None:
     rig = Rig(long_prefill_token_threshold=2)
     rig.add("a", 4)
     rig.add("b", 4)
@@ -37,7 +37,7 @@ def test_the_cap_for_long_prompts_leaves_drafts_whole() -> None:
 
 
 @pytest.mark.parametrize("in_row_order", [False, True])
-def test_prompts_admitted_before_the_decodes_share_what_prompts_may_take(in_row_order: bool) -> None:
+def test_prompts_admitted_before_decodes_share_the_prompts_limit(in_row_order: bool) -> None:
     rig = Rig(
         max_num_batched_tokens=8,
         long_prefill_token_threshold=3,
@@ -55,7 +55,7 @@ def test_prompts_admitted_before_the_decodes_share_what_prompts_may_take(in_row_
     assert rig.step().scheduled == {"a": 1, "b": 2, "c": 1, "d": 1}
 
 
-def test_the_cap_cuts_no_prompt_where_prompts_are_not_cut() -> None:
+def test_the_cap_has_no_effect_without_chunked_prefill() -> None:
     rig = Rig(max_num_batched_tokens=32, max_model_len=32, enable_chunked_prefill=False, long_prefill_token_threshold=5)
     rig.add("a", 4)
     rig.add("b", 12)
@@ -113,7 +113,7 @@ class NotNow(ChunkLimit):
         self.entered.append(row)
 
 
-def test_every_chunk_limit_is_asked_for_a_request_that_comes_back_from_host_memory() -> None:
+def test_every_chunk_limit_applies_to_a_request_that_is_swapped_in() -> None:
     rig = Rig(num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8)
     rig.add("a", 20)
     rig.step()
@@ -146,7 +146,7 @@ def test_a_limit_overrides_the_methods_that_it_needs() -> None:
     assert limit.rows == [0]
 
 
-def test_siblings_that_come_back_together_share_what_prompts_may_take() -> None:
+def test_siblings_that_resume_together_share_the_prompts_limit() -> None:
     """Each of the three lacks one token; next to the decode of `b`, two tokens are left for rows that enter."""
     rig = Rig(
         num_host_blocks=16,

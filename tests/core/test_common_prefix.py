@@ -19,7 +19,7 @@ def test_a_copied_tail_is_not_common() -> None:
     assert [common(rig) for _ in range(5)] == [(1,)] * 5
 
 
-def test_blocks_freed_behind_a_window_are_not_common() -> None:
+def test_blocks_freed_by_a_window_are_not_common() -> None:
     rig = Rig(groups=(KVGroupSpec(KVGroupKind.WINDOW, window=4),))
     rig.add("a", 8, n=2, max_tokens=12)
     assert common(rig) == (2,)
@@ -34,7 +34,7 @@ def test_a_row_alone_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_it_is_what_the_tables_of_a_worker_say(seed: int) -> None:
+def test_the_common_prefix_is_what_a_workers_tables_show(seed: int) -> None:
     """Random forks, prefix hits and ends, against the block tables that a worker knows."""
     rng = np.random.default_rng(seed)
     groups = (KVGroupSpec(), KVGroupSpec(KVGroupKind.WINDOW, window=6, layers=(1,)))

@@ -171,7 +171,7 @@ def test_a_step_that_computes_something_needs_its_result() -> None:
     assert rig.deliver(step).emitted == {"a": [FILL]}
 
 
-def test_hashes_of_a_replayed_request_go_with_its_end() -> None:
+def test_hashes_of_a_replayed_request_are_dropped_when_it_ends() -> None:
     """One of its sequences had ended before the engine died: it is not run again, and its tokens are not hashed."""
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", 8, max_tokens=3, n=2, prior_output=((1, 2, 3), (1,)))

@@ -61,7 +61,7 @@ def test_a_repeated_item_is_held_to_its_last_place() -> None:
     assert cache.num_reclaimable_tokens == 8
 
 
-def test_a_run_that_is_called_off_goes_to_the_next_holder_or_is_forgotten() -> None:
+def test_a_cancelled_encoder_run_passes_to_the_next_holder_or_is_dropped() -> None:
     cache = EncoderCache(8)
     one, two = state("one", ("x", 0, 2)), state("two", ("x", 0, 2))
     cache.add(one, 0)

@@ -122,7 +122,7 @@ def test_enter_and_leave_follow_the_running_batch(seed: int, monkeypatch: pytest
     assert rig.scheduler.make_stats().preemptions > 0
 
 
-def test_gates_that_the_settings_never_close_are_not_asked() -> None:
+def test_gates_that_the_settings_never_close_are_not_checked() -> None:
     rig = Rig()
     scheduler = rig.scheduler
     context = GateContext(
@@ -132,7 +132,7 @@ def test_gates_that_the_settings_never_close_are_not_asked() -> None:
     assert needed == ["LateOutputGate", "SequenceLimit"]
 
 
-def test_columns_can_be_read_by_all_and_written_by_their_owner_only() -> None:
+def test_columns_are_readable_by_all_and_writable_by_their_owner() -> None:
     rig = Rig()
     rig.add("a", 6)
     rig.step()

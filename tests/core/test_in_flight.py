@@ -19,7 +19,7 @@ def sequence_in(row: int) -> Sequence:
     return Sequence(request, 0, np.array([1], np.int32), row)
 
 
-def test_a_row_is_pinned_by_the_last_step_that_names_it_and_by_no_other() -> None:
+def test_a_row_is_pinned_only_by_the_last_step_that_contains_it() -> None:
     """Otherwise rows evicted by the step that admits them could use up the table, and hold others back."""
     in_flight = StepsInFlight()
     in_flight.opened(planned(1, [0, 1]), None)

@@ -57,7 +57,7 @@ def test_media_separate_from_the_block_they_touch_on() -> None:
     assert hashes(tokens, media=(MediaItem("y", 5, 2),))[1] != one[1]
 
 
-def test_a_fork_goes_its_own_way() -> None:
+def test_a_fork_has_hashes_of_its_own() -> None:
     chain = HashChain(make_root(SEED, None, None), 4)
     tokens = np.arange(8, dtype=np.int32)
     chain.extend(tokens, 4)
@@ -68,7 +68,7 @@ def test_a_fork_goes_its_own_way() -> None:
     assert chain.hashes[1] != twin.hashes[1]
 
 
-def test_of_equal_blocks_the_first_is_found_until_it_goes() -> None:
+def test_of_equal_blocks_the_first_is_found_until_it_is_evicted() -> None:
     marked: list[int] = []
     cache = PrefixCache(1, 0, marked.extend)
     cache.insert(0, [b"a", b"b"], [1, 2])

@@ -251,7 +251,7 @@ def test_invariants(machine: type[SchedulerMachine]) -> None:
     run_state_machine_as_test(machine, settings=QUICK)
 
 
-def test_siblings_that_return_together_need_no_encoder() -> None:
+def test_siblings_that_resume_together_need_no_encoder() -> None:
     """Three outputs of a short prompt lose their first tokens to a reset: the two that share the leader's filled
     cross-attention blocks start at 0, and the encoder's budget for one of them does not hold back the other."""
     setting = Setting(

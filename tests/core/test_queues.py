@@ -41,7 +41,7 @@ def test_removal_from_the_middle_and_the_head() -> None:
     assert queue.peek() is entries[2]
 
 
-def test_closed_adapters_are_passed_over_and_keep_their_places() -> None:
+def test_requests_of_closed_adapters_are_skipped_and_keep_their_places() -> None:
     one, two = LoraRef("one"), LoraRef("two")
     queue = RequestQueue()
     entries = [state("a", 0, one), state("b", 1, two), state("c", 2), state("d", 3, one)]
@@ -54,7 +54,7 @@ def test_closed_adapters_are_passed_over_and_keep_their_places() -> None:
     assert [entry.request_id for entry in queue] == ["a", "b", "d"]
 
 
-def test_a_hundred_thousand_that_wait_for_an_adapter_cost_a_step_nothing() -> None:
+def test_a_hundred_thousand_requests_waiting_for_an_adapter_do_not_slow_a_step() -> None:
     queue, lora = RequestQueue(), LoraRef("blocked")
     for number in range(100_000):
         queue.push(state(str(number), number, lora))
@@ -66,7 +66,7 @@ def test_a_hundred_thousand_that_wait_for_an_adapter_cost_a_step_nothing() -> No
     assert time.process_time() - begin < 0.5
 
 
-def test_the_oldest_arrival_is_known_whatever_the_order_of_the_line() -> None:
+def test_the_oldest_arrival_is_known_in_any_queue_order() -> None:
     queue = RequestQueue()
     entries = [state("a", 3), state("b", 1), state("c", 2)]
     for entry, arrival_s in zip(entries, (5.0, 9.0, 7.0), strict=True):

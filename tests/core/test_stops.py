@@ -38,7 +38,7 @@ def test_an_id_is_forgotten_with_its_last_request() -> None:
     stops.check([])
 
 
-def test_ids_that_end_nothing_are_not_looked_up() -> None:
+def test_stop_ids_that_are_not_sampled_are_not_looked_up() -> None:
     stops = StopTokens()
     stops.add(request((5,), eos=(2,), ignore_eos=True))
     stops.add(request((1 << 22, (1 << 31) - 1)))

@@ -58,7 +58,7 @@ def expected_text(prompt: str, params: SamplingParams = SHORT) -> str:
         return llm.generate(prompt, params)[0].outputs[0].text
 
 
-def test_many_at_once_each_as_if_alone() -> None:
+def test_concurrent_requests_get_the_outputs_they_get_alone() -> None:
     prompts = [f"prompt {i}" for i in range(30)]
     expected = [expected_text(prompt) for prompt in prompts]
 
@@ -72,7 +72,7 @@ def test_many_at_once_each_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", list(OutputKind))
-def test_kinds(kind: OutputKind) -> None:
+def test_deltas_join_to_the_text_and_the_other_kinds_end_with_it(kind: OutputKind) -> None:
     expected = expected_text("p")
 
     async def test(llm: AsyncEngine) -> None:
@@ -124,7 +124,7 @@ def test_cancelling_the_reader_aborts_the_request() -> None:
     run(test, step_s=0.01)
 
 
-def test_abort_tells_the_reader() -> None:
+def test_an_abort_ends_the_readers_iteration() -> None:
     async def test(llm: AsyncEngine) -> None:
         reader = asyncio.create_task(collect(llm, "p", LONG, request_id="mine"))
         await until(lambda: llm.stats().num_running == 1)
@@ -171,7 +171,7 @@ def test_a_dead_engine_fails_every_reader_and_later_requests() -> None:
     run(test, DyingExecutor(64, MAX_LEN, vocab_size=258))
 
 
-def test_a_defect_of_the_engine_is_told_as_its_death() -> None:
+def test_an_internal_error_of_the_engine_counts_as_its_death() -> None:
     class Defective(EngineCore):
         def step(self) -> Any:
             raise KeyError("a defect")
@@ -190,7 +190,7 @@ def test_a_defect_of_the_engine_is_told_as_its_death() -> None:
         asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_what_goes_wrong_while_loading_is_raised_by_start() -> None:
+def test_an_error_while_loading_is_raised_by_start() -> None:
     def build() -> EngineCore:
         raise ConfigError("no such model")
 

@@ -237,14 +237,14 @@ def test_schedules_of_a_real_model(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_decoded_is_as_prefilled(llama: Path, mode: str) -> None:
+def test_decoding_gives_the_same_bits_as_prefilling(llama: Path, mode: str) -> None:
     """The logits of a decode step are those of a prompt that ends there, in one piece or in several."""
     decoded_is_prefilled(llama, [each for each in tiny_watched() if len(each.prompt) in (7, 75, 250)], MODES[mode])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16", "int8", "int8 kv"])
-def test_decoded_is_as_prefilled_by_a_real_model(mode: str) -> None:
+def test_decoding_gives_the_same_bits_as_prefilling_with_a_real_model(mode: str) -> None:
     watched = watched_requests(49152, [7, 75, 250])
     decoded_is_prefilled(cached_model("smollm2-135m"), watched, MODES[mode])
 

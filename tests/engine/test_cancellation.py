@@ -40,7 +40,7 @@ def num_used(core: EngineCore) -> tuple[int, int]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("state", STATES)
-def test_its_blocks_are_free_within_two_steps(state: str, depth: int) -> None:
+def test_an_aborted_requests_blocks_are_free_within_two_steps(state: str, depth: int) -> None:
     settings, prompt, num_seqs, is_reached = STATES[state]
     core = make_core(
         lambda rows: FakeExecutor(rows, MAX_LEN + 1, BLOCK, vocab_size=1000),

@@ -63,7 +63,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(settings: dict[str, obje
     assert not core.has_unfinished_requests()
 
 
-def test_ends_by_stop_token_eos_and_from_outside() -> None:
+def test_sequences_end_by_stop_token_eos_and_from_outside() -> None:
     text = prompts(1)[0]
     truth = expected(text, 30, 0)
     core = make_core(fake)
@@ -86,7 +86,7 @@ def test_ends_by_stop_token_eos_and_from_outside() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_abort_ends_in_silence_and_leaves_the_others(depth: int) -> None:
+def test_an_aborted_request_ends_without_output_and_others_continue(depth: int) -> None:
     core = make_core(fake, pipeline_depth=depth, async_scheduling=depth > 1)
     texts = prompts(3)
     requests = [request(i, text, SamplingParams(max_tokens=12)) for i, text in enumerate(texts)]
@@ -103,7 +103,7 @@ def test_abort_ends_in_silence_and_leaves_the_others(depth: int) -> None:
         assert answers.tokens[f"r{i}", 0] == expected(texts[i], 12, 0)
 
 
-def test_ids_that_the_model_does_not_have_never_get_in() -> None:
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     core = make_core(fake)
     good = SamplingParams(max_tokens=2)
     for number, (prompt, sampling, what) in enumerate(
@@ -198,7 +198,7 @@ def test_a_step_that_raises_while_a_request_forks_ends_all_its_sequences(depth: 
     assert not core.has_unfinished_requests()
 
 
-def test_after_a_step_that_raises_in_mid_prompt_the_sequences_without_a_row_begin_again() -> None:
+def test_after_a_step_that_raises_in_mid_prompt_the_sequences_without_a_row_start_over() -> None:
     core = make_core(lambda rows: FailingExecutor(rows, 7), max_num_seqs=8, max_num_batched_tokens=16)
     texts = [[6, 5, 7], [5] * 40]
     answers = drive(core, [request(i, text, SamplingParams(max_tokens=6, n=3)) for i, text in enumerate(texts)])
@@ -209,7 +209,7 @@ def test_after_a_step_that_raises_in_mid_prompt_the_sequences_without_a_row_begi
         assert answers.tokens["r1", sequence] == expected(texts[1], 6, sequence)
 
 
-def test_sequences_that_fork_from_a_doubtful_prefix_fail_too() -> None:
+def test_sequences_that_fork_from_a_failed_prefix_fail_too() -> None:
     core = make_core(lambda rows: FailingExecutor(rows, 7), pipeline_depth=2, async_scheduling=True)
     head = list(range(10, 30))
     core.add_request(request(0, [*head, 7], SamplingParams(max_tokens=6)))
@@ -224,7 +224,7 @@ def test_sequences_that_fork_from_a_doubtful_prefix_fail_too() -> None:
         assert ("r1", sequence) not in answers.tokens
 
 
-def test_who_shared_a_prefix_with_a_failed_step_fails_too() -> None:
+def test_requests_that_shared_a_prefix_with_a_failed_step_fail_too() -> None:
     core = make_core(lambda rows: FailingExecutor(rows, 7), pipeline_depth=2, async_scheduling=True)
     head = list(range(10, 30))
     core.add_request(request(0, [*head, 7], SamplingParams(max_tokens=6)))
@@ -242,7 +242,7 @@ def test_who_shared_a_prefix_with_a_failed_step_fails_too() -> None:
     assert answers.tokens["r2", 0] == expected([5, 6, 8], 6, 0)
 
 
-def test_a_dead_worker_is_the_callers_business() -> None:
+def test_a_dead_worker_is_reported_to_the_caller() -> None:
     core = make_core(lambda rows: FailingExecutor(rows, 7, error=WorkerDied("gone")))
     with pytest.raises(WorkerDied, match="gone"):
         drive(core, [request(0, [5, 7], SamplingParams(max_tokens=6))])
@@ -267,7 +267,7 @@ def test_stats_and_cache_reset() -> None:
     assert not core.reset_prefix_cache()
 
 
-def test_decisions_can_be_read_when_they_were_asked_for() -> None:
+def test_the_decision_log_can_be_read_when_it_is_enabled() -> None:
     core = make_core(fake, decision_log_steps=4)
     drive(core, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
     assert any(decision.request_id == "r0" for step in core.explain for decision in step.decisions)

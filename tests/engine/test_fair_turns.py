@@ -54,7 +54,7 @@ def test_cancelled_calls_leave_the_queue_and_lose_no_turn() -> None:
     asyncio.run(run())
 
 
-def test_a_turn_given_to_a_call_that_is_cancelled_at_that_moment_goes_on() -> None:
+def test_a_turn_of_a_call_that_is_cancelled_passes_to_the_next_call() -> None:
     async def run() -> None:
         turns = FairTurns(1)
         await turns.take("a")

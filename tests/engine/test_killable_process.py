@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_one_child_answers_until_it_says_that_it_ends(process: KillableProcess) -> None:
+def test_one_child_answers_until_it_announces_its_end(process: KillableProcess) -> None:
     replies = [ask(process, "hello") for _ in range(6)]
     assert all(reply[0] == "started" and reply[3] == "hello" for reply in replies)
     assert [int(reply[2]) for reply in replies] == [1, 2, 3, 4, 5, 1]
@@ -44,7 +44,7 @@ def test_one_child_answers_until_it_says_that_it_ends(process: KillableProcess) 
 
 
 @pytest.mark.parametrize("work", ["sleep 60", "loop"])
-def test_work_that_does_not_end_is_killed_at_the_deadline(process: KillableProcess, work: str) -> None:
+def test_work_that_does_not_finish_is_killed_at_the_deadline(process: KillableProcess, work: str) -> None:
     pid = int(ask(process, "hello")[1])
     with pytest.raises(TimeoutError):
         ask(process, work, 0.3)
@@ -72,7 +72,7 @@ def test_memory_is_bounded(process: KillableProcess) -> None:
     assert ask(process, "hello")
 
 
-def test_a_message_that_cannot_be_made_costs_no_child(process: KillableProcess) -> None:
+def test_a_message_that_cannot_be_built_kills_no_child(process: KillableProcess) -> None:
     def message(is_first: bool) -> bytes:
         raise KeyError("no message")
 

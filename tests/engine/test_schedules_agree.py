@@ -169,7 +169,7 @@ def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"num_blocks": 22, "preemption_mode": "recompute"}], ids=["roomy", "preempting"]
 )
-def test_drafts_right_or_wrong_change_nothing(
+def test_neither_right_nor_wrong_drafts_change_the_output(
     model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object]
 ) -> None:
     core = engine(model, num_lookahead_slots=3, **options)
@@ -247,7 +247,7 @@ def test_the_controller_changes_no_token(
     assert answers.tokens == alone
 
 
-def test_an_equal_draft_model_is_always_right(model: Path, alone: dict[tuple[str, int], list[int]]) -> None:
+def test_all_drafts_of_an_equal_model_are_accepted(model: Path, alone: dict[tuple[str, int], list[int]]) -> None:
     """It draws with the same random numbers: sampled tokens agree too, not only greedy ones."""
     config = {"model": str(model), "num_speculative_tokens": 4, "adaptive": False}
     core = engine(model, speculative_config=config)
@@ -260,7 +260,7 @@ def test_an_equal_draft_model_is_always_right(model: Path, alone: dict[tuple[str
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_abort_and_later_requests_are_no_trouble(
+def test_drafts_of_an_aborted_request_do_not_reach_the_next_one(
     model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str
 ) -> None:
     """Rows are given to other requests while drafts for them are on their way."""

@@ -106,7 +106,7 @@ def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode([token for token in tokens if token != EOS])
 
 
-def test_what_ends_is_valid(expected: Trace, tokenizer: Tokenizer) -> None:
+def test_complete_outputs_are_valid(expected: Trace, tokenizer: Tokenizer) -> None:
     """Each sequence alone: JSON validates, choices are choices, expressions match."""
     num_ended = 0
     for each in watched_requests():

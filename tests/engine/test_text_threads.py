@@ -40,7 +40,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("num_chars", [SHORT, LONG])
-def test_queued_calls_whose_clients_have_gone_never_run(num_chars: int) -> None:
+def test_queued_calls_of_disconnected_clients_never_run(num_chars: int) -> None:
     async def run() -> None:
         threads = TextThreads()
         calls = Calls(threads, num_chars)

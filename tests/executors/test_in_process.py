@@ -60,7 +60,7 @@ def test_overlap_returns_before_the_step_is_done() -> None:
     executor.shutdown()
 
 
-def test_shutdown_fails_what_has_not_begun() -> None:
+def test_shutdown_fails_steps_that_have_not_begun() -> None:
     gate = threading.Event()
     log = StepLog(gate)
     executor = InProcessExecutor(log, overlap=True)
@@ -75,7 +75,7 @@ def test_shutdown_fails_what_has_not_begun() -> None:
     assert log.events == ["start", 1, "shutdown"]
 
 
-def test_a_worker_that_does_not_start_says_why() -> None:
+def test_a_worker_that_does_not_start_gives_the_reason() -> None:
     class Broken(StepLog):
         def start(self) -> None:
             raise MemoryError("no room")

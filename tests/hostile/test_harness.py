@@ -59,7 +59,7 @@ def test_cases_are_of_all_kinds_and_sizes() -> None:
     assert {case.expect for case in cases} == set(Expect)
 
 
-def test_what_is_no_json_is_written_as_it_is() -> None:
+def test_a_body_that_is_not_json_is_written_as_it_is() -> None:
     value = {"a": [Raw(b"NaN"), "\ud800", Flood("x{}", 2, fresh=True), Flood(1, 3)], "b": Deep(2, as_objects=True)}
     assert write(value) == b'{"a":[NaN,"\\ud800",["x0","x1"],[1,1,1]],"b":{"a":{"a":1}}}'
     assert write(Pairs((("a", 1), ("a", 2)))) == b'{"a":1,"a":2}'
@@ -93,7 +93,7 @@ def test_bad_answers_are_found(outcome: Outcome, found: str) -> None:
     assert (found in said) if found else not said
 
 
-def test_a_request_that_never_was_complete_is_not_served() -> None:
+def test_an_incomplete_request_is_not_served() -> None:
     case = Case("0:0", "", "", (b"",), expect=Expect.REFUSED)
     assert problems(case, Outcome([Answer(200, {}, b"{}", True)]))
     assert not problems(case, Outcome([Answer(408, {}, GOOD_ERROR, True)]))
@@ -130,7 +130,7 @@ def test_a_blocked_loop_is_a_stall_and_its_stack_is_kept(tmp_path: Path) -> None
     assert any("time.sleep(block_s)" in "".join(stall["stack"]) for stall in stalls)
 
 
-def test_waiting_for_a_core_is_no_stall(tmp_path: Path) -> None:
+def test_waiting_for_a_core_is_not_a_stall(tmp_path: Path) -> None:
     """Four processes compute on the one core that the loop may use: it waits, and is not blamed."""
     core = min(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
@@ -161,7 +161,7 @@ def test_a_census_counts_what_containers_hold(tmp_path: Path) -> None:
     del journals
 
 
-def test_an_engine_that_leaks_is_found_out(tmp_path: Path) -> None:
+def test_an_engine_that_leaks_is_detected(tmp_path: Path) -> None:
     with watched_serving(tmp_path, *FAKE_FLAGS, engine="tests.hostile.leaking_engine") as (server, stalls):
 
         def ask(num_requests: int) -> None:

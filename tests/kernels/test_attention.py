@@ -81,9 +81,7 @@ def test_the_largest_head(native: NativeOps, reference: ReferenceOps) -> None:
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_stays_none_and_harms_no_other_row(
-    fast: Ops, bad: float, int8_cache: bool, where: str
-) -> None:
+def test_nan_stays_nan_and_affects_no_other_row(fast: Ops, bad: float, int8_cache: bool, where: str) -> None:
     geometry = Geometry(4, 2, 64, 16, BF16, int8_cache)
     rows = [Sequence.random(geometry, 40, seed) for seed in range(2)]
     clean = PagedRows(fast, geometry, rows).step([(0, 40), (1, 40)], 0.1)
@@ -94,7 +92,7 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(
     assert torch.equal(got[40:], clean[40:])
 
 
-def test_even_the_sign_of_a_zero_is_the_rows_own(native: NativeOps) -> None:
+def test_even_the_sign_of_a_zero_depends_only_on_the_row(native: NativeOps) -> None:
     """Values so small that products vanish: sums of nothing but -0, and of -0 with a segment that saw nothing."""
     geometry = Geometry(6, 2, 64, 16, BF16)
     row = Sequence.random(geometry, 600, 3)
@@ -150,7 +148,7 @@ def test_bits_do_not_depend_on_threads(native: NativeOps) -> None:
 
 @pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_what_lies_outside_a_row_is_never_read(fast: Ops, dtype: torch.dtype, int8_cache: bool) -> None:
+def test_memory_outside_a_row_is_never_read(fast: Ops, dtype: torch.dtype, int8_cache: bool) -> None:
     """NaN in every slot the row has not written, in the null block, and before its window."""
     geometry = Geometry(4, 2, 32, 16, dtype, int8_cache)
     row = Sequence.random(geometry, 83, 0)

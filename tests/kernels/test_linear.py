@@ -53,9 +53,7 @@ def test_equals_reference(
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kind", [*DTYPES, *QUANTIZED], ids=str)
-def test_what_is_no_number_stays_none_and_harms_no_other_row(
-    native: NativeOps, kind: torch.dtype | str, bad: float
-) -> None:
+def test_nan_stays_nan_and_affects_no_other_row(native: NativeOps, kind: torch.dtype | str, bad: float) -> None:
     torch.manual_seed(0)
     weight = any_weight(native, kind, 96, 130)
     x = torch.randn(20, 130).to(kind if isinstance(kind, torch.dtype) else torch.bfloat16)
@@ -113,7 +111,7 @@ def test_a_row_has_the_same_bits_in_any_batch(native: NativeOps, kind: torch.dty
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, "q8", "q4_min"], ids=str)
-def test_threads_change_no_bit_however_the_work_is_cut(native: NativeOps, kind: torch.dtype | str) -> None:
+def test_bits_do_not_depend_on_threads_or_how_work_is_divided(native: NativeOps, kind: torch.dtype | str) -> None:
     """Cuts that leave remainders of rows and of panels, for fewer and for more threads than there are pieces."""
     torch.manual_seed(0)
     for in_features, out_features in ((160, 32), (160, 17), (100, 300), (1536, 576)):
@@ -126,7 +124,7 @@ def test_threads_change_no_bit_however_the_work_is_cut(native: NativeOps, kind: 
                 assert torch.equal(NativeOps(native.library, threads).logits(x, weight), expected), (rows, threads)
 
 
-def test_rows_may_stand_apart(native: NativeOps) -> None:
+def test_rows_may_be_strided(native: NativeOps) -> None:
     """x may be a slice of wider rows, at any offset."""
     torch.manual_seed(0)
     for kind in (*DTYPES, *QUANTIZED):
@@ -142,7 +140,7 @@ def test_no_rows(native: NativeOps) -> None:
     assert native.linear(torch.empty(0, 16), weight).shape == (0, 8)
 
 
-def test_weights_stand_on_aligned_pages(native: NativeOps) -> None:
+def test_weights_are_aligned_to_pages(native: NativeOps) -> None:
     weight = native.prepare_linear(torch.randn(40, 16))
     assert isinstance(weight, PackedWeight)
     assert weight.panels.data_ptr() % 4096 == 0

@@ -164,7 +164,7 @@ def test_more_pairs_than_one_block_holds(native: NativeOps) -> None:
 
 @pytest.mark.parametrize("where", ["x", "router_logits"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_token_that_is_not_finite_harms_no_other(native: NativeOps, where: str, bad: float) -> None:
+def test_a_token_that_is_not_finite_affects_no_other(native: NativeOps, where: str, bad: float) -> None:
     given = {"x": draw(20, 64), "router_logits": draw(20, 4, seed=1)}
     gate_up = experts_of(native, draw(4, 64, 64, seed=2), F32)
     down = experts_of(native, draw(4, 64, 32, seed=3), F32)

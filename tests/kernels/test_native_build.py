@@ -49,21 +49,25 @@ def test_built_once_and_again_when_a_source_changes(
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]  # no litter
 
 
-def test_two_may_race(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+def test_two_builds_may_race(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         builds = [pool.submit(build.build, tmp_path / "cache", compiler) for _ in range(2)]
     assert builds[0].result() == builds[1].result()
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_a_source_that_does_not_compile_says_so(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+def test_a_source_that_does_not_compile_shows_the_compilers_error(
+    tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path
+) -> None:
     (tiny_kernels / "native" / "broken.cpp").write_text("int main( {")
     with pytest.raises(build.NativeUnavailable, match=r"broken\.cpp"):
         build.build(tmp_path / "cache", compiler)
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_no_place_to_keep_the_library(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_written_is_an_error(
+    tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(build.NativeUnavailable, match="cannot write compiled kernels"):
         build.build(tmp_path / "file" / "cache", compiler)
@@ -224,7 +228,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or bits", *t
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_memory_lies_on_huge_pages_where_the_system_has_them() -> None:
+def test_memory_uses_huge_pages_if_the_system_has_them() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("this system gives no huge pages")

@@ -93,7 +93,7 @@ def test_mask_logits(native: NativeOps, sampling: NativeSampling, vocab: int) ->
     assert results[0][3, vocab:].equal(wide[3, vocab:])
 
 
-def test_mask_logits_refuses_what_would_leave_its_memory(sampling: NativeSampling) -> None:
+def test_mask_logits_refuses_rows_outside_its_memory(sampling: NativeSampling) -> None:
     logits, bits = torch.zeros(3, 70), np.zeros((2, 3), np.int32)
     for draws, wrong in (([0, 3], bits), ([-1, 0], bits), ([0], bits), ([0, 1], bits[:, :2])):
         with pytest.raises(InvariantBroken, match="mask_logits"):
@@ -127,14 +127,14 @@ def test_top_logprobs(sampling: NativeSampling, vocab: int, k: int) -> None:
     assert (got.token_ids == want.token_ids)[finite].all()
 
 
-def test_logprobs_of_rows_that_are_no_numbers(sampling: NativeSampling) -> None:
+def test_logprobs_of_rows_with_nan(sampling: NativeSampling) -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     logits[1, 50] = torch.nan
     got = sampling.top_logprobs(logits, np.array([50, 50, 50]), 3)
     assert np.isnan(got.logprobs).all(axis=1).tolist() == [False, True, False]
 
 
-def test_logprobs_of_equals_name_the_lower_id_first(sampling: NativeSampling) -> None:
+def test_equal_logprobs_are_ordered_by_id(sampling: NativeSampling) -> None:
     got = sampling.top_logprobs(torch.zeros(1, 200), np.array([7]), 4)
     assert got.token_ids.tolist() == [[7, 0, 1, 2, 3]]
     assert got.ranks.tolist() == [1]

@@ -93,7 +93,7 @@ def test_a_kernel_that_disagrees_does_not_compile(
         compile_one()
 
 
-def test_a_struct_laid_out_otherwise_does_not_compile(
+def test_a_struct_with_another_layout_does_not_compile(
     one_kernel: Path, compile_one: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = header.header()

@@ -154,7 +154,7 @@ def test_a_program_may_have_several_results(native: NativeOps) -> None:
         (lambda ops, b, kv: unknown_metadata(ops, b, kv), "metadata that is not the batch's"),
     ],
 )
-def test_what_cannot_be_recorded_says_why(native: NativeOps, forward: Forward, said: str) -> None:
+def test_a_forward_that_cannot_be_recorded_gives_the_reason(native: NativeOps, forward: Forward, said: str) -> None:
     with pytest.raises(NotRecordable, match=said):
         record(native, forward, batch_of(STEPS[0]), caches()[0])
 

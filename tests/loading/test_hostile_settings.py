@@ -223,7 +223,7 @@ def test_a_chat_template_that_python_cannot_compile() -> None:
 
 
 @pytest.mark.parametrize("stated", ["</s>", [[1]], -1, {"id": 1}], ids=str)
-def test_end_tokens_beside_a_tokenizer(tmp_path: Path, stated: object) -> None:
+def test_end_tokens_of_a_tokenizers_folder(tmp_path: Path, stated: object) -> None:
     message = refusal(load, tmp_path, tokenizer_json(), generation_config={"eos_token_id": stated})
     assert "generation_config.json: eos_token_id = " in message
 
@@ -243,7 +243,7 @@ def test_the_deadline_ends_a_regex_that_is_slow_and_never_gives_up() -> None:
         check_regexes(backend, "here", deadline_s=0.01)
 
 
-def test_a_text_on_which_the_library_gives_up_is_a_refused_request(tmp_path: Path) -> None:
+def test_a_text_that_the_library_cannot_encode_is_a_refused_request(tmp_path: Path) -> None:
     """Llama 3's own pattern needs more steps than the library allows for 16 million spaces."""
     from pagoda.engine.tokenizers.tokenizer_regexes import LLAMA3
 

@@ -47,7 +47,7 @@ def test_gemma3_4b_leaves_out_what_equals_the_first_release(tmp_path: Path):
     assert facts.attention_scale == 256**-0.5
 
 
-def test_gemma3_270m_as_its_config_says_it(tmp_path: Path):
+def test_gemma3_270m_is_read_from_its_config(tmp_path: Path):
     facts = read(
         tmp_path,
         architectures=["Gemma3ForCausalLM"],
@@ -71,7 +71,7 @@ def test_gemma3_270m_as_its_config_says_it(tmp_path: Path):
     assert (facts.attention_softcap, facts.logit_softcap) == (0.0, 0.0)
 
 
-def test_a_window_no_shorter_than_the_context_is_none(tmp_path: Path):
+def test_a_window_as_long_as_the_context_is_dropped(tmp_path: Path):
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     values = {**shape, "vocab_size": 9, "max_position_embeddings": 4096, "architectures": ["MistralForCausalLM"]}
     assert read(tmp_path, **values, sliding_window=4096).spec.layer_windows == (0, 0)

@@ -47,7 +47,7 @@ def test_wheel_with_two_models(tmp_path: Path) -> None:
         resolve_model(config("pypi:two", tmp_path))
 
 
-def test_emptied_cache_folder_says_the_remedy(tmp_path: Path) -> None:
+def test_an_emptied_cache_folder_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "wheels" / "some-model-1.0").mkdir(parents=True)
     with pytest.raises(ConfigError, match="remove it to fetch the model again"):
         resolve_model(config("pypi:some-model", tmp_path))

@@ -103,7 +103,7 @@ def test_rope_scaling_from_metadata(name: str, metadata: dict[str, object], tmp_
     assert torch.equal(logits(tmp_path / "model.gguf"), logits(folder))
 
 
-def test_weights_are_weighed_without_being_read(tmp_path: Path):
+def test_the_memory_of_weights_is_known_without_reading_them(tmp_path: Path):
     model = make_model("llama")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     folder = identify(save(model, tmp_path / "folder"))
@@ -118,6 +118,6 @@ def test_weights_are_weighed_without_being_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe", "olmoe"])
-def test_a_model_is_called_what_its_architecture_is(name: str, tmp_path: Path):
+def test_a_models_class_is_named_after_its_architecture(name: str, tmp_path: Path):
     architecture, config = read_architecture(identify(save(make_model(name), tmp_path)))
     assert config.spec.architecture == architecture.name == name.replace("-", "_")

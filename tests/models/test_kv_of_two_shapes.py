@@ -79,7 +79,7 @@ def made(kernels: str) -> EagerForward:
     return EagerForward(model, ops)
 
 
-def test_groups_are_told_apart_by_shape() -> None:
+def test_groups_are_distinguished_by_shape() -> None:
     groups = Two().kv_groups
     assert [(group.kind, group.window, group.layers, group.shape) for group in groups] == [
         (KVGroupKind.FULL, 0, (0, 2), KVShape(2, 16, 16)),

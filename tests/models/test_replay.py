@@ -115,7 +115,7 @@ def test_same_bits_on_an_int8_cache(library, folders, name: str) -> None:
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_a_row_has_the_same_bits_in_any_company(library, folders, name: str, quantization: str | None) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(library, folders, name: str, quantization: str | None) -> None:
     """Compare a prompt in one chunk and alone with chunks next to other rows and another number of threads."""
     alone = both(folders(name), NativeOps(library, threads=1), torch.bfloat16, quantization)[1]
     batched = both(folders(name), NativeOps(library, threads=2), torch.bfloat16, quantization)[1]
@@ -171,7 +171,7 @@ def test_measured_times_add_up(library, folders) -> None:
     assert sum(seconds.values()) <= total_s
 
 
-def test_another_cache_is_recorded_anew(library, folders) -> None:
+def test_another_cache_is_recorded_again(library, folders) -> None:
     plain, replayed = both(folders("llama"), NativeOps(library, threads=1), torch.float32)
     first, second = run(replayed, torch.float32), run(replayed, torch.float32)
     for got, again, expected in zip(first, second, run(plain, torch.float32), strict=True):
@@ -216,7 +216,7 @@ def test_other_positions_than_the_batchs_are_not_recorded(library, folders, capl
     assert "arithmetic on a tensor" in caplog.text
 
 
-def test_slots_are_taken_again_but_never_while_needed() -> None:
+def test_slots_are_reused_but_never_while_in_use() -> None:
     """Random programs: replaying on slots gives what giving every value its own memory gives."""
     generator = torch.Generator().manual_seed(5)
 

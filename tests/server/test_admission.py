@@ -13,7 +13,7 @@ def refuse(admission: Admission, requests: int, tokens: int, key: str = "") -> s
     return caught.value.reason
 
 
-def test_requests_and_tokens_are_bounded_and_given_back() -> None:
+def test_requests_and_tokens_are_bounded_and_released() -> None:
     admission = Admission(AdmissionLimits(max_requests=2, max_tokens=100))
     with admission.admit(1, 60, ""):
         assert refuse(admission, 1, 41) == "tokens"
@@ -23,7 +23,7 @@ def test_requests_and_tokens_are_bounded_and_given_back() -> None:
     assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 
-def test_a_place_is_given_back_after_an_error() -> None:
+def test_a_place_is_released_after_an_error() -> None:
     admission = Admission(AdmissionLimits(max_requests=1))
     with pytest.raises(KeyError), admission.admit(1, 1, ""):
         raise KeyError
@@ -45,7 +45,7 @@ def test_keys_have_their_own_limits() -> None:
             pass
 
 
-def test_the_rate_of_a_key_says_when_to_come_back() -> None:
+def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
     admission = Admission(AdmissionLimits(requests_per_minute_per_key=2))
     for _ in range(2):
         with admission.admit(1, 1, "a"):
@@ -59,7 +59,7 @@ def test_the_rate_of_a_key_says_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_requests", "max_requests_per_key", "requests_per_minute_per_key"])
-def test_what_would_never_fit_is_no_refusal_but_an_error(limit: str) -> None:
+def test_a_request_that_can_never_fit_is_an_error_not_a_refusal(limit: str) -> None:
     admission = Admission(AdmissionLimits(**{limit: 3}))
     admission.check_size(3)
     with pytest.raises(RequestError, match="4 outputs"):

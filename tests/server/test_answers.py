@@ -122,7 +122,7 @@ def test_planned_routes_and_unknown_paths_answer_with_errors(fake_server: LiveSe
         check(page, error, json.loads(text))
 
 
-def test_a_field_that_the_page_does_not_name_is_found(page: dict[str, Any]) -> None:
+def test_a_field_missing_from_the_openapi_page_is_found(page: dict[str, Any]) -> None:
     """The check itself can fail."""
     schema = page["components"]["schemas"]["VersionResponse"]
     check(page, schema, {"version": "1"})

@@ -147,7 +147,7 @@ def test_the_load_generator_draws_what_it_measured(fake_server: LiveServer, tmp_
         (("--goodput", "speed:3"), "the metric must be one of"),
     ],
 )
-def test_the_load_generator_says_in_one_line_why_there_is_no_measurement(flags: tuple[str, ...], said: str) -> None:
+def test_the_load_generator_explains_a_missing_measurement_in_one_line(flags: tuple[str, ...], said: str) -> None:
     done = bench("--base-url", "http://127.0.0.1:9", *flags)
     assert done.returncode in (1, 2)
     assert said in done.stderr

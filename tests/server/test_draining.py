@@ -65,7 +65,7 @@ def test_new_requests_get_503_until_the_last_one_ends(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_at_the_deadline_every_request_is_told(tmp_path: Path) -> None:
+def test_at_the_deadline_every_request_gets_an_error(tmp_path: Path) -> None:
     """A JSON 503 or an error event; also where the body is still arriving."""
 
     async def main(server: LiveServer) -> None:

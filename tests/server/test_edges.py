@@ -60,13 +60,13 @@ def metric(server: LiveServer, name: str, **labels: str) -> float:
     return 0.0
 
 
-def test_headers_end_or_the_connection_does(fake_server: LiveServer) -> None:
+def test_headers_that_are_too_large_are_a_431(fake_server: LiveServer) -> None:
     assert b" 431 " in talk(fake_server, b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 600_000)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n"
     assert b" 431 " in talk(fake_server, whole, until=b" 431 ")
 
 
-def test_a_body_larger_than_the_limit_is_413_said_or_not(fake_server: LiveServer) -> None:
+def test_a_body_above_the_limit_is_413_with_or_without_content_length(fake_server: LiveServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     assert b" 413 " in talk(fake_server, head + b"Content-Length: 99999999\r\n\r\n", until=b" 413 ")
     chunks = (b"100000\r\n" + b"x" * 0x100000 + b"\r\n") * 17 + b"0\r\n\r\n"
@@ -108,7 +108,7 @@ def test_a_connection_serves_one_request_after_the_other(fake_server: LiveServer
     assert answer.count(b"[DONE]") == 2
 
 
-def test_who_sends_no_more_is_a_leaver(fake_server: LiveServer) -> None:
+def test_a_half_closed_connection_counts_as_disconnected(fake_server: LiveServer) -> None:
     """A half-closed connection counts as closed, as uvicorn and proxies have it."""
     with socket.create_connection(("127.0.0.1", port_of(fake_server)), 5) as connection:
         connection.sendall(request_bytes({**LONG, "stream": True}))
@@ -117,7 +117,7 @@ def test_who_sends_no_more_is_a_leaver(fake_server: LiveServer) -> None:
         fake_server.wait_idle(5)
 
 
-def test_a_second_request_under_a_live_id_is_refused_and_the_first_goes_on(fake_server: LiveServer) -> None:
+def test_a_second_request_with_an_id_in_use_is_refused_and_the_first_continues(fake_server: LiveServer) -> None:
     body = {**LONG, "request_id": "twice"}
     got: list[tuple[int, Any]] = []
     thread = threading.Thread(target=lambda: got.append(fake_server.post("/v1/completions", body)))
@@ -132,7 +132,7 @@ def test_a_second_request_under_a_live_id_is_refused_and_the_first_goes_on(fake_
     assert (status, answer["usage"]["completion_tokens"]) == (200, 1990)
 
 
-def test_the_same_header_from_two_clients_is_no_collision(fake_server: LiveServer) -> None:
+def test_the_same_request_id_header_from_two_clients_does_not_collide(fake_server: LiveServer) -> None:
     got: list[tuple[int, Any]] = []
 
     def ask() -> None:
@@ -170,7 +170,7 @@ def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
     assert generated >= 6 * 8
 
 
-def test_a_request_larger_than_the_cache_is_its_callers_fault(tmp_path: Path) -> None:
+def test_a_request_larger_than_the_cache_is_a_400(tmp_path: Path) -> None:
     flags = ("--distributed-executor-backend", "fake", "--num-blocks", "20", "--max-model-len", "300")
     with serving(tmp_path, *flags, "--server-limits.max-queued-requests", "3") as server:
         status, answer = server.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 4, "n": 4})
@@ -185,7 +185,7 @@ def test_templates_of_callers_are_refused_unless_trusted(keyed_server: LiveServe
         assert "--trust-request-chat-template" in answer["error"]["message"]
 
 
-def test_the_openapi_page_tells_of_streams_errors_and_keys(keyed_server: LiveServer) -> None:
+def test_the_openapi_page_describes_streams_errors_and_keys(keyed_server: LiveServer) -> None:
     request = urllib.request.Request(f"{keyed_server.url}/openapi.json", headers={"Authorization": "Bearer one"})
     with urllib.request.urlopen(request, timeout=10) as response:
         schema = json.load(response)
@@ -198,7 +198,7 @@ def test_the_openapi_page_tells_of_streams_errors_and_keys(keyed_server: LiveSer
         assert {"400", "401", "429", "503"} <= set(responses)
 
 
-def test_a_browser_asks_without_the_key(keyed_server: LiveServer) -> None:
+def test_a_preflight_request_needs_no_key(keyed_server: LiveServer) -> None:
     preflight = urllib.request.Request(
         f"{keyed_server.url}/v1/models",
         method="OPTIONS",
@@ -250,7 +250,7 @@ def test_a_browser_can_read_refusals(tmp_path: Path) -> None:
         assert "access-control-allow-origin" not in ask("https://b.example", TEXT, {})[1]
 
 
-def test_without_being_asked_no_cors_header_is_sent(fake_server: LiveServer) -> None:
+def test_no_cors_header_is_sent_by_default(fake_server: LiveServer) -> None:
     request = urllib.request.Request(f"{fake_server.url}/health", headers={"Origin": "https://a.example"})
     with urllib.request.urlopen(request, timeout=10) as response:
         assert "access-control-allow-origin" not in response.headers
@@ -297,7 +297,7 @@ def test_a_server_without_an_engine_answers_and_ends(tmp_path: Path) -> None:
         assert "pagoda: the engine process ended with exit code" in server.log.read_text()
 
 
-def test_sigterm_ends_a_server_that_has_no_engine_just_then(tmp_path: Path) -> None:
+def test_sigterm_ends_a_server_while_its_engine_restarts(tmp_path: Path) -> None:
     with serving(tmp_path, *FLAGS) as server:
         server.kill_engine()
         server.process.send_signal(signal.SIGTERM)

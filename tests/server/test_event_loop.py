@@ -104,7 +104,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServ
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_large_request_does_not_keep_the_loop(watched: tuple[LiveServer, StallReader], name: str) -> None:
+def test_a_large_request_does_not_block_the_event_loop(watched: tuple[LiveServer, StallReader], name: str) -> None:
     server, stalls = watched
     path, body, expected = CASES[name]
     stalls.take()

@@ -50,7 +50,7 @@ async def health(session: aiohttp.ClientSession) -> int:
         return response.status
 
 
-def test_a_killed_engine_is_a_pause_and_no_more(tmp_path: Path) -> None:
+def test_a_killed_engine_only_causes_a_pause(tmp_path: Path) -> None:
     async def load(server: LiveServer, kills: int) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:
             tasks = [asyncio.create_task(stream(session, i, 1800, 1 + i % 3)) for i in range(16)]
@@ -80,7 +80,7 @@ async def read_to_end(reader: asyncio.StreamReader) -> None:
         pass
 
 
-def test_a_storm_of_leavers_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_many_disconnecting_clients_leave_nothing_behind(tmp_path: Path) -> None:
     """200 clients on a cache far too small for them leave at random times, half of them with a reset.
 
     The second hundred stay until requests were seen running, waiting and swapped out, however slow the machine is.
@@ -132,7 +132,7 @@ def test_a_storm_of_leavers_leaves_nothing_behind(tmp_path: Path) -> None:
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 5})[0] == 200
 
 
-def test_a_slow_reader_holds_back_only_itself(fake_server: LiveServer) -> None:
+def test_a_slow_reader_delays_only_itself(fake_server: LiveServer) -> None:
     async def main() -> float:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(fake_server.url.rsplit(":", 1)[1]))
         body = json.dumps({"prompt": "x", "max_tokens": 1900, "stream": True, "ignore_eos": True}).encode()
@@ -154,7 +154,7 @@ def test_a_slow_reader_holds_back_only_itself(fake_server: LiveServer) -> None:
     fake_server.wait_idle(10)
 
 
-def test_who_never_reads_does_not_keep_a_place(tmp_path: Path) -> None:
+def test_a_client_that_never_reads_is_dropped(tmp_path: Path) -> None:
     body = {"prompt": "x", "max_tokens": 1900, "n": 64, "stream": True, "ignore_eos": True, "return_token_ids": True}
     flags = ("--server-timeouts.send-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000")
     with serving(tmp_path, *FLAGS, *flags) as server, socket.socket() as client:
@@ -168,7 +168,7 @@ def test_who_never_reads_does_not_keep_a_place(tmp_path: Path) -> None:
         server.wait_idle(20)
 
 
-def test_overload_is_429_at_once_and_those_inside_are_served(tmp_path: Path) -> None:
+def test_overload_is_429_at_once_and_admitted_requests_are_served(tmp_path: Path) -> None:
     async def main(server: LiveServer) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:
             return await asyncio.gather(*(stream(session, i, 300) for i in range(12)))
@@ -182,7 +182,7 @@ def test_overload_is_429_at_once_and_those_inside_are_served(tmp_path: Path) -> 
         assert 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="requests"} 8.0' in metrics
 
 
-def test_keys_guard_and_separate(keyed_server: LiveServer) -> None:
+def test_keys_authenticate_and_separate_clients(keyed_server: LiveServer) -> None:
     body = {"prompt": [5] * 64, "max_tokens": 2}
     assert keyed_server.post("/v1/completions", body)[0] == 401
     assert keyed_server.get("/health")[0] == 200

@@ -125,13 +125,13 @@ def test_a_text_completion_names_a_field_of_chats(fake_server: LiveServer, name:
         assert "/v1/chat/completions" in answer["error"]["message"]
 
 
-def test_every_unserved_field_has_its_words() -> None:
+def test_every_unserved_field_has_a_message() -> None:
     assert set(UNSERVED) == set(UnservedFields.__struct_fields__)
     assert set(CHAT_ONLY) <= set(CompletionRequest.__struct_fields__)
     assert set(CHAT_ONLY) <= set(ChatCompletionRequest.__struct_fields__)
 
 
-def test_an_answer_longer_than_the_context_is_refused_or_cut_in_the_open(fake_server: LiveServer) -> None:
+def test_an_answer_longer_than_the_context_is_refused_or_reported_as_cut(fake_server: LiveServer) -> None:
     for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
         for name in ("max_tokens", "max_completion_tokens"):
             status, answer = fake_server.post(path, {**plain, name: 2049})
@@ -211,7 +211,7 @@ def test_calls_are_refused_where_the_template_drops_them(fake_server: LiveServer
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "5"])
-def test_arguments_that_are_no_object_are_named(fake_server: LiveServer, arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_refused_by_name(fake_server: LiveServer, arguments: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [CALLED[0], {"role": "assistant", "tool_calls": [call]}]
     status, answer = fake_server.post("/tokenize", {"messages": messages, "chat_template": HERMES})

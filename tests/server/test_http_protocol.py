@@ -130,7 +130,7 @@ def error_of(answer: bytes) -> dict[str, Any]:
     ],
     ids=["head", "body", "chunks"],
 )
-def test_who_sends_slowly_hears_408_in_time(begin: bytes, slow: bytes) -> None:
+def test_slow_senders_get_408_in_time(begin: bytes, slow: bytes) -> None:
     async def main() -> tuple[bytes, float]:
         async with listening() as here:
             return await answer_to_drip(here, begin, slow)
@@ -141,7 +141,7 @@ def test_who_sends_slowly_hears_408_in_time(begin: bytes, slow: bytes) -> None:
     assert 0.25 < took_s < 2
 
 
-def test_who_says_nothing_or_no_more_is_closed() -> None:
+def test_idle_connections_are_closed() -> None:
     async def main() -> None:
         async with listening() as here:
             silent, later = here.open(), here.open(HEAD + b"Content-Length: 2\r\n\r\nab")
@@ -168,7 +168,7 @@ def test_a_body_that_outlives_its_answer_ends_with_it() -> None:
     assert 0.3 < took_s < 2
 
 
-def test_no_clock_cuts_an_answer() -> None:
+def test_no_timeout_cuts_an_answer() -> None:
     """Neither its length, nor a stray line end, nor a slow head after it."""
 
     async def main() -> list[bytes]:
@@ -181,7 +181,7 @@ def test_no_clock_cuts_an_answer() -> None:
         assert b"event 9\n" in answer
 
 
-def test_limits_of_time_can_be_switched_off() -> None:
+def test_timeouts_can_be_switched_off() -> None:
     async def main() -> None:
         async with listening(header_timeout_s=0, body_timeout_s=0) as here:
             reader, writer = await here.open()
@@ -195,7 +195,7 @@ def test_limits_of_time_can_be_switched_off() -> None:
     asyncio.run(main())
 
 
-def test_one_connection_too_many_hears_503_and_those_inside_are_served() -> None:
+def test_further_connections_get_503_and_open_ones_are_served() -> None:
     async def main() -> None:
         whole = HEAD + b"Content-Length: 2\r\n\r\nab"
         async with listening(max_connections=3, header_timeout_s=10) as here:
@@ -224,7 +224,7 @@ def test_one_connection_too_many_hears_503_and_those_inside_are_served() -> None
     asyncio.run(main())
 
 
-def test_what_is_no_http_is_refused_in_the_same_shape() -> None:
+def test_bytes_that_are_not_http_are_a_400_in_openais_shape() -> None:
     async def main() -> bytes:
         async with listening() as here:
             reader, writer = await here.open(b"\x16\x03\x01 what\r\n\r\n")
@@ -270,7 +270,7 @@ async def said_to(here: Listening, *pieces: bytes, half_close: bool = False) -> 
         (b"\x00" * 100,),
     ],
 )
-def test_bytes_that_are_no_http_are_answered(pieces: tuple[bytes, ...]) -> None:
+def test_bytes_that_are_not_http_are_answered(pieces: tuple[bytes, ...]) -> None:
     async def main() -> tuple[bytes, int]:
         async with listening(header_timeout_s=5, body_timeout_s=5) as here:
             answer = await said_to(here, *pieces)
@@ -285,7 +285,7 @@ def test_bytes_that_are_no_http_are_answered(pieces: tuple[bytes, ...]) -> None:
 
 
 @pytest.mark.parametrize("surplus", [b"xyz\r\n\r\n", b"\x00\x01", b"GET\r\n\r\n", b"A" * 2000])
-def test_surplus_bytes_do_not_cost_the_request_before_them_its_answer(surplus: bytes) -> None:
+def test_surplus_bytes_do_not_lose_the_answer_to_the_request_before_them(surplus: bytes) -> None:
     async def main() -> list[bytes]:
         async with listening(header_timeout_s=5, body_timeout_s=5) as here:
             pending = [
@@ -332,7 +332,7 @@ def test_a_request_that_ends_early_is_answered(begun: bytes) -> None:
     assert "ended" in error_of(answer)["message"]
 
 
-def test_a_client_that_ends_after_its_request_has_left() -> None:
+def test_a_client_that_closes_after_its_request_counts_as_disconnected() -> None:
     async def main() -> tuple[bytes, bytes, bytes]:
         async with listening(header_timeout_s=5, body_timeout_s=5) as here:
             silent = await said_to(here, half_close=True)

@@ -65,7 +65,7 @@ def test_large_exponents_are_counted_outside_strings(text: bytes, expected: int)
 
 
 @pytest.mark.parametrize("size", [2_000, 200_000])
-def test_numbers_that_are_slow_to_decode_are_refused_before(size: int) -> None:
+def test_numbers_that_are_slow_to_decode_are_refused_before_decoding(size: int) -> None:
     body = b'{"prompt":"a","logit_bias":{"1":' + b"[" + b"1e308," * size + b"1]}}"
     with pytest.raises(RequestError, match=f"{size} numbers with an exponent .* limit of 1024 .body_exponents."):
         asyncio.run(check_structure(body, RequestLimits()))

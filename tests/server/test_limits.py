@@ -92,7 +92,7 @@ CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("limit", "kind", "body", "param"), CASES)
-def test_every_bound_is_a_400_that_states_it(limit: str, kind: type[Body], body: Any, param: str) -> None:
+def test_every_limit_is_a_400_that_names_it(limit: str, kind: type[Body], body: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_body(json.dumps(body).encode(), kind, LIMITS)
     assert caught.value.param == param
@@ -136,7 +136,7 @@ def test_generous_requests_pass() -> None:
     parse_body(json.dumps(body).encode(), ChatCompletionRequest, LIMITS)
 
 
-def test_the_server_states_its_bounds_and_operators_set_them(tmp_path: Path) -> None:
+def test_the_server_lists_its_limits_and_operators_set_them(tmp_path: Path) -> None:
     flags = (
         "--request-limits.stop-strings",
         "2",

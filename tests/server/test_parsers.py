@@ -63,13 +63,13 @@ LLAMA = [
 
 @pytest.mark.parametrize(("text", "content", "calls"), HERMES)
 @given(data=st.data())
-def test_hermes_calls_in_any_cut(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
+def test_hermes_calls_in_any_chunks(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
     assert read(HermesParser(), cut(text, data)) == (content, calls)
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), LLAMA)
 @given(data=st.data())
-def test_llama_calls_in_any_cut(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
+def test_llama_calls_in_any_chunks(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
     assert read(LlamaJsonParser(), cut(text, data)) == (content, calls)
 
 
@@ -100,7 +100,7 @@ REASONING = [
 
 @pytest.mark.parametrize(("text", "inside", "thought", "answer"), REASONING)
 @given(data=st.data())
-def test_reasoning_in_any_cut(text: str, inside: bool, thought: str, answer: str, data: st.DataObject) -> None:
+def test_reasoning_in_any_chunks(text: str, inside: bool, thought: str, answer: str, data: st.DataObject) -> None:
     splitter = ReasoningSplitter(inside)
     parts = [*map(splitter.feed, cut(text, data)), splitter.end()]
     assert "".join(t for t, _ in parts) == thought
@@ -121,7 +121,7 @@ def test_the_parser_follows_from_the_template() -> None:
         TOOL_PARSERS["hermez"]
 
 
-def test_an_open_think_is_seen_in_the_prompt() -> None:
+def test_an_open_think_tag_in_the_prompt_is_recognised() -> None:
     assert opens_reasoning("<|assistant|>\n<think>\n")
     assert not opens_reasoning("<think>x</think>")
 

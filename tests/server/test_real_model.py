@@ -106,7 +106,7 @@ def asks_with_numbers() -> list[Ask]:
     return [("/v1/chat/completions" if "messages" in body else "/v1/completions", body) for body in bodies]
 
 
-def test_a_kill_changes_no_number(server: LiveServer) -> None:
+def test_a_kill_changes_no_logprob(server: LiveServer) -> None:
     asks = asks_with_numbers()
     undisturbed = asyncio.run(ask_all(server, asks))
     assert all(whole["status"] == 200 for whole in undisturbed)

@@ -58,7 +58,7 @@ def test_planned_routes_answer_501_and_are_not_tried_again(fake_server: LiveServ
     assert headers["x-should-retry"] == "false"
 
 
-def test_the_openai_client_asks_once_for_what_is_missing(fake_server: LiveServer) -> None:
+def test_the_openai_client_does_not_retry_planned_routes(fake_server: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=2)
     marked = {"X-Request-Id": "asks-once"}
     with pytest.raises(openai.InternalServerError, match="not available yet"):

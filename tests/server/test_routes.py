@@ -87,7 +87,7 @@ def test_a_token_outside_the_vocabulary_is_named(fake_server: LiveServer, before
     assert str(num_tokens) in answer["error"]["message"]
 
 
-def test_echo_gives_the_prompt_back(fake_server: LiveServer) -> None:
+def test_echo_returns_the_prompt(fake_server: LiveServer) -> None:
     choice = fake_server.post("/v1/completions", {**TEXT, "echo": True})[1]["choices"][0]
     assert choice["text"].startswith("Once upon a time")
 
@@ -149,7 +149,7 @@ def test_errors_have_openais_shape_and_name_the_field(
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[]", b'{"prompt": "\xff"}'])
-def test_bytes_that_are_no_request_are_a_400(fake_server: LiveServer, body: bytes) -> None:
+def test_bytes_that_are_not_a_request_are_a_400(fake_server: LiveServer, body: bytes) -> None:
     status, answer = fake_server.post("/v1/completions", body)
     assert status == 400
     assert "error" in answer
@@ -226,7 +226,7 @@ def test_metrics_have_the_names_that_dashboards_read(fake_server: LiveServer) ->
     assert counts["vllm:generation_tokens_total"] >= 8
 
 
-def test_series_of_rare_events_are_there_from_the_start(keyed_server: LiveServer) -> None:
+def test_series_of_rare_events_exist_from_the_start(keyed_server: LiveServer) -> None:
     import urllib.request
 
     request = urllib.request.Request(f"{keyed_server.url}/metrics", headers={"Authorization": "Bearer one"})
@@ -239,12 +239,12 @@ def test_series_of_rare_events_are_there_from_the_start(keyed_server: LiveServer
         assert any(line.startswith("vllm:request_success_total") and f'"{reason}"' in line for line in lines)
 
 
-def test_timings_come_on_demand(fake_server: LiveServer) -> None:
+def test_timings_are_sent_on_request(fake_server: LiveServer) -> None:
     answer = fake_server.post("/v1/completions", {**TEXT, "return_timings": True})[1]
     assert {"queue_ms", "prefill_ms", "decode_ms", "cached_tokens", "preemptions"} <= set(answer["timings"])
 
 
-def test_abort_by_id_ends_a_request_with_what_it_had(fake_server: LiveServer) -> None:
+def test_abort_by_id_ends_a_request_with_its_output_so_far(fake_server: LiveServer) -> None:
     import threading
     import time
 

@@ -83,7 +83,7 @@ def test_a_key_without_a_queue_does_not_wait_for_another_keys_queue(keyed_server
     assert sorted(answered) == ["one"] * 12 + ["two"]
 
 
-def test_texts_of_clients_that_have_gone_are_not_tokenised(keyed_server: LiveServer) -> None:
+def test_texts_of_disconnected_clients_are_not_tokenised(keyed_server: LiveServer) -> None:
     """Texts in line whose clients have gone are dropped: the server's CPU time shows that they were not tokenised."""
     body = b'{"prompt":"%s"}' % (b"a b " * 120_000)
 

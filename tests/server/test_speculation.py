@@ -42,7 +42,7 @@ def test_drafts_change_no_number(server: LiveServer, undisturbed: object) -> Non
     assert asyncio.run(ask_all(server, asks_with_numbers())) == undisturbed
 
 
-def test_timings_and_metrics_tell_what_was_accepted(server: LiveServer) -> None:
+def test_timings_and_metrics_report_accepted_drafts(server: LiveServer) -> None:
     text = "one two three four five six seven eight nine ten, "
     body = {"prompt": text * 6, "max_tokens": 40, "temperature": 0, "return_timings": True}
     timings = server.post("/v1/completions", body)[1]["timings"]
@@ -55,6 +55,6 @@ def test_timings_and_metrics_tell_what_was_accepted(server: LiveServer) -> None:
     assert sum(float(count) for _, count in per_pos) == float(total[1]) > 0
 
 
-def test_a_kill_changes_no_number(server: LiveServer, undisturbed: object) -> None:
+def test_a_kill_changes_no_logprob(server: LiveServer, undisturbed: object) -> None:
     assert asyncio.run(ask_all(server, asks_with_numbers(), kill_after=(60,))) == undisturbed
     assert server.wait_idle()["engine_restarts"] == 1

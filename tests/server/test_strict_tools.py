@@ -52,7 +52,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_required_calls_keep_to_their_schemas(fake_server: LiveServer, template: str) -> None:
+def test_required_calls_obey_their_schemas(fake_server: LiveServer, template: str) -> None:
     names: set[str] = set()
     for seed in range(6):
         body = {**ASK, **TEMPLATES[template], "seed": seed, "tools": tools_of(*SCHEMAS), "tool_choice": "required"}
@@ -104,7 +104,7 @@ def test_a_streamed_call_is_the_whole_one(fake_server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_optional_strict_calls_keep_to_their_schemas(fake_server: LiveServer, template: str) -> None:
+def test_optional_strict_calls_obey_their_schemas(fake_server: LiveServer, template: str) -> None:
     """Random text hardly ever begins a call, but the grammar is there, and text comes through."""
     tools = tools_of("weather", strict=True) + tools_of("now", strict=False)
     body = {**ASK, **TEMPLATES[template], "tools": tools, "max_tokens": 40, "seed": 3}
@@ -120,13 +120,15 @@ def test_optional_strict_calls_keep_to_their_schemas(fake_server: LiveServer, te
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "no tool None"),
     ],
 )
-def test_choices_that_cannot_be(fake_server: LiveServer, more: dict[str, Any], param: str, said: str) -> None:
+def test_impossible_tool_choices_are_refused(
+    fake_server: LiveServer, more: dict[str, Any], param: str, said: str
+) -> None:
     status, answer = fake_server.post("/v1/chat/completions", {**ASK, "tools": tools_of("now"), **more})
     assert (status, answer["error"]["param"]) == (400, param)
     assert said in answer["error"]["message"]
 
 
-def test_a_schema_that_cannot_be_kept_to_is_refused_with_its_place(fake_server: LiveServer) -> None:
+def test_an_unsupported_tool_schema_is_refused_with_its_place(fake_server: LiveServer) -> None:
     parameters = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     status, answer = fake_server.post("/v1/chat/completions", {**ASK, "tools": tools, "tool_choice": "required"})

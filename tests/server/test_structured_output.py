@@ -44,12 +44,12 @@ def texts_of(server: LiveServer, fields: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("fields", AS_JSON, ids=[json.dumps(one)[:40] for one in AS_JSON])
-def test_a_schema_holds(fake_server: LiveServer, fields: dict[str, Any]) -> None:
+def test_a_schema_is_obeyed(fake_server: LiveServer, fields: dict[str, Any]) -> None:
     for text in texts_of(fake_server, fields):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_choices_expressions_and_grammars_hold(fake_server: LiveServer) -> None:
+def test_choices_expressions_and_grammars_are_obeyed(fake_server: LiveServer) -> None:
     for choice in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
         assert set(texts_of(fake_server, choice)) <= {"yes", "no"}
     for regex in ({"guided_regex": "[0-9]{3}"}, {"structured_outputs": {"regex": "[0-9]{3}"}}):
@@ -115,7 +115,9 @@ def test_the_openai_client_parses_into_a_class(fake_server: LiveServer) -> None:
         ({"guided_regex": "a" * 300_000}, "guided_regex", "262144"),
     ],
 )
-def test_what_is_not_a_form_is_refused(fake_server: LiveServer, fields: dict[str, Any], param: str, said: str) -> None:
+def test_an_invalid_response_format_is_refused(
+    fake_server: LiveServer, fields: dict[str, Any], param: str, said: str
+) -> None:
     for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
         for stream in (False, True):
             status, answer = fake_server.post(path, {**plain, **fields, "stream": stream})
@@ -123,7 +125,7 @@ def test_what_is_not_a_form_is_refused(fake_server: LiveServer, fields: dict[str
             assert said in answer["error"]["message"]
 
 
-def test_a_model_that_is_thinking_may_finish_its_thought(fake_server: LiveServer) -> None:
+def test_reasoning_is_not_constrained_by_a_structure(fake_server: LiveServer) -> None:
     """The prompt ends with an open <think>: the form holds from </think> on."""
     template = "{{ messages[0].content }}{# </think> #}<think>\n"
     body = {**CHAT, "chat_template": template, "guided_choice": ["yes"], "max_tokens": 12}

@@ -65,7 +65,7 @@ def cpu_ticks(pid: int) -> int:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_template_that_does_not_end_is_ended(
+def test_a_template_that_does_not_finish_is_stopped(
     server: tuple[LiveServer, StallReader], template: str, said: str, path: str
 ) -> None:
     live, stalls = server
@@ -78,7 +78,7 @@ def test_a_template_that_does_not_end_is_ended(
     assert live.post("/v1/chat/completions", CHAT)[0] == 200
 
 
-def test_looping_templates_of_callers_delay_only_each_other(server: tuple[LiveServer, StallReader]) -> None:
+def test_callers_looping_templates_delay_only_each_other(server: tuple[LiveServer, StallReader]) -> None:
     live, _ = server
     with contextlib.ExitStack() as stack:
         for _ in range(6):
@@ -90,7 +90,7 @@ def test_looping_templates_of_callers_delay_only_each_other(server: tuple[LiveSe
         assert time.monotonic() - began_s < 4
 
 
-def test_a_client_that_leaves_ends_its_rendering(tmp_path: Path) -> None:
+def test_rendering_stops_when_the_client_disconnects(tmp_path: Path) -> None:
     with serving(tmp_path, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "60") as live:
         with posted(live, {**CHAT, "chat_template": LOOP}):
             end = time.monotonic() + 20
@@ -130,7 +130,7 @@ def test_sigterm_ends_a_server_whose_template_loops(tmp_path: Path, signals: int
             time.sleep(0.05)
 
 
-def test_a_models_own_template_that_loops_is_ended_as_well(tmp_path: Path) -> None:
+def test_a_models_own_template_that_loops_is_stopped_too(tmp_path: Path) -> None:
     template = tmp_path / "loops.jinja"
     template.write_text("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}ok")
     with serving(

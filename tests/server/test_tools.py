@@ -126,7 +126,7 @@ def test_reasoning_comes_apart_from_calls(client: openai.OpenAI, ask: Any) -> No
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_what_is_no_call_stays_text(client: openai.OpenAI, ask: Any) -> None:
+def test_text_that_is_not_a_call_stays_text(client: openai.OpenAI, ask: Any) -> None:
     content, calls, _, reason = ask(client, 3)
     assert (content, calls, reason) == (SAID[3], [], "stop")
 

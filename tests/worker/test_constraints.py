@@ -11,7 +11,7 @@ WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1
 
 
 @given(WORDS, st.lists(st.integers(0, 3), max_size=8))
-def test_what_would_complete_a_word_is_banned(words: list[list[int]], output: list[int]) -> None:
+def test_a_token_that_would_complete_a_bad_word_is_banned(words: list[list[int]], output: list[int]) -> None:
     found = BadWords(words).after(np.array(output, np.int32))
     banned = {int(token) for ids in found for token in ids}
     assert banned == {word[-1] for word in words if len(word) == 1 or output[-len(word) + 1 :] == word[:-1]}

@@ -72,7 +72,7 @@ def test_beams_copy_rows_and_overwrite_what_was_sampled() -> None:
     assert table.block_tables[0][:2, 0].tolist() == [5, 7]
 
 
-def test_drafts_stand_at_the_end_and_commit_overwrites_them() -> None:
+def test_drafts_are_stored_after_the_tokens_and_overwritten_by_commit() -> None:
     table = DeviceTable(2, 32, 4, 1)
     table.apply(step(1, [(1, 0, 3)], admitted=(row_init(1, [1, 2, 3], [1]),)))
     table.commit(i32(1), i32(3), i32(40))

@@ -74,7 +74,7 @@ def test_nothing_readable_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         available_memory(tmp_path)
 
 
-def test_smollm2_in_numbers() -> None:
+def test_memory_of_smollm2() -> None:
     assert kv_bytes_per_token(FULL, "bfloat16") == 23040
     assert kv_bytes_per_token(FULL, "int8") == 30 * 2 * 3 * (64 + 4)
     assert kv_block_bytes(FULL, "bfloat16", 16) == 16 * 23040
@@ -104,7 +104,7 @@ def test_pool_from_bytes_share_or_count() -> None:
     assert (from_count.num_blocks, from_count.num_host_blocks) == (3, 2)
 
 
-def test_too_little_says_what_would_fit() -> None:
+def test_too_little_memory_names_what_would_fit() -> None:
     config = CacheConfig(kv_cache_memory=101 * 23040 * 16)
     with pytest.raises(CapacityError) as caught:
         plan_capacity(FULL, config, "bfloat16", 8192, 0, SCHEDULER)

@@ -34,7 +34,7 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_prefill_in_chunks_then_decode_beside_another() -> None:
+def test_prefill_in_chunks_then_decode_next_to_another() -> None:
     run = runner()
     a, b = [3, 1, 4, 1, 5], [9, 2]
     first = run.run(step(1, [(0, 0, 3)], [], admitted=(row_init(0, a, [7, 3]),)))
@@ -113,7 +113,7 @@ def test_drafts_do_not_change_seeded_tokens() -> None:
     assert tokens_of(np.array([plain[0], plain[1] ^ 1, plain[2]], np.int32)) == plain
 
 
-def test_a_row_that_breaks_is_reported_alone() -> None:
+def test_a_row_that_is_not_finite_is_reported_alone() -> None:
     run = runner(broken_token=66)
     out = run.run(
         step(1, [(0, 0, 2), (1, 0, 2)], admitted=(row_init(0, [5, 66], [1]), row_init(1, [5, 6], [2]))),

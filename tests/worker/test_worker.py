@@ -43,7 +43,7 @@ def test_it_runs_between_start_and_shutdown(tmp_path: Path) -> None:
         worker.run(first)
 
 
-def test_what_the_kernels_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
+def test_unsupported_settings_of_the_kernels_are_an_error_at_start(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path)
     with pytest.raises(ConfigError, match="quantization"):
         Worker(config(folder, quantization="nonsense")).start()
@@ -51,7 +51,7 @@ def test_what_the_kernels_cannot_do_is_said_at_the_start(tmp_path: Path) -> None
         Worker(config(folder, parallel=ParallelConfig(device="abacus"))).start()
 
 
-def test_a_pool_that_cannot_be_had_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_a_pool_that_cannot_be_allocated_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match="kv_cache_memory"):
         Worker(config(write_tiny_llama(tmp_path), num_blocks=np.iinfo(np.int32).max * 1000)).start()
 

@@ -42,7 +42,7 @@ def test_transformers_reads_it_as_pagoda_does(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_hold_together(name: str) -> None:
+def test_shapes_of_a_random_model_are_consistent(name: str) -> None:
     config = config_of(SHAPES[name])
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0  # type: ignore[operator]
     assert config["vocab_size"] > config["eos_token_id"]  # type: ignore[operator]

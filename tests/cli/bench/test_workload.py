@@ -95,7 +95,7 @@ def test_start_times_output_and_end() -> None:
     assert start.end_s - start.first_output_s >= 0.29
 
 
-def test_failed_start_gives_its_last_words() -> None:
+def test_a_failed_start_shows_the_last_output() -> None:
     with pytest.raises(ConfigError, match="exit code 3: it hurts"):
         time_start([sys.executable, "-c", "import sys; print('it hurts', file=sys.stderr); sys.exit(3)"])
 

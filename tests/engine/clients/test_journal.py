@@ -24,7 +24,7 @@ def outputs(*rows: tuple[int, int, list[int]], finishes: tuple[Finish, ...] = ()
     )
 
 
-def test_tokens_are_written_down_and_replayed_in_order() -> None:
+def test_tokens_are_recorded_and_replayed_in_order() -> None:
     journal = Journal()
     a, b = journal.open(request("a", 1)), journal.open(request("b", 2))
     journal.record(outputs((1, 0, [5]), (2, 0, [6, 7])))
@@ -113,7 +113,7 @@ def told(journal: Journal, handle: int, *tokens: int) -> list[int]:
     return found[handle].token_ids[:, 0].tolist() if handle in found else []
 
 
-def test_prompt_logprobs_told_before_a_death_are_not_told_again() -> None:
+def test_prompt_logprobs_sent_before_a_death_are_not_sent_again() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1))
     assert told(journal, 1, 10, 11) == [10, 11]

@@ -77,7 +77,7 @@ async def wait_for_steps(client: ProcessClient, count: int) -> None:
 NAMES = ["a", "bb", "ccc", "dddd"]
 
 
-def test_a_grammar_goes_on_after_kills_where_it_was() -> None:
+def test_a_grammar_continues_after_kills_where_it_was() -> None:
     """The new engine compiles the grammar again, and its matcher reads what was emitted before."""
     pattern = "([a-f]{3}-){12}[a-f]{3}"
 
@@ -106,7 +106,7 @@ def test_a_grammar_goes_on_after_kills_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_requests_go_on_after_kills_as_if_nothing_had_happened(async_scheduling: bool) -> None:
+def test_requests_continue_after_kills_with_the_same_output(async_scheduling: bool) -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name, n=1 + i % 2 * 2)) for i, name in enumerate(NAMES)]
 
@@ -129,7 +129,7 @@ def test_requests_go_on_after_kills_as_if_nothing_had_happened(async_scheduling:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_request_that_kills_twice_is_refused_and_the_others_go_on(async_scheduling: bool) -> None:
+def test_a_request_that_kills_the_engine_twice_is_refused_and_others_continue(async_scheduling: bool) -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name)) for name in NAMES]
         poison = asyncio.create_task(collect(llm, "poison"))
@@ -156,7 +156,7 @@ def test_a_hung_step_counts_as_a_death() -> None:
     run(work, step_timeout_s=2.0)
 
 
-def test_aborts_reach_the_engine_in_every_life() -> None:
+def test_aborts_reach_every_restarted_engine() -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         async def leave(name: str) -> None:
             params = SamplingParams(n=2, max_tokens=400, ignore_eos=True)
@@ -177,7 +177,7 @@ def test_aborts_reach_the_engine_in_every_life() -> None:
     run(work)
 
 
-def test_settings_that_cannot_work_are_an_error_at_once() -> None:
+def test_invalid_settings_are_an_error_at_once() -> None:
     async def main() -> None:
         client = ProcessClient(EngineConfig.from_options(**{**OPTIONS, "max_model_len": 10**9}))
         with pytest.raises(ConfigError, match="max_model_len"):
@@ -188,7 +188,7 @@ def test_settings_that_cannot_work_are_an_error_at_once() -> None:
     asyncio.run(main())
 
 
-def test_who_waits_hears_when_no_engine_can_be_started_any_more(
+def test_waiting_callers_get_an_error_when_no_engine_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENGINE_LIVES_FILE", str(tmp_path / "lives"))

@@ -70,7 +70,7 @@ def fail_for(name: str, method: Callable[..., Any], at: int) -> Callable[..., An
     return failing
 
 
-def test_whatever_fails_on_the_way_in_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_to_enter_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "open", fail_for("in-journal", Journal.open, 1))
     monkeypatch.setattr(OutputProcessor, "open", fail_for("in-outputs", OutputProcessor.open, 1))
     monkeypatch.setattr(ProcessClient, "_send_bytes", fail_for("in-send", ProcessClient._send_bytes, 1))
@@ -165,7 +165,9 @@ class BrokenOnce:
             raise RuntimeError("injected")
 
 
-def test_an_engine_on_a_thread_refuses_what_fails_to_enter_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_a_thread_refuses_a_request_that_fails_to_enter_and_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken = BrokenOnce()
     monkeypatch.setattr(Scheduler, "add_request", lambda scheduler, request: broken(scheduler, request))
 
@@ -272,7 +274,7 @@ def test_parameters_that_are_not_valid_unicode_are_refused(make: Callable[[], ob
         ({"prompt": "x\udc00"}, "prompt"),
     ],
 )
-def test_what_has_no_wire_form_is_refused_before_it_runs(given: dict[str, Any], param: str) -> None:
+def test_a_request_that_cannot_be_encoded_is_refused_before_it_runs(given: dict[str, Any], param: str) -> None:
     prompt = given.pop("prompt", [1, 2, 3])
     request_id = given.pop("request_id", "a")
     with pytest.raises(RequestError) as caught:

@@ -28,7 +28,7 @@ def refusal(preparer: GrammarPreparer, **given: Any) -> str:
     return str(refused.value)
 
 
-def test_what_compiles_is_remembered(preparer: GrammarPreparer) -> None:
+def test_compiled_grammars_are_cached(preparer: GrammarPreparer) -> None:
     params = StructuredOutputsParams(json={"type": "object"})
     assert preparer.known(params) is None
     text = preparer.prepare(params)
@@ -73,7 +73,7 @@ def test_texts_that_are_forced_from_the_beginning_are_accepted(preparer: Grammar
     assert "262144" in refusal(preparer, regex="a" * 300_000)
 
 
-def test_a_grammar_that_takes_for_ever_is_refused_in_time(preparer: GrammarPreparer) -> None:
+def test_a_grammar_that_compiles_for_too_long_is_refused_at_the_deadline(preparer: GrammarPreparer) -> None:
     patterns = [{"type": "string", "pattern": f".*{i}.*"} for i in range(24)]
     begin_s = time.monotonic()
     assert "not compiled within 1.5 s" in refusal(preparer, json={"allOf": patterns})

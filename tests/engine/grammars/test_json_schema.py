@@ -125,7 +125,7 @@ def test_rewriting_does_not_change_which_values_are_valid(name: str) -> None:
         ({"allOf": [{"unevaluatedProperties": False, "anyOf": [True]}]}, "/allOf/0/unevaluatedProperties"),
     ],
 )
-def test_what_cannot_be_written_is_refused_with_its_place(schema: dict[str, Any], at: str) -> None:
+def test_unsupported_keywords_are_refused_with_their_place(schema: dict[str, Any], at: str) -> None:
     with pytest.raises(RequestError) as refusal:
         rewrite_schema(schema, "response_format")
     assert f"response_format: at {at}:" in str(refusal.value)

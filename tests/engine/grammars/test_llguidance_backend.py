@@ -162,7 +162,7 @@ def test_a_batch_gives_the_masks_of_single_calls(backend: LlguidanceBackend) -> 
         assert (mask == one[0]).all()
 
 
-def test_a_copy_goes_its_own_way(backend: LlguidanceBackend) -> None:
+def test_a_copied_matcher_is_independent(backend: LlguidanceBackend) -> None:
     matcher = ready(backend, text_of(choice=["ax", "by"]))
     copy = matcher.copy()
     copy.advance([ord("a")])
@@ -186,7 +186,7 @@ def test_a_forbidden_token_is_an_error(backend: LlguidanceBackend) -> None:
     assert "doesn't satisfy the grammar" in matcher.error
 
 
-def test_what_does_not_compile_is_ready_with_an_error(backend: LlguidanceBackend) -> None:
+def test_a_grammar_that_does_not_compile_is_ready_with_an_error(backend: LlguidanceBackend) -> None:
     matcher = ready(backend, "start: nothing")
     assert "nothing" in matcher.error
     assert matcher.copy().error == matcher.error
@@ -265,7 +265,7 @@ def test_a_panic_while_compiling_ends_the_wait(monkeypatch: pytest.MonkeyPatch, 
     assert matcher.error == "index out of bounds"
 
 
-def test_ctrl_c_is_not_taken_for_an_error_of_the_library(backend: LlguidanceBackend) -> None:
+def test_ctrl_c_is_not_treated_as_an_error_of_the_library(backend: LlguidanceBackend) -> None:
     matcher = ready(backend, text_of(choice=["a"]))
     assert isinstance(matcher, LlguidanceMatcher)
     with pytest.raises(KeyboardInterrupt):
@@ -324,7 +324,7 @@ def test_compiling_is_off_the_calling_thread_and_shared() -> None:
     backend.shutdown()
 
 
-def test_the_cache_is_bounded_and_what_left_it_is_compiled_again(backend: LlguidanceBackend) -> None:
+def test_the_cache_is_bounded_and_evicted_grammars_are_compiled_again(backend: LlguidanceBackend) -> None:
     first = text_of(choice=["a"])
     ready(backend, first)
     for i in range(MAX_GRAMMARS):

@@ -171,7 +171,7 @@ def test_a_marker_that_is_a_special_token(backend: LlguidanceBackend, name: str)
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite"])
-def test_lists_that_are_no_calls_stay_text(name: str) -> None:
+def test_lists_that_are_not_calls_stay_text(name: str) -> None:
     marker = str(CALL_FORMATS[name].list_marker)
     for text in (
         "[1, 2] and more",
@@ -263,7 +263,7 @@ OPTIONS = {
 }
 
 
-def test_python_arguments_keep_to_their_schema(backend: LlguidanceBackend) -> None:
+def test_python_arguments_obey_their_schema(backend: LlguidanceBackend) -> None:
     grammar = text_of(CALL_FORMATS["pythonic"].forced([Tool("f", OPTIONS)], 1))
     good = ["b=1", "a=True, b=2", "a=False, b=0, d=[true]", 'b=3, c="x"', "b=3, c=null, d=[]"]
     bad = ["", "a=True", "a=true, b=1", "b=10", "b=1, a=True", "b=1,c=null", "b=1, e=2", "b=1, ", ", b=1", "1"]
@@ -288,7 +288,7 @@ def test_python_arguments_keep_to_their_schema(backend: LlguidanceBackend) -> No
         (Tool("f", {"maxProperties": 1, "properties": {"a": True, "b": True}}, "t"), "t: at /maxProperties"),
     ],
 )
-def test_schemas_that_python_calls_cannot_keep_to(tool: Tool, said: str) -> None:
+def test_schemas_that_python_calls_cannot_obey(tool: Tool, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         CALL_FORMATS["pythonic"].forced([tool], 1)
 

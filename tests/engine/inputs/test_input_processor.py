@@ -105,7 +105,7 @@ def test_truncation_keeps_the_end() -> None:
     assert make("x" * 99 + "y", truncate_prompt_tokens=-1).num_prompt_tokens == MAX_LEN - 1
 
 
-def test_bad_words_at_the_beginning_and_behind_a_space() -> None:
+def test_bad_words_at_the_beginning_and_after_a_space() -> None:
     given = sampling("x", bad_words=["no", " so"], bad_words_token_ids=[[1, 2]])
     assert given.bad_words_token_ids == ((1, 2), tuple(b"no"), tuple(b" no"), tuple(b"so"), tuple(b" so"))
 
@@ -132,7 +132,7 @@ def test_chat_is_rendered_with_the_models_or_a_given_template() -> None:
     assert caught.value.param == "chat_template"
 
 
-def test_what_is_shown_as_the_prompt() -> None:
+def test_text_of_each_kind_of_prompt() -> None:
     assert text_of("a") == "a"
     assert text_of({"prompt": "b"}) == "b"
     assert text_of({"prompt_token_ids": [1], "prompt": "c"}) == "c"

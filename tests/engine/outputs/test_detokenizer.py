@@ -36,7 +36,7 @@ def deltas_of(tokens: list[int], params: SamplingParams, chunk: int = 1) -> list
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
-def test_deltas_join_to_the_text_and_never_hold_half_a_character(text: str, chunk: int) -> None:
+def test_deltas_join_to_the_text_and_never_contain_half_a_character(text: str, chunk: int) -> None:
     deltas = deltas_of(list(text.encode()), SamplingParams(), chunk)
     assert "".join(deltas) == text
     assert all("\ufffd" not in delta for delta in deltas)
@@ -55,7 +55,7 @@ def test_half_a_character_at_the_end_is_dropped() -> None:
     assert "".join(deltas_of(list("ab€".encode())[:-1], SamplingParams())) == "ab"
 
 
-def test_bytes_that_can_become_no_character_show_at_once() -> None:
+def test_invalid_bytes_are_shown_at_once() -> None:
     assert deltas_of([0xFF, 0x41], SamplingParams())[:2] == ["\ufffd", "A"]
 
 

@@ -37,7 +37,7 @@ def test_deltas_are_joined_and_nothing_is_lost() -> None:
     asyncio.run(main())
 
 
-def test_of_cumulative_outputs_the_newest_stands() -> None:
+def test_a_newer_cumulative_output_replaces_an_unread_one() -> None:
     async def main() -> None:
         box = Mailbox(OutputKind.CUMULATIVE)
         box.put(delta((0, "a", [1])))
@@ -47,7 +47,7 @@ def test_of_cumulative_outputs_the_newest_stands() -> None:
     asyncio.run(main())
 
 
-def test_what_came_before_a_death_is_read_before_it() -> None:
+def test_outputs_before_a_death_are_read_before_the_error() -> None:
     async def main() -> None:
         box = Mailbox(OutputKind.DELTA)
         box.put(delta((0, "a", [1])))
@@ -59,7 +59,7 @@ def test_what_came_before_a_death_is_read_before_it() -> None:
     asyncio.run(main())
 
 
-def test_a_slow_reader_makes_no_output_dearer() -> None:
+def test_a_slow_reader_does_not_make_outputs_more_expensive() -> None:
     """Each step copies its own tokens only, not all that is unread."""
     copied = 0
 

@@ -72,7 +72,7 @@ STEPS = [[ord(c) for c in part] for part in ("He", "l", "lo", " w€"[:2])]
 
 
 @pytest.mark.parametrize("kind", list(OutputKind))
-def test_the_three_kinds_tell_the_same(kind: OutputKind) -> None:
+def test_the_three_output_kinds_agree(kind: OutputKind) -> None:
     outputs, _ = run(kind, STEPS, end(1, LENGTH))
     parts = [output.outputs[0] for output in outputs]
     if kind is OutputKind.DELTA:
@@ -94,7 +94,7 @@ def test_the_three_kinds_tell_the_same(kind: OutputKind) -> None:
 
 @pytest.mark.parametrize("kind", list(OutputKind))
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abX")])
-def test_a_stop_token_is_a_token_but_no_text(kind: OutputKind, include: bool, text: str) -> None:
+def test_a_stop_token_counts_as_a_token_but_has_no_text(kind: OutputKind, include: bool, text: str) -> None:
     last = end(1, STOPPED, stop_reason=ord("X"))
     outputs, done = run(kind, [[97], [98, ord("X")]], last, include_stop_str_in_output=include)
     assert "".join(o.outputs[0].text for o in outputs) == text if kind is OutputKind.DELTA else True
@@ -105,13 +105,13 @@ def test_a_stop_token_is_a_token_but_no_text(kind: OutputKind, include: bool, te
     assert all(not part.stopped for part in done)
 
 
-def test_eos_is_no_text_even_where_special_tokens_are_shown() -> None:
+def test_eos_has_no_text_even_if_special_tokens_are_shown() -> None:
     outputs, _ = run(OutputKind.CUMULATIVE, [[97, EOS]], end(1, STOPPED), skip_special_tokens=False)
     assert (outputs[-1].outputs[0].text, outputs[-1].outputs[0].stop_reason) == ("a", None)
 
 
 @pytest.mark.parametrize("kind", list(OutputKind))
-def test_a_stop_string_ends_the_sequence_and_the_core_is_told(kind: OutputKind) -> None:
+def test_a_stop_string_ends_the_sequence_and_notifies_the_core(kind: OutputKind) -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(stop="lo w"), kind)
     told: list[RequestOutput] = []
@@ -136,7 +136,7 @@ def test_a_stop_string_wins_over_an_end_in_the_same_step() -> None:
     assert done[-1].stopped == []  # the core has ended it already
 
 
-def test_text_held_back_comes_with_the_end() -> None:
+def test_text_held_back_is_returned_at_the_end() -> None:
     outputs, _ = run(OutputKind.DELTA, [[97], [98], [99]], end(1, LENGTH), stop="bcd")
     assert [o.outputs[0].text for o in outputs] == ["a", "", "bc"]
     assert [o.outputs[0].token_ids for o in outputs] == [[97], [98], [99]]
@@ -203,7 +203,7 @@ def test_a_lazy_processor_leaves_the_logprobs_of_prompts_to_the_reader() -> None
     assert len(rows) == len(out[0].prompt_token_ids or []), "one entry per prompt token"
 
 
-def test_errors_aborts_and_strangers() -> None:
+def test_errors_aborts_and_unknown_requests() -> None:
     processor = OutputProcessor(ByteTokenizer())
     for handle in (1, 2, 3):
         processor.open(request(handle), OutputKind.DELTA)
@@ -217,7 +217,7 @@ def test_errors_aborts_and_strangers() -> None:
     assert len(processor) == 0
 
 
-def test_no_text_where_none_is_wanted() -> None:
+def test_no_text_if_detokenize_is_off() -> None:
     for kind in OutputKind:
         outputs, _ = run(kind, STEPS, end(1, LENGTH), detokenize=False)
         assert all(o.outputs[0].text == "" for o in outputs)

@@ -73,7 +73,7 @@ def test_what_a_template_may_not_do_is_the_requests_error(source: str, said: str
         ChatTemplate(source).render(HI)
 
 
-def test_a_template_that_is_no_jinja_is_refused_when_loaded() -> None:
+def test_a_template_that_is_not_jinja_is_refused_when_loaded() -> None:
     with pytest.raises(ConfigError, match="line 2"):
         ChatTemplate("ok\n{% for %}")
 

@@ -39,7 +39,7 @@ def patient() -> Iterator[TemplateProcess]:
     process.close()
 
 
-def test_it_renders_what_is_rendered_here(process: TemplateProcess) -> None:
+def test_another_process_renders_the_same(process: TemplateProcess) -> None:
     here = InProcessRenderer()
     for text in ("{{ messages[0].content }}{{ eos_token }}", "<|im_start|>{{ messages | tojson }}", "é\U0001f600"):
         for is_marked in (False, True):
@@ -51,7 +51,7 @@ def test_it_renders_what_is_rendered_here(process: TemplateProcess) -> None:
 
 
 @pytest.mark.parametrize("text", [LOOP, "{{ 9 ** (9 ** (9 ** 9)) }}"])
-def test_what_does_not_end_is_ended(process: TemplateProcess, text: str) -> None:
+def test_a_template_that_does_not_finish_is_stopped(process: TemplateProcess, text: str) -> None:
     began_s = time.monotonic()
     with pytest.raises(RequestError, match="stopped after 1 s"):
         process.render(job(text))
@@ -73,7 +73,7 @@ def test_what_does_not_end_is_ended(process: TemplateProcess, text: str) -> None
         ("{{ '(' * 100 }}" + "{{ " + "(" * 20000 + ")" * 20000 + " }}", "nested too deeply"),
     ],
 )
-def test_what_grows_too_large_is_ended(patient: TemplateProcess, text: str, said: str) -> None:
+def test_a_template_that_grows_too_large_is_stopped(patient: TemplateProcess, text: str, said: str) -> None:
     # Which recursion runs out first, jinja's or the compiler's, depends on the version of Python; both are a 400.
     with pytest.raises((RequestError, ConfigError), match=said) as caught:
         patient.render(job(text))
@@ -89,7 +89,7 @@ def test_a_template_that_is_not_jinja(process: TemplateProcess) -> None:
     assert process.render(job("ok")) == "ok"
 
 
-def test_many_templates_are_kept_and_forgotten_alike_at_both_ends(process: TemplateProcess) -> None:
+def test_both_processes_cache_and_evict_the_same_templates(process: TemplateProcess) -> None:
     for number in [*range(40), *range(40), 39, 0, 38, 1]:
         assert process.render(job(f"template {number}")) == f"template {number}"
 

@@ -195,7 +195,7 @@ def test_roles_compose_no_end_token_and_no_second_turn() -> None:
     assert specials_in(chatml, spelled.token_ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
 
-def test_a_name_between_the_templates_angle_brackets_is_no_special_token() -> None:
+def test_a_name_between_the_templates_angle_brackets_is_not_a_special_token() -> None:
     inputs = processor("chatml")
     source = "<|im_start|>{{ messages[0].content }}<{{ messages[0].name }}><|im_end|>"
     message = {"role": "user", "content": "x", "name": "|im_start|"}
@@ -234,7 +234,7 @@ def test_an_end_token_that_its_file_does_not_call_special() -> None:
     assert end not in inputs.chats.render(chat("x<|endoftext|>x")).token_ids
 
 
-def test_prompts_still_spell_special_tokens_and_marks_cannot_be_had() -> None:
+def test_prompts_may_contain_special_tokens_but_never_marks() -> None:
     inputs = processor("chatml")
     tokenizer = inputs.tokenizer
     assert specials_in(inputs, inputs.prompts.encode("<|im_start|>x<|im_end|>", False)) == [
@@ -290,7 +290,7 @@ def test_what_a_template_refuses_with_never_shows_a_mark(content: str) -> None:
     assert not any(marks.new_mark()[1:17][at : at + 4] in shown for at in range(13)), "a piece of the nonce"
 
 
-def test_a_forged_mark_stands_for_nothing() -> None:
+def test_a_forged_mark_has_no_effect() -> None:
     marks = SpecialMarks(["<|end|>"])
     forged = marks.put("<|end|>").replace("0\ufdd1", "7\ufdd1")
     assert marks.remove(f"a{forged}b") == "ab"
@@ -333,7 +333,7 @@ def tokens_of_composing(filters: str, is_unmarkable: bool, messages: list[dict[s
 
 @pytest.mark.parametrize("is_unmarkable", [False, True])
 @pytest.mark.parametrize("case", CUTS)
-def test_what_a_template_cuts_out_of_contents_joins_no_special_token(case: str, is_unmarkable: bool) -> None:
+def test_text_cut_by_a_template_never_becomes_a_special_token(case: str, is_unmarkable: bool) -> None:
     filters, content = CUTS[case]
     _, expected = tokens_of_composing(filters, is_unmarkable, chat("ab", "ab"))
     assert expected == ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|assistant|>"]
@@ -357,7 +357,7 @@ def test_ordinary_contents_of_a_template_that_cuts_are_neither_refused_nor_chang
             assert written == ["<|user|>", "<|end|>", "<|assistant|>"], (filters, content)
 
 
-def test_two_messages_join_no_special_token() -> None:
+def test_text_of_two_messages_never_becomes_a_special_token() -> None:
     marks = SpecialMarks(TEMPLATES["phi"][1])
     source = (
         "{% for m in messages %}{% if loop.first %}{{ '<|' + m.role + '|>' }}{% endif %}{{ m.content }}{% endfor %}"
@@ -368,7 +368,7 @@ def test_two_messages_join_no_special_token() -> None:
 
 @pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
 @pytest.mark.parametrize("cut", ["<think>", "</think>", "\n", " ", "<|im_start|>"])
-def test_real_templates_join_no_special_token(model: str, cut: str) -> None:
+def test_real_templates_never_join_text_into_a_special_token(model: str, cut: str) -> None:
     tokenizer = load_tokenizer(cached_model(model), None, None)
     inputs = InputProcessor(tokenizer, InputLimits(tokenizer.facts.vocab_size, 4096, 8))
     if tokenizer.facts.chat_template is None:

@@ -36,7 +36,7 @@ def encoder() -> Iterator[BoundedEncoder]:
     encoder.close()
 
 
-def test_its_ids_are_those_of_the_encoder_in_this_process() -> None:
+def test_ids_equal_those_of_the_encoder_in_this_process() -> None:
     marks = SpecialMarks(["<|m|>"])
     here, there = TextEncoder(make_backend(), marks, None), BoundedEncoder(make_backend(), marks, None, PATIENT)
     draw = random.Random(1)
@@ -100,7 +100,7 @@ def test_a_text_that_grows_beyond_memory_is_refused() -> None:
         tokenizer.close()
 
 
-def test_a_text_on_which_the_library_gives_up_is_refused_with_its_input_named(encoder: BoundedEncoder) -> None:
+def test_a_text_that_the_library_cannot_encode_is_refused_by_name(encoder: BoundedEncoder) -> None:
     with pytest.raises(RequestError, match="prompt: the tokenizer cannot split this text"):
         encoder.encode("!" + "ab" * 40)
     with pytest.raises(RequestError, match="messages: the tokenizer cannot split this text"):

@@ -70,16 +70,16 @@ def byte_level(normalizer: normalizers.Normalizer | None = None, **token: bool) 
         byte_level(rstrip=True),
     ],
 )
-def test_there_is_no_bound_where_text_of_any_length_may_vanish(backend: tokenizers.Tokenizer) -> None:
+def test_there_is_no_bound_if_a_normaliser_may_delete_text(backend: tokenizers.Tokenizer) -> None:
     assert token_length_bound(backend) is None
 
 
-def test_a_normaliser_that_composes_makes_the_bound_wider() -> None:
+def test_a_normaliser_that_composes_widens_the_bound() -> None:
     assert token_length_bound(byte_level()) == TokenLengthBound(3)
     assert token_length_bound(byte_level(normalizers.NFC())) == TokenLengthBound(12)
 
 
-def test_no_more_of_a_text_is_looked_at_than_settles_it() -> None:
+def test_only_as_much_of_a_text_is_scanned_as_is_needed() -> None:
     looked_at = 0
 
     class Counting(str):

@@ -242,7 +242,7 @@ QWEN2 = (
 
 
 @pytest.mark.parametrize(("pre", "pattern"), [("llama-bpe", LLAMA3), ("qwen2", QWEN2), ("gpt-2", None)])
-def test_byte_level_gguf_cuts_words_as_the_published_tokenizer_does(tmp_path: Path, pre: str, pattern: str) -> None:
+def test_byte_level_gguf_splits_words_as_the_published_tokenizer_does(tmp_path: Path, pre: str, pattern: str) -> None:
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     if pattern is not None:
         cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), cut])

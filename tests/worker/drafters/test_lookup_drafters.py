@@ -36,7 +36,7 @@ def test_the_longest_earlier_suffix_is_found(vocab: int) -> None:
         assert (ends.tolist(), length) == naive_matches(tokens.tolist(), longest)
 
 
-def test_what_follows_is_repeated_where_the_text_ends() -> None:
+def test_drafts_repeat_what_followed_an_earlier_match() -> None:
     tokens = i32(5, 1, 2, 3, 1, 2, 3)
     assert continue_from(tokens, 3, 2).tolist() == [1, 2]
     assert continue_from(tokens, 3, 8).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
@@ -102,7 +102,7 @@ def test_finished_outputs_are_found_by_the_same_salt_only() -> None:
     assert proposed(drafter, table, [2, 3, 4], 8) == [[6, 7, 8], [16, 17, 18], []]
 
 
-def test_a_preempted_row_and_a_fork_are_no_trouble() -> None:
+def test_drafting_survives_preemption_and_forks() -> None:
     drafter, table = SuffixDrafter(SuffixSettings()), DeviceTable(8, 256, 16, 1)
     begin(drafter, table, 0, [1, 2, 3, 4, 5, 6], "a")
     fork = step(2, [], [], forks=(RowFork(0, 1, 1, 1),))
@@ -157,7 +157,7 @@ def _occurs(text: list[int], part: list[int]) -> bool:
     return any(text[i : i + len(part)] == part for i in range(len(text)))
 
 
-def test_no_pool_keeps_nothing() -> None:
+def test_without_a_pool_no_output_is_kept() -> None:
     pool = OutputPool(100, 0)
     pool.add(i32(*range(10)), 0)
     assert pool.longest_matches(i32(1, 2, 3), 0, 8)[1] == 0

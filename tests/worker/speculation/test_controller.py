@@ -88,7 +88,7 @@ def test_copying_is_fast_and_what_is_never_right_costs_next_to_nothing() -> None
 @pytest.mark.parametrize("accepted", [0.0, 0.2, 0.4, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("step_s", [memory_bound, compute_bound])
 @pytest.mark.parametrize("rows", [1, 4, 64])
-def test_it_never_loses(accepted: float, step_s: StepTime, rows: int) -> None:
+def test_drafting_is_never_slower_than_decoding(accepted: float, step_s: StepTime, rows: int) -> None:
     outcome = play(step_s, lambda _: accepted, rows, steps=1500 if rows < 64 else 400, noise=0.03)
     assert outcome.speed > 0.98, outcome
 
@@ -98,7 +98,7 @@ def test_a_large_batch_on_a_slow_machine_drafts_next_to_nothing() -> None:
     assert outcome.num_drafted < 0.01 * 64 * 300
 
 
-def test_costly_drafts_must_earn_their_time() -> None:
+def test_expensive_drafts_are_made_only_if_they_pay() -> None:
     cheap = play(memory_bound, lambda _: 0.7, draft_s_per_token=0.1e-3)
     dear = play(memory_bound, lambda _: 0.7, draft_s_per_token=9e-3, steps=1000)
     assert cheap.speed > 1.5
@@ -106,7 +106,7 @@ def test_costly_drafts_must_earn_their_time() -> None:
     assert dear.num_drafted < cheap.num_drafted / 4
 
 
-def test_the_time_to_decide_against_drafts_is_no_loss() -> None:
+def test_deciding_against_drafts_costs_next_to_nothing() -> None:
     """It passes in every step. Counted as a loss it used up the credit, and next to nothing was drafted again."""
     controller = DraftController(1, 8)
     for _ in range(1000):
