@@ -15,7 +15,7 @@ _CONFIG_FILE = "edit config.json in a local copy of the model"
 _CORS = "{cors_origins} allows an origin; methods and headers are not restricted"
 _SPECULATIVE = "use {speculative_config}"
 _TEMPLATE_REASONING = "reasoning is recognised from the chat template; leave it out"
-_GRAMMARS = "structured output always uses llguidance; leave it out"
+_GRAMMARS = "structured output always uses llguidance, there is no xgrammar or other backend; leave it out"
 _PROXY = "set it in a proxy in front of the server"
 
 VLLM_ANSWERS = {
@@ -114,7 +114,8 @@ VLLM_ANSWERS = {
 def answer_for_vllm(option: str, spell: Callable[[str], str]) -> str | None:
     """Return what to use instead of an option of vLLM, or why it is not needed; None for any other name.
 
+    option: may name a field, as `structured_outputs_config.backend` does.
     spell: turns the name of a setting into what the user types, such as a flag.
     """
-    answer = VLLM_ANSWERS.get(option)
+    answer = VLLM_ANSWERS.get(option.partition(".")[0])
     return None if answer is None else re.sub(r"\{(\w+)\}", lambda name: spell(name[1]), answer)

@@ -15,7 +15,7 @@ from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits
 from pagoda.server.generation import Generator
 from pagoda.server.state import ServerState
-from pagoda.server.tool_parsers import TOOL_PARSERS
+from pagoda.server.tool_parsers import parser_named
 
 
 async def build_state(
@@ -44,8 +44,9 @@ async def build_state(
     template = inputs.tokenizer.facts.chat_template
     sources = template.sources if template is not None else {}
     source = sources.get("default") or next(iter(sources.values()), None)
-    if server.tool_call_parser not in ("auto", "none"):
-        TOOL_PARSERS[server.tool_call_parser]  # raises for an unknown name, before the first request needs it
+    parser = server.tool_call_parser
+    if parser not in ("auto", "none"):
+        parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs, template_limits=_template_limits(server))
     if template is not None:
         await llm.text.start()
@@ -55,7 +56,7 @@ async def build_state(
         max_model_len=facts.max_model_len,
         chat_template=source,
         tool_template=sources.get("tool_use", source),
-        tool_parser=server.tool_call_parser,
+        tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,
         request_limits=config.model.request_limits,
         has_admin_key=server.admin_api_key is not None,

@@ -67,7 +67,7 @@ UNSERVED = {
     "ec_transfer_params": UnservedField(_TRANSFER, ({},)),
     "function_call": UnservedField("the deprecated `function_call`; use `tool_choice`", ("none",)),
     "functions": UnservedField("the deprecated `functions`; use `tools`"),
-    "guided_decoding_backend": UnservedField("a choice of grammar libraries", ("auto", "guidance")),
+    "guided_decoding_backend": UnservedField("grammar libraries other than llguidance", ("auto", "guidance")),
     "kv_transfer_params": UnservedField(_TRANSFER, ({},)),
     "logits_processors": UnservedField("logits processors of callers"),
     "logprob_token_ids": UnservedField("log-probabilities of chosen tokens; use `logprobs`"),

@@ -169,7 +169,13 @@ def test_flags_of_earlier_versions_work_or_say_what_replaced_them(name: str) -> 
             EngineConfig.from_options(**{name: 1})
 
 
-@pytest.mark.parametrize("name", ["trust_remote_code", "enforce_eager", "download_dir", "num_gpu_blocks_override"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("trust_remote_code", "enforce_eager", "download_dir", "num_gpu_blocks_override"),
+        *("guided_decoding_backend", "structured_outputs_config", "structured_outputs_config.backend"),
+    ],
+)
 def test_flags_of_vllm_are_refused_with_an_answer(name: str) -> None:
     flag = flag_of(name)
     known = re.escape(f"pagoda does not have vLLM's flag {flag}: ")
@@ -178,6 +184,14 @@ def test_flags_of_vllm_are_refused_with_an_answer(name: str) -> None:
         ConfigError, match=rf"pagoda does not have vLLM's option {name}: (use [a-z_]+|.+; leave it out)"
     ):
         EngineConfig.from_options(**{name: True})
+
+
+@pytest.mark.parametrize("flag", ["--guided-decoding-backend", "--structured-outputs-config.backend"])
+def test_a_grammar_library_of_vllm_is_refused_by_its_name(flag: str) -> None:
+    for words in ([flag, "xgrammar"], [f"{flag}=xgrammar"]):
+        assert "always uses llguidance, there is no xgrammar" in (say_about(*words) or "")
+    with pytest.raises(ConfigError, match="always uses llguidance, there is no xgrammar"):
+        EngineConfig.from_options(structured_outputs_config={"backend": "xgrammar"})
 
 
 def test_an_answer_to_vllm_names_only_settings_that_exist() -> None:
@@ -215,8 +229,8 @@ def test_a_pasted_vllm_command_line_gets_answers(words: list[str], message: str)
         app(words, standalone_mode=False)
 
 
-def say_about(argument: str) -> str | None:
-    """Return the error that `pagoda serve` gives for a flag alone; None if it is known."""
+def say_about(*arguments: str) -> str | None:
+    """Return the error that `pagoda serve` gives for these words alone; None if their flag is known."""
     app = typer.Typer()
 
     @register(app, "serve")
@@ -224,7 +238,7 @@ def say_about(argument: str) -> str | None:
     def serve(options: dict[str, object]) -> None: ...
 
     try:
-        app([argument], standalone_mode=False)
+        app(list(arguments), standalone_mode=False)
     except ConfigError as error:
         return str(error)
     except typer.TyperException as error:

@@ -103,7 +103,7 @@ ASKING: dict[str, tuple[Any, int]] = {
     "kv_transfer_params": ({"a": 1}, 400),
     "truncation_side": ("right", 400),
     "prompt_embeds": ("AAAA", 501),
-    "guided_decoding_backend": ("outlines", 400),
+    "guided_decoding_backend": ("xgrammar", 400),
 }
 
 

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
 from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning
-from pagoda.server.tool_parsers import TOOL_PARSERS, HermesParser, LlamaJsonParser, ToolParser, parser_for_template
+from pagoda.server.tool_parsers import (
+    TOOL_PARSERS,
+    HermesParser,
+    LlamaJsonParser,
+    ToolParser,
+    parser_for_template,
+    parser_named,
+)
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
@@ -89,6 +96,40 @@ def test_a_llama_answer_without_a_valid_call_loses_nothing(pieces: list[str]) ->
     assert read(LlamaJsonParser(), pieces) == read(LlamaJsonParser(), [text]) == (text, [])
 
 
+SHARED_PIECES = [*' \n[]{},;1"', '"x"', "prose"]
+CALL = '{"name": "f", "arguments": {"a": [1]}}'
+SECTION = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool"]
+PIECES: dict[str, list[str]] = {
+    "hermes": ["<tool_call>", "</tool_call>", "<tool", CALL],
+    "llama_json": [*LLAMA_PIECES[:2], CALL, '{"a": 1}'],
+    "pythonic": ["[f(a=1)]", "[g()]", "[f(a='x]')", "f(a=1)", "a='"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL", f"[{CALL}]", f"[{CALL}, {CALL}]", '[{"a": 1}]'],
+    "granite": ["<|tool_call|>", "<|tool", f"[{CALL}]", f"[{CALL}, {CALL}]", '[{"a": 1}]'],
+    "deepseek_v3": [*SECTION, 'function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'],
+    "deepseek_v31": [*SECTION, 'f<｜tool▁sep｜>{"a": 1}'],
+}
+
+
+@pytest.mark.parametrize("name", list(TOOL_PARSERS))
+@given(data=st.data())
+def test_any_text_reads_the_same_in_any_cut(name: str, data: st.DataObject) -> None:
+    """And a text without a call comes out as it was."""
+    pieces = data.draw(st.lists(st.sampled_from([*PIECES[name], *SHARED_PIECES]), max_size=8))
+    text = "".join(pieces)
+    whole = read(TOOL_PARSERS[name](), [text])
+    assert read(TOOL_PARSERS[name](), list(text)) == read(TOOL_PARSERS[name](), pieces) == whole
+    assert whole[1] or whole[0] == text
+
+
+@pytest.mark.parametrize("name", ["mistral", "granite"])
+def test_a_list_of_calls_has_text_on_both_sides(name: str) -> None:
+    marker = PIECES[name][0]
+    text = f"Look. {marker} [{CALL}] Done. {marker}[{CALL}]\n"
+    assert read(TOOL_PARSERS[name](), [text]) == ("Look. Done.", [("f", {"a": [1]})] * 2)
+    text = f"[{CALL}] Done."  # the marker is a special token
+    assert read(TOOL_PARSERS[name](), [text]) == (" Done.", [("f", {"a": [1]})])
+
+
 REASONING = [
     ("just an answer", False, "", "just an answer"),
     ("<think>\nhm, 2 < 3\n</think>\n\nyes", False, "hm, 2 < 3\n", "yes"),
@@ -117,8 +158,13 @@ def test_the_parser_follows_from_the_template() -> None:
     assert parser_for_template("... <|python_tag|> ...") == "llama_json"
     assert parser_for_template("{{ messages }}") is None
     assert parser_for_template(None) is None
-    with pytest.raises(ConfigError, match="hermes"):
-        TOOL_PARSERS["hermez"]
+
+
+def test_parsers_have_vllms_names_too() -> None:
+    names = ("hermes", "llama3_json", "llama4_json", "llama4_pythonic")
+    assert [parser_named(name) for name in names] == ["hermes", "llama_json", "llama_json", "pythonic"]
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        parser_named("hermez")
 
 
 def test_an_open_think_tag_in_the_prompt_is_recognised() -> None:

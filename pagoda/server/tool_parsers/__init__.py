@@ -11,7 +11,7 @@ from pagoda.server.tool_parsers.llama_json import LlamaJsonParser
 from pagoda.server.tool_parsers.mistral import GraniteParser, MistralParser
 from pagoda.server.tool_parsers.pythonic import PythonicParser
 
-__all__ = ["TOOL_PARSERS", "Parsed", "ToolCall", "ToolParser", "held_back", "parser_for_template"]
+__all__ = ["TOOL_PARSERS", "Parsed", "ToolCall", "ToolParser", "held_back", "parser_for_template", "parser_named"]
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
@@ -25,6 +25,15 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
         "deepseek_v31": DeepSeekV31Parser,
     },
 )
+
+_NAMES_OF_VLLM = {"llama3_json": "llama_json", "llama4_json": "llama_json", "llama4_pythonic": "pythonic"}
+
+
+def parser_named(name: str) -> str:
+    """Return the name in TOOL_PARSERS of a parser, which vLLM may call something else. Raises ConfigError."""
+    own = _NAMES_OF_VLLM.get(name, name)
+    TOOL_PARSERS[own]  # raises for an unknown name
+    return own
 
 
 def parser_for_template(template: str | None) -> str | None:

@@ -1,66 +1,84 @@
 """MistralParser and GraniteParser: a marker, then one JSON list of calls."""
 
 import json
+import re
 
 from pagoda.server.tool_parsers.base import Parsed, as_call, held_back
 
+_OPEN_LIST = re.compile(r"\[\s*(\{|$)")  # the beginning of a list of objects, as far as it is known
+
 
 class MistralParser:
-    """Mistral: [TOOL_CALLS] [{"name": ..., "arguments": ...}, ...], at the end of an answer.
+    """Mistral: [TOOL_CALLS] [{"name": ..., "arguments": ...}, ...], in front of which and after which there may be text.
 
     The marker is a special token of the model's, and so is not in the text where those are left out: then a list of
-    calls is the whole answer. A list of anything else comes out as text.
+    calls is the beginning of the answer. White space in front of a marker is dropped with it, and so is an end of white
+    space after calls. A list of anything else comes out as text.
     """
 
     MARKER = "[TOOL_CALLS]"
 
     def __init__(self) -> None:
         self._text = ""
-        self._is_list: bool | None = None  # None: not known yet
+        self._is_start = True  # of the answer: a list may come without the marker
+        self._in_list = False
         self._marker = ""  # with the white space in front of it
+        self._ends_with_calls = False  # nothing but white space has followed them
         self._decoder = json.JSONDecoder()
 
     def feed(self, text: str) -> Parsed:
         self._text += text
         parsed = Parsed()
-        if self._is_list is None or not self._is_list:
-            at = self._text.find(self.MARKER)
-            if at >= 0:
-                parsed.content = self._text[:at].rstrip()
-                self._marker = self._text[len(parsed.content) : at + len(self.MARKER)]
-                self._text, self._is_list = self._text[at + len(self.MARKER) :], True
-        if self._is_list is None:
-            start = self._text.lstrip()
-            if not start or self.MARKER.startswith(start):
-                return parsed
-            self._is_list = start.startswith("[")
-        if not self._is_list:
-            cut = len(self._text[: len(self._text) - held_back(self._text, self.MARKER)].rstrip())
-            parsed.content, self._text = self._text[:cut], self._text[cut:]
-        elif self._text.rstrip().endswith("]"):
-            self._take_list(parsed)
+        if self._in_list and "]" not in text:
+            return parsed
+        while self._take_list(parsed) if self._in_list else self._find_list(parsed):
+            pass
         return parsed
 
     def end(self) -> Parsed:
-        content = self._marker + self._text
-        self._text = self._marker = ""
-        return Parsed(content)
+        rest, self._text = self._marker + self._text, ""
+        return Parsed() if self._ends_with_calls and not rest.strip() else Parsed(rest)
 
-    def _take_list(self, parsed: Parsed) -> None:
-        """Take the list of calls that the text begins with; if it is complete and anything else, it is content."""
+    def _find_list(self, parsed: Parsed) -> bool:
+        """Put out text up to the next list; return whether one begins."""
+        if self._is_start:
+            start = self._text.lstrip()
+            if not start or (self.MARKER.startswith(start) and start != self.MARKER):
+                return False
+            if (found := _OPEN_LIST.match(start)) is not None:
+                self._in_list = bool(found[1])
+                self._is_start = not self._in_list
+                return self._in_list
+            self._is_start = False
+        at = self._text.find(self.MARKER)
+        until = at if at >= 0 else len(self._text) - held_back(self._text, self.MARKER)
+        content = self._text[:until].rstrip()
+        parsed.content += content
+        self._ends_with_calls = self._ends_with_calls and not content
+        if at < 0:
+            self._text = self._text[len(content) :]
+            return False
+        self._marker = self._text[len(content) : at + len(self.MARKER)]
+        self._text = self._text[at + len(self.MARKER) :]
+        self._in_list = True
+        return True
+
+    def _take_list(self, parsed: Parsed) -> bool:
+        """Take the value that the text begins with, as content if it is not a list of calls; return False if it goes on."""
         begin = len(self._text) - len(self._text.lstrip())
         try:
             values, end = self._decoder.raw_decode(self._text, begin)
         except (ValueError, RecursionError):
-            return
+            return False
         calls = [as_call(value) for value in values] if isinstance(values, list) else []
         if calls and all(call is not None for call in calls):
             parsed.calls += [call for call in calls if call is not None]
-            self._text = self._text[end:].lstrip()
+            self._ends_with_calls = True
         else:
-            parsed.content += self._marker + self._text
-            self._text = ""
-        self._is_list, self._marker = False, ""
+            self._ends_with_calls = False
+            parsed.content += self._marker + self._text[:end]
+        self._text, self._marker, self._in_list = self._text[end:], "", False
+        return True
 
 
 class GraniteParser(MistralParser):
