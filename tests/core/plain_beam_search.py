@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.grammar import MASKED_LOGPROB
 
 Scored = tuple[float, list[int]]  # (score, generated tokens)
 
@@ -30,6 +31,7 @@ def plain_beam_search(
             (score + float(logprob), [*tokens, token])
             for score, tokens in running
             for token, logprob in enumerate(logprobs_of([*prompt, *tokens]))
+            if logprob > MASKED_LOGPROB
         ]
         best = sorted(continuations, key=lambda one: -one[0])[: max(2, 1 + len(ends)) * width]
         has_ended = [tokens[-1] in ends or length == max_tokens for _, tokens in best]

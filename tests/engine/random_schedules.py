@@ -216,7 +216,7 @@ def differences(expected: Trace, got: Trace, requests: Sequence[Watched]) -> lis
             wrong = [
                 position
                 for position in range(first, first + len(tokens))
-                if got.logits.get((seed, position)) != expected.logits[seed, position]
+                if got.logits.get((seed, position)) != expected.logits.get((seed, position))
             ]
             if wrong:
                 found.append(f"seed {seed}, prompt of {first}: logits differ for tokens at {wrong}")

@@ -15,7 +15,7 @@ import pytest
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork
 from pagoda.core.request import RequestStatus
@@ -68,6 +68,7 @@ KINDS = [
     constrained(SamplingParams(temperature=1.1, top_k=20, max_tokens=8), choice=["yes", "no", "perhaps not"]),
     constrained(SamplingParams(temperature=0.7, min_p=0.02, max_tokens=40, n=2), json_object=True),
 ]
+BEAMS = constrained(SamplingParams(n=2, max_tokens=60, beam_search=BeamSearchOptions()), **JSON)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def watched_requests() -> list[Watched]:
     for i, length in enumerate([1, 9, 33, 64, 90, 17, 5, 48, 71, 12, 100, 28]):
         own = rng.integers(3, 259, length).tolist()
         found.append(Watched((head + own)[:length] if i % 2 else own, KINDS[i % len(KINDS)], 100 * i))
-    return found
+    return [*found, *(Watched(rng.integers(3, 259, 20 * i).tolist(), BEAMS, 2000 * i) for i in (1, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_complete_outputs_are_valid(expected: Trace, tokenizer: Tokenizer) -> No
         for seed in range(each.seed, each.seed + each.params.n):
             tokens = expected.tokens[seed]
             text = text_of(tokenizer, tokens)
-            kind = KINDS.index(each.params)
+            kind = KINDS.index(each.params) if each.params is not BEAMS else 0
             if tokens[-1] != EOS:
                 assert len(tokens) == each.params.max_tokens
                 continue
@@ -147,7 +148,7 @@ def test_random_schedules_give_the_same_bits(model: Path, expected: Trace) -> No
         counts.update({"preempted": stats.preemptions, "swapped": stats.swap_outs, "drafted": stats.drafted_tokens})
         counts["in flight"] += bool(drawn["async_scheduling"])
         assert not differences(expected, trace, script.requests), f"schedule {seed}: {drawn}"
-    assert not {"chunks", "forks", "preempted", "swapped", "in flight"} - set(+counts), counts
+    assert not {"chunks", "forks", "beams copied", "preempted", "swapped", "in flight"} - set(+counts), counts
     assert max(each.seed for each in watched) < FIRST_FILLER_SEED
 
 

@@ -71,7 +71,7 @@ def test_beams_are_those_of_transformers(files: ModelFiles, prompts: Prompts) ->
 @pytest.mark.slow
 def test_beams_of_20_prompts(files: ModelFiles, prompts: Prompts) -> None:
     assert len(prompts) >= 20
-    compare(files, prompts, [BeamSearchOptions()] * len(prompts), 32)
+    compare(files, prompts, [BeamSearchOptions()] * len(prompts), 16)
 
 
 @pytest.mark.slow

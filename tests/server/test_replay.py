@@ -19,12 +19,21 @@ FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "2048", "--ma
 Ask = tuple[str, dict[str, Any]]
 
 
+def strict_json(text: str) -> Any:
+    """Parse JSON, which has no NaN and no Infinity."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -> dict[str, Any]:
     """Send a request and return its whole answer, with chunks joined; `so_far` counts tokens as they arrive."""
     path, body = ask
     if not body.get("stream", True):
         async with session.post(path, json=body) as response:
-            answer = await response.json()
+            answer = strict_json(await response.text())
             return {"status": response.status, "choices": answer["choices"], "usage": _counts(answer["usage"])}
     whole: dict[str, Any] = {"usage": None}
     async with session.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as response:
@@ -32,7 +41,7 @@ async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
-            chunk = json.loads(line[6:])
+            chunk = strict_json(line[6:].decode())
             assert "error" not in chunk, chunk
             whole["usage"] = _counts(chunk.get("usage")) or whole["usage"]
             for choice in chunk["choices"]:

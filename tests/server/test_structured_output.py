@@ -70,12 +70,44 @@ def test_any_object_and_tags(fake_server: LiveServer) -> None:
     assert status == 200, answer
 
 
-def test_a_stream_says_the_same_as_a_whole_answer(fake_server: LiveServer) -> None:
+STREAMED: list[dict[str, Any]] = [
+    AS_JSON[0],
+    {"guided_json": SCHEMA},
+    {"guided_regex": "([0-9]{3} ){9}"},
+    {"guided_choice": ["a long answer", "another long answer"]},
+    {"guided_grammar": 'start: ("ab" | "c")+'},
+    {"guided_grammar": 'root ::= item+\nitem ::= "- " [a-z]+ "\\n"'},
+    {"response_format": TAG},
+    {"structured_outputs": {"structural_tag": TAG}},
+]
+
+
+@pytest.mark.parametrize("form", STREAMED, ids=[json.dumps(one)[:40] for one in STREAMED])
+def test_a_stream_says_the_same_as_a_whole_answer(fake_server: LiveServer, form: dict[str, Any]) -> None:
     client = openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
-    fields: dict[str, Any] = {"model": "smollm2-135m", "seed": 5, **CHAT, **AS_JSON[0]}
-    whole = client.chat.completions.create(**fields).choices[0].message.content
-    stream = client.chat.completions.create(**fields, stream=True)
+    fields: dict[str, Any] = {"model": "smollm2-135m", "seed": 5, "max_tokens": 60, "extra_body": form}
+    messages: Any = CHAT["messages"]
+    whole = client.chat.completions.create(messages=messages, **fields).choices[0].message.content
+    stream = client.chat.completions.create(messages=messages, **fields, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == whole
+    stream = client.completions.create(prompt="It is", **fields, stream=True)
+    text = "".join(chunk.choices[0].text for chunk in stream)
+    assert text == client.completions.create(prompt="It is", **fields).choices[0].text
+
+
+def test_each_trigger_in_a_text_is_followed_by_its_tag(fake_server: LiveServer) -> None:
+    """A trigger that random text has often: the letter e."""
+    tag = {**TAG, "structures": [{"begin": "e=", "schema": SCHEMA, "end": ";"}], "triggers": ["e"]}
+    num_tags = 0
+    for seed in range(4):
+        body = {**TEXT, "response_format": tag, "seed": seed}
+        answer = fake_server.post("/v1/completions", body)[1]
+        _, *rest = answer["choices"][0]["text"].split("e=")
+        assert "e" not in "".join(piece.rpartition("};")[2] for piece in rest[:-1])
+        for piece in rest[:-1]:  # the last tag may be cut off
+            jsonschema.validate(json.loads(piece[: piece.index("};") + 1]), SCHEMA)
+        num_tags += len(rest)
+    assert num_tags > 10
 
 
 def test_the_openai_client_parses_into_a_class(fake_server: LiveServer) -> None:

@@ -9,7 +9,7 @@ _OPEN_LIST = re.compile(r"\[\s*(\{|$)")  # the beginning of a list of objects, a
 
 
 class MistralParser:
-    """Mistral: [TOOL_CALLS] [{"name": ..., "arguments": ...}, ...], in front of which and after which there may be text.
+    """Mistral: [TOOL_CALLS] [{"name": ..., "arguments": ...}, ...], with text around it.
 
     The marker is a special token of the model's, and so is not in the text where those are left out: then a list of
     calls is the beginning of the answer. White space in front of a marker is dropped with it, and so is an end of white
@@ -64,7 +64,7 @@ class MistralParser:
         return True
 
     def _take_list(self, parsed: Parsed) -> bool:
-        """Take the value that the text begins with, as content if it is not a list of calls; return False if it goes on."""
+        """Take the JSON that the text begins with, as content if it is not a list of calls; False if it goes on."""
         begin = len(self._text) - len(self._text.lstrip())
         try:
             values, end = self._decoder.raw_decode(self._text, begin)
