@@ -11,7 +11,7 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.constraints.native import NativeConstraints
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.low_rank.packed import PackedLowRank
-from pagoda.kernels.native.abi import Bad, Shared
+from pagoda.kernels.native.abi import NO_CACHE, Bad, Shared
 from pagoda.kernels.native.arguments import Call, new_group, prepare_call, torch_facts
 from pagoda.kernels.native.checks import bad_group, bad_index
 from pagoda.kernels.native.dtypes import DTYPE_CODES, TORCH_DTYPES
@@ -97,7 +97,7 @@ class NativeOps:
                     assert isinstance(tensor, torch.Tensor)
                     raise bad_index(f"{call.op.name}: {name}", int(tensor[at.value]), at.value, limit)
             if isinstance(declared, Group):
-                num_blocks = getattr(call.record, declared.cache).num_blocks
+                num_blocks = NO_CACHE if declared.cache is None else getattr(call.record, declared.cache).num_blocks
                 rows = next(call.shapes[name][0] for name, what in call.op.arguments.items() if isinstance(what, Rows))
                 queries, written = (rows, 0) if declared.rows is Slots.QUERIES else (-1, rows)
                 bad = self.library["check_group"](addressof(groups[0]), num_blocks, queries, written, byref(at))

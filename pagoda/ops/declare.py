@@ -113,11 +113,12 @@ class Cache:
 class Group:
     """AttentionMetadata. QUERIES: the op's rows are the queries it describes.   WRITTEN: they are its slot_mapping's.
 
-    cache: the argument that its blocks and slots belong to; they are checked against it.
+    cache: the argument that its blocks and slots belong to; they are checked against it. None for an op that reads no
+    cache: all tokens of a row must then be in the batch.
     """
 
     rows: Slots
-    cache: str
+    cache: str | None = None
 
 
 Argument: TypeAlias = Rows | Table | Packed | Experts | LowRank | Cache | Group | Scalar

@@ -58,6 +58,13 @@ def _check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")
 
 
+def _check_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """Queries, K and V must have heads of one size, and queries a multiple of the others' heads."""
+    q, k = shapes["q"], shapes["k"]
+    if q[1] % k[1] or q[2] != k[2]:
+        raise ValueError(f"heads of q {q} do not fit those of k {k}")
+
+
 def _check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     """cos and sin must have half a head per position."""
     if shapes["cos"] != shapes["sin"] or 2 * shapes["cos"][1] != shapes["q"][2] or shapes["k"][2] != shapes["q"][2]:
@@ -86,6 +93,11 @@ def _check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     if shapes["y"][1:] != (rows,) or shapes.get("x", (0, columns))[1:] != (columns,):
         given = {name: shapes[name] for name in ("y", "x") if name in shapes}
         raise ValueError(f"adapters of a layer [{rows}, {columns}] do not fit {given}")
+
+
+def _check_layer_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if not shapes["weight"] == shapes["bias"] == shapes["x"][1:]:
+        raise ValueError(f"weight {shapes['weight']} and bias {shapes['bias']} do not fit x {shapes['x']}")
 
 
 def _check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
@@ -151,6 +163,36 @@ class ForwardOps(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed."""
+        ...
+
+    @op(
+        "norm",
+        _check_layer_norm,
+        x=Rows(contiguous=True),
+        weight=Table("x"),
+        bias=Table("x"),
+        eps=Scalar.F32,
+        out=like("x"),
+    )
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x [T, D] - mean) / sqrt(variance + eps) * weight [D] + bias [D], over the last dimension."""
+        ...
+
+    @op(
+        "norm",
+        _check_layer_norm,
+        x=Rows(contiguous=True),
+        residual=Rows("x", like="x", contiguous=True),
+        weight=Table("x"),
+        bias=Table("x"),
+        eps=Scalar.F32,
+        out=like("x"),
+        total=like("x"),
+    )
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(layer_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed."""
         ...
 
     @op("rows", x=Rows(contiguous=True), residual=Rows("x", like="x", contiguous=True), out=like("x"))
@@ -239,6 +281,35 @@ class ForwardOps(Protocol):
         """
         ...
 
+    @op(
+        "attention",
+        _check_heads,
+        q=Rows(),
+        k=Rows("q"),
+        v=Rows("k", like="k"),
+        metadata=Group(Slots.QUERIES),
+        scale=Scalar.F32,
+        window=Scalar.I32,
+        softcap=Scalar.F32,
+        out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
+    )
+    def bidirectional_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attention of every token of a request to all of its tokens; q [T, H, D], k, v [T, K, D] -> [T, H * D].
+
+        Reads no cache: all tokens of a request must be in the batch, one request after the other without padding.
+        window: only tokens less than `window` positions away (0: all).   softcap: as in `attention`.
+        """
+        ...
+
     @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] (gate then up) -> silu(gate) * up, [T, I]."""
@@ -247,6 +318,36 @@ class ForwardOps(Protocol):
     @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] (gate then up) -> gelu_tanh(gate) * up, [T, I]."""
+        ...
+
+    @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] (gate then up) -> gelu(gate) * up, [T, I]; gelu with the error function."""
+        ...
+
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
+    def gelu(self, x: Tensor) -> Tensor:
+        """x * (1 + erf(x / sqrt(2))) / 2."""
+        ...
+
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2."""
+        ...
+
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
+    def silu(self, x: Tensor) -> Tensor:
+        """x / (1 + exp(-x))."""
+        ...
+
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
+    def relu(self, x: Tensor) -> Tensor:
+        """max(x, 0)."""
+        ...
+
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
+    def tanh(self, x: Tensor) -> Tensor:
+        """tanh(x)."""
         ...
 
     @op(
@@ -346,11 +447,26 @@ class FusedOps(Protocol):
         """gelu_tanh_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
         ...
 
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", _half_of_weight))
+    def linear_gelu_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """gelu_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
+        ...
+
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1]))
+    def linear_gelu(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """gelu(linear(x, weight))."""
+        ...
+
 
 FORWARD_OPS = declared_ops(ForwardOps)
 FUSED_OPS = declared_ops(FusedOps)
 OP_TABLE = FORWARD_OPS | FUSED_OPS
 """Every op by name."""
 
-FUSIONS = {("linear", "silu_mul"): "linear_silu_mul", ("linear", "gelu_tanh_mul"): "linear_gelu_tanh_mul"}
+FUSIONS = {
+    ("linear", "silu_mul"): "linear_silu_mul",
+    ("linear", "gelu_tanh_mul"): "linear_gelu_tanh_mul",
+    ("linear", "gelu_mul"): "linear_gelu_mul",
+    ("linear", "gelu"): "linear_gelu",
+}
 """(op, the only user of its result) -> the op that does both."""

@@ -1,5 +1,7 @@
 """Every op but attention: each implementation against the reference, over ugly shapes, and row by row."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -42,6 +44,22 @@ def test_norms(
 
 
 @DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 70])
+@pytest.mark.parametrize("hidden", [16, 37, 384, 1031])
+def test_layer_norms(fast: Ops, reference: ReferenceOps, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (draw(*shape, dtype=dtype, seed=len(shape)) for shape in ((tokens, hidden), (hidden,), (hidden,)))
+    x = x * 3 + 5  # far from a mean of 0
+    residual = draw(tokens, hidden, dtype=dtype).flip(0)
+    close(fast.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
+    got = fast.add_layer_norm(x, residual, weight, bias, 1e-12)
+    want = reference.add_layer_norm(x, residual, weight, bias, 1e-12)
+    close(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    with pytest.raises((ValueError, RuntimeError)):
+        fast.layer_norm(x, weight[1:].contiguous(), bias, 1e-5)
+
+
+@DTYPES
 def test_norm_of_heads_inside_a_fused_projection(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
     """QK norm: vectors of one head each, strided over tokens and heads."""
     q, k, _ = fast.split_qkv(draw(5, (4 + 2 * 2) * 80, dtype=dtype), 4, 2, 80)
@@ -62,13 +80,27 @@ def test_gated_activations(fast: Ops, reference: ReferenceOps, tokens: int, widt
     gate_up = 4 * draw(tokens, 2 * width, dtype=dtype)
     close(fast.silu_mul(gate_up), reference.silu_mul(gate_up))
     close(fast.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up))
+    close(fast.gelu_mul(gate_up), reference.gelu_mul(gate_up))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu", "tanh"])
+def test_plain_activations(fast: Ops, reference: ReferenceOps, name: str, dtype: torch.dtype) -> None:
+    for x in (4 * draw(65, 100, dtype=dtype), torch.linspace(-20, 20, 9001).to(dtype).view(1, -1)):
+        close(getattr(fast, name)(x), getattr(reference, name)(x))
+    assert getattr(fast, name)(torch.full((1, 3), torch.nan, dtype=dtype)).isnan().all()
 
 
 @DTYPES
 def test_activations_at_their_ends(fast: Ops, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e4, -90.0, -1e-3, 0.0, 1e-3, 90.0, 1e4], dtype=dtype)
     ones = torch.ones_like(gate)
-    for gated in (fast.silu_mul, fast.gelu_tanh_mul):
+
+    def whole(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda gate_up: activation(gate_up[:, : len(gate)].contiguous())
+
+    plain = map(whole, (fast.silu, fast.gelu, fast.gelu_tanh))
+    for gated in (fast.silu_mul, fast.gelu_tanh_mul, fast.gelu_mul, *plain):
         out = gated(torch.cat([gate, ones]).unsqueeze(0))[0]
         close(out[[0, 1, 3, 5, 6]], torch.tensor([0.0, 0.0, 0.0, 90.0, 1e4], dtype=dtype))
         assert out[2] < 0 < out[4]
@@ -184,6 +216,11 @@ def test_bits_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> 
         lambda o, rows: o.rms_norm(x[rows], weight, 1e-5),
         lambda o, rows: o.silu_mul(gate_up[rows]),
         lambda o, rows: o.gelu_tanh_mul(gate_up[rows]),
+        lambda o, rows: o.gelu_mul(gate_up[rows]),
+        lambda o, rows: o.gelu(x[rows]),
+        lambda o, rows: o.tanh(x[rows]),
+        lambda o, rows: o.layer_norm(x[rows], weight, weight, 1e-5),
+        lambda o, rows: o.add_layer_norm(x[rows], residual[rows], weight, weight, 1e-5)[0],
         lambda o, rows: o.softcap(x[rows], 20.0),
     ):
         whole = run(ops[1], slice(None))

@@ -1,1 +1,1 @@
-"""Gated activations and the logit soft cap."""
+"""Activations, gated and plain, and the logit soft cap."""

@@ -1,4 +1,4 @@
-// Gated activations and the soft cap; their definition is activation/reference.py.
+// Activations, gated and plain, and the soft cap; their definition is activation/reference.py.
 #include "elementwise.h"
 #include "gates.h"
 
@@ -25,6 +25,16 @@ void gated(const Tensor& gate_up, const Tensor& out, int threads) {
     by_dtype(out.dtype, [&](auto element) { gated<Activation, decltype(element)>(gate_up, out, threads); });
 }
 
+template <class Activation>
+void plain(const Tensor& x, const Tensor& out, int threads) {
+    by_dtype(x.dtype, [&](auto element) {
+        using T = decltype(element);
+        const T* from = elements_of<T>(x);
+        each_element(elements_of<T>(out), num_elements(x), threads,
+                     [&](int64_t i, int n) { return Activation::of(load_lanes(from + i, n)); });
+    });
+}
+
 }  // namespace
 
 PAGODA_EXPORT void pagoda_silu_mul(const SiluMulArgs* a, int32_t threads) { gated<Silu>(a->gate_up, a->out, threads); }
@@ -32,6 +42,14 @@ PAGODA_EXPORT void pagoda_silu_mul(const SiluMulArgs* a, int32_t threads) { gate
 PAGODA_EXPORT void pagoda_gelu_tanh_mul(const GeluTanhMulArgs* a, int32_t threads) {
     gated<GeluTanh>(a->gate_up, a->out, threads);
 }
+
+PAGODA_EXPORT void pagoda_gelu_mul(const GeluMulArgs* a, int32_t threads) { gated<Gelu>(a->gate_up, a->out, threads); }
+
+PAGODA_EXPORT void pagoda_gelu(const GeluArgs* a, int32_t threads) { plain<Gelu>(a->x, a->out, threads); }
+PAGODA_EXPORT void pagoda_gelu_tanh(const GeluTanhArgs* a, int32_t threads) { plain<GeluTanh>(a->x, a->out, threads); }
+PAGODA_EXPORT void pagoda_silu(const SiluArgs* a, int32_t threads) { plain<Silu>(a->x, a->out, threads); }
+PAGODA_EXPORT void pagoda_relu(const ReluArgs* a, int32_t threads) { plain<Relu>(a->x, a->out, threads); }
+PAGODA_EXPORT void pagoda_tanh(const TanhArgs* a, int32_t threads) { plain<Tanh>(a->x, a->out, threads); }
 
 PAGODA_EXPORT void pagoda_softcap(const SoftcapArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {

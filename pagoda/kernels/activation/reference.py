@@ -1,4 +1,4 @@
-"""The definition of the gated activations: in float32, rounded once."""
+"""The definition of the activations: in float32, rounded once."""
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,37 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2 I] (gate then up) -> gelu_tanh(gate) * up, [T, I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2 I] (gate then up) -> gelu(gate) * up, [T, I]; gelu with the error function."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.gelu(gate) * up).to(gate_up.dtype)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * (1 + erf(x / sqrt(2))) / 2."""
+    return F.gelu(x.float()).to(x.dtype)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2."""
+    return F.gelu(x.float(), approximate="tanh").to(x.dtype)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x / (1 + exp(-x))."""
+    return F.silu(x.float()).to(x.dtype)
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)."""
+    return torch.relu(x)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """tanh(x)."""
+    return torch.tanh(x.float()).to(x.dtype)
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Causal attention over the paged KV cache."""
+"""Attention: causal over the paged KV cache, and bidirectional within the batch."""

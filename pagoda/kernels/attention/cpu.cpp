@@ -1,4 +1,5 @@
-// Causal paged attention; its definition is attention/reference.py, the layout of a page kv_cache/pages.h.
+// Causal paged attention, and bidirectional attention on pages that exist while it runs (transient.h). Their definition is
+// attention/reference.py, the layout of a page kv_cache/pages.h.
 //
 // The result of a query vector depends only on its own row, bit for bit:
 //   - the context is divided into segments of 256 positions and chunks of 64, counted from position 0 regardless of where
@@ -10,6 +11,7 @@
 #include <new>
 
 #include "segments.h"
+#include "transient.h"
 
 namespace {
 
@@ -21,7 +23,8 @@ int make_tiles(const Problem& p, Tile* tiles) {
     for (int row = 0; row < p.num_rows; row++) {
         int begin = p.query_start[row], queries = p.query_start[row + 1] - begin;
         for (int i = 0; i < queries; i += per_tile)
-            tiles[count++] = {row, begin + i, std::min(per_tile, queries - i), p.seq_lens[row] - queries + i};
+            tiles[count++] = {row, begin + i, std::min(per_tile, queries - i), p.seq_lens[row] - queries + i,
+                              p.seq_lens[row]};
     }
     // The most expensive first, so that no thread ends with a long one.
     std::sort(tiles, tiles + count, [&](const Tile& a, const Tile& b) { return a.cost(p) > b.cost(p); });
@@ -137,4 +140,12 @@ PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
                : cache.dtype == BF16 ? attend<bf16>
                                      : attend<f16>;
     run(p, static_cast<int>(a->q.rows), threads);
+}
+
+PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionArgs* a, int32_t threads) {
+    if (a->q.rows == 0) return;
+    by_dtype(a->q.dtype, [&](auto element) {
+        using T = decltype(element);
+        attend<T>(with_transient_pages<T>(*a, threads), static_cast<int>(a->q.rows), threads);
+    });
 }

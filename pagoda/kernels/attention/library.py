@@ -1,4 +1,6 @@
-"""Paged attention in plain torch, one chunk of the context at a time, without copying a whole context."""
+"""Attention in plain torch: paged, one chunk of the context at a time, without copying a whole context; bidirectional,
+one chunk of queries at a time.
+"""
 
 import torch
 
@@ -6,6 +8,9 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 CHUNK_TOKENS = 512
 """Context positions that are gathered and scored at once."""
+
+CHUNK_SCORES = 1 << 22
+"""Scores per head that bidirectional attention holds at once."""
 
 
 def attention(
@@ -22,6 +27,52 @@ def attention(
         part = _attend(q[tokens], cache, metadata, rows, scale, window, softcap)
         out[tokens] = part.to(q.dtype)
     return out.view(q.shape[0], -1)
+
+
+def bidirectional_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Every token to all tokens of its row, q [T, H, D] -> [T, H * D]; rows of one length are computed together."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for _, tokens in _rows_by_query_len(metadata):
+        length = tokens.shape[1]
+        queries = min(length, max(1, CHUNK_SCORES // length))
+        for some in tokens.split(max(1, CHUNK_SCORES // (queries * length))):
+            for begin in range(0, length, queries):
+                end = min(length, begin + queries)
+                first, last = (max(0, begin - window + 1), min(length, end + window - 1)) if window else (0, length)
+                part = _attend_both_ways(
+                    q[some[:, begin:end]], k[some[:, first:last]], v[some[:, first:last]], begin - first,
+                    scale, window, softcap,
+                )  # fmt: skip
+                out[some[:, begin:end]] = part.to(q.dtype)
+    return out.view(q.shape[0], -1)
+
+
+def _attend_both_ways(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int, scale: float, window: int, softcap: float
+) -> torch.Tensor:
+    """q [R, Q, H, D] over k, v [R, C, K, D] -> float32 [R, Q, H, D].   offset: of the first query among the keys."""
+    num_rows, query_len, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    # [R, K, G, Q, D]: the G query heads of one KV head are scored together.
+    grouped = q.float().view(num_rows, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4) * scale
+    keys, values = (x.float().transpose(1, 2).unsqueeze(2) for x in (k, v))
+    scores = grouped @ keys.transpose(-1, -2)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if window:
+        query_at = offset + torch.arange(query_len, device=q.device)
+        distance = (query_at.unsqueeze(1) - torch.arange(k.shape[1], device=q.device)).abs()
+        scores.masked_fill_(distance >= window, float("-inf"))
+    attended = scores.softmax(dim=-1) @ values
+    return attended.permute(0, 3, 1, 2, 4).reshape(num_rows, query_len, num_heads, head_dim)
 
 
 def _rows_by_query_len(metadata: AttentionMetadata) -> list[tuple[torch.Tensor, torch.Tensor]]:

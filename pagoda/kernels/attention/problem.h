@@ -19,17 +19,25 @@ struct Problem {
     int64_t table_stride, q_stride, k_stride, v_stride, scale_stride;
     int num_rows, num_heads, num_kv_heads, head_dim, block_size, window;
     float scale, softcap;
+    bool causal = true;
     int group() const { return num_heads / num_kv_heads; }
+    // The first and last position that a query at `at` sees in a row of `length` positions.
+    int first_visible(int at) const { return window > 0 ? std::max(0, at - window + 1) : 0; }
+    int last_visible(int at, int length) const {
+        if (causal) return at;
+        return window > 0 && window < length - at ? at + window - 1 : length - 1;
+    }
 };
 
-// Consecutive queries of one row. `first_at`: position of the first one.
+// Consecutive queries of one row. `first_at`: position of the first one. `length`: positions of the row.
 struct Tile {
-    int row, first_token, num_queries, first_at;
-    int first_visible(const Problem& p) const { return p.window > 0 ? std::max(0, first_at - p.window + 1) : 0; }
-    int end() const { return first_at + num_queries; }  // one past the last position any query sees
+    int row, first_token, num_queries, first_at, length;
+    int first_visible(const Problem& p) const { return p.first_visible(first_at); }
+    // One past the last position any query sees.
+    int end(const Problem& p) const { return p.last_visible(first_at + num_queries - 1, length) + 1; }
     int first_segment(const Problem& p) const { return first_visible(p) / SEGMENT; }
-    int num_segments(const Problem& p) const { return (end() - 1) / SEGMENT - first_segment(p) + 1; }
-    int64_t cost(const Problem& p) const { return int64_t(end() - first_visible(p)) * (num_queries + 1); }
+    int num_segments(const Problem& p) const { return (end(p) - 1) / SEGMENT - first_segment(p) + 1; }
+    int64_t cost(const Problem& p) const { return int64_t(end(p) - first_visible(p)) * (num_queries + 1); }
 };
 
 // KV heads first .. first + count - 1.

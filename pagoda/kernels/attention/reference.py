@@ -1,4 +1,6 @@
-"""The definition of paged attention: gather a row's whole context, score it in float32, one softmax."""
+"""The definition of attention, paged and bidirectional: score a row's whole context in float32, one softmax."""
+
+from itertools import pairwise
 
 import torch
 
@@ -34,6 +36,31 @@ def attention(
             hidden |= key_at <= query_at - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         out[begin:end] = torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
+    return out.view(num_tokens, num_heads * head_dim)
+
+
+def bidirectional_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Every token to all tokens of its row, q [T, H, D] -> [T, H * D] in q's dtype; see `ForwardOps`."""
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for begin, end in pairwise(metadata.query_start.tolist()):
+        group = num_heads // k.shape[1]
+        keys, values = (x[begin:end].float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,chd->hqc", q[begin:end].float(), keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window:
+            at = torch.arange(end - begin, device=q.device)
+            scores = scores.masked_fill((at.unsqueeze(1) - at).abs() >= window, float("-inf"))
+        out[begin:end] = torch.einsum("hqc,chd->qhd", scores.softmax(dim=-1), values).to(q.dtype)
     return out.view(num_tokens, num_heads * head_dim)
 
 

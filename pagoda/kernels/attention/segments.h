@@ -19,8 +19,8 @@ struct Attention {
     float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
 
     // Scale, cap and mask one query vector's scores as needed; return the largest exponent.
-    float finish_scores(float* scores, int chunk_at, int at, const Workspace<Lane>& w) const {
-        int from = p.window > 0 ? at - p.window + 1 - chunk_at : 0, to = at - chunk_at;
+    float finish_scores(float* scores, int chunk_at, int at, int length, const Workspace<Lane>& w) const {
+        int from = p.first_visible(at) - chunk_at, to = p.last_visible(at, length) - chunk_at;
         bool partly = from > 0 || to < CHUNK - 1;
         f32x16 highest = splat(HIDDEN);
         for (int g = 0; g < LANE_GROUPS; g++) {
@@ -56,7 +56,7 @@ struct Attention {
     void online_softmax(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part, float* sums) const {
         int n = rows(t), group = p.group();
         for (int r = 0; r < n; r++) {
-            float top = finish_scores(w.scores + r * CHUNK, chunk_at, t.first_at + r / group, w);
+            float top = finish_scores(w.scores + r * CHUNK, chunk_at, t.first_at + r / group, t.length, w);
             w.new_top[r] = std::max(part.top[r], top);
         }
         for_lanes(n, [&](int64_t r, int lanes) {
@@ -101,7 +101,7 @@ struct Attention {
             memset(part(h).acc, 0, sizeof(float) * n * hd);
             memset(w.sums_of(h), 0, sizeof(float) * n * 16);
         }
-        int visible = t.first_visible(p), end = t.end();
+        int visible = t.first_visible(p), end = t.end(p);
         int first = std::max(segment * SEGMENT, visible / CHUNK * CHUNK);
         int last = std::min((segment + 1) * SEGMENT, end);
         KeyChunk<Kind> keys;
@@ -152,7 +152,7 @@ struct Attention {
         load_queries(t, heads, w);
         for (int s = 0; s < t.num_segments(p); s++) {
             auto part = [&](int h) { return s == 0 ? w.combined(h) : w.next(h); };
-            run_segment(unit, first + s, w, part, t.end(), then);
+            run_segment(unit, first + s, w, part, t.end(p), then);
             if (s == 0) continue;
             for (int h = 0; h < heads.count; h++) combine(w.combined(h), w.next(h), n, p.head_dim);
         }
@@ -168,7 +168,7 @@ struct Attention {
         load_queries(t, heads, w);
         auto part = [&](int) { return Partial::at(parts + size * segment, n); };
         int index = t.first_segment(p) + segment;
-        run_segment({&t, heads}, index, w, part, std::min((index + 1) * SEGMENT, t.end()), nullptr);
+        run_segment({&t, heads}, index, w, part, std::min((index + 1) * SEGMENT, t.end(p)), nullptr);
         if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
         for (int s = 1; s < t.num_segments(p); s++)
             combine(Partial::at(parts, n), Partial::at(parts + size * s, n), n, p.head_dim);

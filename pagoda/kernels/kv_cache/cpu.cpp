@@ -17,20 +17,6 @@ struct Write {
 
 constexpr int64_t MAX_HEAD_DIM = 512;  // native/arguments.py refuses larger ones
 
-template <class Stored>
-void scatter_k(const Stored* row, Stored* page, int64_t slot, const KVPages& cache) {
-    constexpr int P = PageLayout<Stored>::PAIR;
-    Stored* to = page + slot * P;
-    for (int64_t d = 0; d < cache.head_dim; d += P, to += cache.block_size * P)
-        memcpy(static_cast<void*>(to), row + d, sizeof(Stored) * P);
-}
-template <class Stored>
-void scatter_v(const Stored* row, Stored* page, int64_t slot, const KVPages& cache) {
-    constexpr int P = PageLayout<Stored>::PAIR;
-    Stored* to = page + v_offset<Stored>(0, slot, cache.head_dim);
-    for (int64_t d = 0; d < cache.head_dim; d++) to[d * P] = row[d];
-}
-
 // Returns the scale.
 template <class T>
 float quantize(const T* x, int8_t* out, int64_t count) {
@@ -70,12 +56,12 @@ void write_token(const Write& w, int64_t t) {
             int8_t narrow[MAX_HEAD_DIM];
             int64_t scale_at = block * cache.scale_stride + h * cache.block_size + slot;
             cache.k_scale[scale_at] = quantize(k, narrow, head_dim);
-            scatter_k<Stored>(narrow, k_page, slot, cache);
+            scatter_k<Stored>(narrow, k_page, slot, cache.block_size, head_dim);
             cache.v_scale[scale_at] = quantize(v, narrow, head_dim);
-            scatter_v<Stored>(narrow, v_page, slot, cache);
+            scatter_v<Stored>(narrow, v_page, slot, head_dim);
         } else {
-            scatter_k<Stored>(k, k_page, slot, cache);
-            scatter_v<Stored>(v, v_page, slot, cache);
+            scatter_k<Stored>(k, k_page, slot, cache.block_size, head_dim);
+            scatter_v<Stored>(v, v_page, slot, head_dim);
         }
     }
 }

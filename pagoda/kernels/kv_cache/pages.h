@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 template <class Stored>
 struct PageLayout {
@@ -30,4 +31,19 @@ template <class Stored>
 inline int64_t v_offset(int64_t d, int64_t slot, int64_t head_dim) {
     constexpr int P = PageLayout<Stored>::PAIR;
     return (slot / P * head_dim + d) * P + slot % P;
+}
+
+// Write one head of one token to its slot of a page.
+template <class Stored>
+void scatter_k(const Stored* row, Stored* page, int64_t slot, int64_t block_size, int64_t head_dim) {
+    constexpr int P = PageLayout<Stored>::PAIR;
+    Stored* to = page + slot * P;
+    for (int64_t d = 0; d < head_dim; d += P, to += block_size * P)
+        memcpy(static_cast<void*>(to), row + d, sizeof(Stored) * P);
+}
+template <class Stored>
+void scatter_v(const Stored* row, Stored* page, int64_t slot, int64_t head_dim) {
+    constexpr int P = PageLayout<Stored>::PAIR;
+    Stored* to = page + v_offset<Stored>(0, slot, head_dim);
+    for (int64_t d = 0; d < head_dim; d++) to[d * P] = row[d];
 }

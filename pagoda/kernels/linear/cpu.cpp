@@ -3,9 +3,10 @@
 
 namespace {
 
-void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, Gate gate, int threads) {
+void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, Gate gate, int threads, bool gelu = false) {
     if (x.rows == 0) return;
-    linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, out.data, out.stride, gate, nullptr}, threads);
+    linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, out.data, out.stride, gate, nullptr, gelu},
+               threads);
 }
 
 }  // namespace
@@ -21,6 +22,12 @@ PAGODA_EXPORT void pagoda_linear_silu_mul(const LinearSiluMulArgs* a, int32_t th
 }
 PAGODA_EXPORT void pagoda_linear_gelu_tanh_mul(const LinearGeluTanhMulArgs* a, int32_t threads) {
     run(a->x, a->weight, a->out, GATE_GELU_TANH, threads);
+}
+PAGODA_EXPORT void pagoda_linear_gelu_mul(const LinearGeluMulArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, GATE_GELU, threads);
+}
+PAGODA_EXPORT void pagoda_linear_gelu(const LinearGeluArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, GATE_NONE, threads, true);
 }
 
 PAGODA_EXPORT int64_t pagoda_linear_bytes(const PackedLinear* weight) {

@@ -110,9 +110,13 @@ void finish(const LinearJob& job, const float* sums, int64_t sums_stride, int64_
     for (int64_t r = 0; r < rows; r++) {
         Out* out = static_cast<Out*>(job.out) + (row + r) * job.out_stride + column;
         for_lanes(columns, [&](int64_t i, int n) {
-            store_lanes(out + i, with_bias(sums + r * sums_stride + i, *job.weight, column + i), n);
+            f32x16 result = with_bias(sums + r * sums_stride + i, *job.weight, column + i);
+            store_lanes(out + i, job.gelu ? Gelu::of(rounded<Out>(result)) : result, n);
         });
     }
+}
+inline f32x16 activated(int32_t gate, f32x16 x) {
+    return gate == GATE_SILU ? Silu::of(x) : gate == GATE_GELU ? Gelu::of(x) : GeluTanh::of(x);
 }
 // The same, with the sums of gate in the first panel and those of up in the second.
 template <class T>
@@ -124,8 +128,8 @@ void finish_gated(const LinearJob& job, const float* sums, int64_t sums_stride, 
             const float* at = sums + r * sums_stride + i;
             f32x16 gate = rounded<T>(with_bias(at, *job.weight, column + i));
             f32x16 product = rounded<T>(with_bias(at + PANEL, *job.weight, up + column + i));
-            f32x16 active = job.gate == GATE_SILU ? Silu::of(gate) : GeluTanh::of(gate);
-            store(static_cast<T*>(job.out) + (row + r) * job.out_stride + column + i, active * product);
+            store(static_cast<T*>(job.out) + (row + r) * job.out_stride + column + i,
+                  activated(job.gate, gate) * product);
         }
 }
 

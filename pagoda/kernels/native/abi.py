@@ -17,6 +17,10 @@ PANEL = 32
 """Output columns of a packed weight that are stored together."""
 
 
+NO_CACHE = -1
+"""In place of a number of blocks: the op reads no cache, and all tokens of a row must be in the batch."""
+
+
 class Kind(IntEnum):
     """The format of a packed weight: see linear/packed.h."""
 
@@ -153,7 +157,7 @@ Check = struct(
     "Check",
     "What is checked before a program runs. group null: `domain`'s indices at `place`, each below `limit`, or where "
     "that is negative below the rows of domain -1 - limit. Else a group, whose queries are `domain`'s rows, against a "
-    "cache of `limit` blocks.",
+    "cache of `limit` blocks (or NO_CACHE).",
     group="const RowGroup*", limit="int64_t", place="int32_t", domain="int32_t", dtype="int32_t", unused="int32_t",
 )  # fmt: skip
 Program = struct(

@@ -19,6 +19,7 @@ from pagoda.ops.batch import KVLayer as AnyKVLayer
 from pagoda.ops.declare import Cache, DType, Experts, Group, LowRank, Op, Out, Packed, Rows, Scalar, Table
 
 MAX_HEAD_DIM = 512
+TRANSIENT_BLOCK = 16  # as in attention/transient.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ def prepare_call(
             case Group():
                 if not isinstance(value, AnyMetadata):
                     raise _wrong(op, name, "AttentionMetadata", value)
+                if declared.cache is None:  # K and V are laid out as pages while the op runs
+                    check_page_shape(call.shapes["k"][2], TRANSIENT_BLOCK)
                 setattr(call.record, name, group_address(value))
             case Scalar():
                 setattr(call.record, name, value)

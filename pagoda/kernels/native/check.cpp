@@ -30,6 +30,7 @@ PAGODA_EXPORT int32_t pagoda_check_indices(const void* indices, int32_t dtype, i
 }
 
 // num_queries: rows of queries that the group describes, or -1 if only its slots are used. num_written: slots to check.
+// num_blocks: of the cache, or NO_CACHE; then every row's tokens must be its queries, and nothing else is checked.
 // bad_at: the row, or the slot, that is wrong.
 PAGODA_EXPORT int32_t pagoda_check_group(const RowGroup* group, int64_t num_blocks, int64_t num_queries,
                                          int64_t num_written, int64_t* bad_at) {
@@ -40,6 +41,10 @@ PAGODA_EXPORT int32_t pagoda_check_group(const RowGroup* group, int64_t num_bloc
         *bad_at = row;
         int64_t queries = int64_t(g.query_start[row + 1]) - g.query_start[row], length = g.seq_lens[row];
         if (queries < 0 || g.query_start[row + 1] > num_queries) return BAD_QUERY_START;
+        if (num_blocks == NO_CACHE) {
+            if (length != queries) return BAD_SEQ_LEN;
+            continue;
+        }
         int64_t blocks = (length + g.block_size - 1) / g.block_size;
         if (length < queries || length < 0 || blocks > g.table_width) return BAD_SEQ_LEN;
         const int32_t* table = g.block_table + row * g.table_stride;
@@ -47,6 +52,7 @@ PAGODA_EXPORT int32_t pagoda_check_group(const RowGroup* group, int64_t num_bloc
     }
     *bad_at = g.num_rows;
     if (num_queries >= 0 && g.query_start[g.num_rows] != num_queries) return BAD_QUERY_START;
+    if (num_blocks == NO_CACHE) return BAD_NOTHING;
     if (num_written > g.num_slots) return BAD_SLOT;
     *bad_at = first_outside<int64_t, uint64_t>(g.slot_mapping, num_written, num_blocks * g.block_size);
     return *bad_at < 0 ? BAD_NOTHING : BAD_SLOT;

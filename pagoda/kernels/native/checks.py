@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.kernels.native.abi import Bad
+from pagoda.kernels.native.abi import NO_CACHE, Bad
 
 
 def bad_index(what: str, value: int, at: int, limit: int) -> InvariantBroken:
@@ -30,9 +30,12 @@ _GROUP_RULES = {
 def bad_group(bad: int, at: int, num_blocks: int) -> InvariantBroken:
     """Return the error for AttentionMetadata that points outside the cache. at: the row, or for a slot the token."""
     which = "token" if bad == Bad.SLOT else "row"
-    return InvariantBroken(
-        f"attention metadata, {which} {at}: {_GROUP_RULES[Bad(bad)]} ({num_blocks} blocks); the step was not run"
-    )
+    rule, cache = _GROUP_RULES[Bad(bad)], f"{num_blocks} blocks"
+    if num_blocks == NO_CACHE:
+        cache = "no cache"
+        if bad == Bad.SEQ_LEN:
+            rule = "seq_lens must be the row's queries, all of whose tokens must be in the batch"
+    return InvariantBroken(f"attention metadata, {which} {at}: {rule} ({cache}); the step was not run")
 
 
 def check_logits(logits: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from ctypes import sizeof
 
-from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, PANEL, STRUCTS, Shared
+from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, PANEL, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
 NAME = "abi.h"
@@ -17,7 +17,7 @@ def header() -> str:
         "#include <cstdint>",
         "#include <cstdlib>",
         '#define PAGODA_EXPORT extern "C" __attribute__((visibility("default")))',
-        f"constexpr int64_t PANEL = {PANEL};",
+        f"constexpr int64_t PANEL = {PANEL}, NO_CACHE = {NO_CACHE};",
         f"constexpr int32_t NUM_DOMAINS = {len(Domain)}, NUM_OPS = {len(KERNEL_OPS)};",
     ]
     for prefix, enum in ENUMS.items():

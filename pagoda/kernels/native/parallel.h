@@ -49,8 +49,8 @@ inline int threads_for(int64_t elements, int threads) { return elements < PARALL
 // A buffer of at least `bytes`, aligned to a cache line, kept by the calling thread between calls.
 // `slot` distinguishes buffers that are used at the same time.
 inline void* thread_scratch(size_t bytes, int slot = 0) {
-    static thread_local void* buffer[4] = {};
-    static thread_local size_t capacity[4] = {};
+    static thread_local void* buffer[6] = {};
+    static thread_local size_t capacity[6] = {};
     if (capacity[slot] < bytes) {
         free(buffer[slot]);
         capacity[slot] = (bytes + 4095) / 4096 * 4096;

@@ -1,1 +1,1 @@
-"""RMS normalisation, alone and fused with the residual sum."""
+"""RMS and layer normalisation, alone and fused with the residual sum."""

@@ -1,4 +1,4 @@
-// RMS normalisation; its definition is norm/reference.py.
+// RMS and layer normalisation; their definition is norm/reference.py.
 #include <cmath>
 
 #include "elementwise.h"
@@ -48,6 +48,58 @@ void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, float e
     });
 }
 
+// Sum of body(i, n) over a vector; its order depends on `dim` alone.
+template <class Body>
+float sum_lanes(int64_t dim, Body&& body) {
+    f32x16 sums[4] = {};
+    int lane = 0;
+    for_lanes(dim, [&](int64_t i, int n) {
+        sums[lane] = sums[lane] + body(i, n);
+        lane = (lane + 1) & 3;
+    });
+    return lane_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// The first n lanes, the others 0.
+inline f32x16 only_first(f32x16 v, int n) { return select(lane_numbers() < n, v, f32x16{}); }
+
+template <class T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t dim, float eps) {
+    float mean = sum_lanes(dim, [&](int64_t i, int n) { return load_lanes(x + i, n); }) / static_cast<float>(dim);
+    float squares = sum_lanes(dim, [&](int64_t i, int n) {
+        f32x16 away = only_first(load_lanes(x + i, n) - mean, n);
+        return away * away;
+    });
+    float inverse = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
+    for_lanes(dim, [&](int64_t i, int n) {
+        f32x16 normed = (load_lanes(x + i, n) - mean) * inverse;
+        store_lanes(out + i, fma(normed, load_lanes(weight + i, n), load_lanes(bias + i, n)), n);
+    });
+}
+
+// residual, total: null for the plain norm.
+template <class T>
+void layer_norm(const Tensor& x, const Tensor* residual, const Tensor& weight, const Tensor& bias, float eps,
+                const Tensor& out, const Tensor* total, int threads) {
+    int64_t dim = x.dim;
+    parallel(threads_for(x.rows * dim, threads), [&](int thread, int num_threads) {
+        Range mine = share_of(x.rows, thread, num_threads);
+        for (int64_t row = mine.begin; row < mine.end; row++) {
+            const T* source = elements_of<const T>(x) + row * dim;
+            if (residual != nullptr) {
+                const T* other = elements_of<const T>(*residual) + row * dim;
+                T* sum = elements_of<T>(*total) + row * dim;
+                for_lanes(dim, [&](int64_t i, int n) {
+                    store_lanes(sum + i, load_lanes(source + i, n) + load_lanes(other + i, n), n);
+                });
+                source = sum;
+            }
+            layer_norm_row(source, elements_of<const T>(weight), elements_of<const T>(bias),
+                           elements_of<T>(out) + row * dim, dim, eps);
+        }
+    });
+}
+
 }  // namespace
 
 PAGODA_EXPORT void pagoda_rms_norm(const RmsNormArgs* a, int32_t threads) {
@@ -60,5 +112,18 @@ PAGODA_EXPORT void pagoda_rms_norm(const RmsNormArgs* a, int32_t threads) {
 PAGODA_EXPORT void pagoda_add_rms_norm(const AddRmsNormArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {
         norm<decltype(element)>(a->x, &a->residual, a->weight, a->eps, a->unit_offset, a->out, &a->total, threads);
+    });
+}
+
+PAGODA_EXPORT void pagoda_layer_norm(const LayerNormArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        layer_norm<decltype(element)>(a->x, nullptr, a->weight, a->bias, a->eps, a->out, nullptr, threads);
+    });
+}
+
+// total = x + residual is normed.
+PAGODA_EXPORT void pagoda_add_layer_norm(const AddLayerNormArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        layer_norm<decltype(element)>(a->x, &a->residual, a->weight, a->bias, a->eps, a->out, &a->total, threads);
     });
 }

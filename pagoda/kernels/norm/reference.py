@@ -1,6 +1,7 @@
-"""The definition of RMS normalisation: in float32 from end to end, rounded once."""
+"""The definition of RMS and layer normalisation: in float32 from end to end, rounded once."""
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
@@ -22,3 +23,16 @@ def add_rms_norm(
     """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed."""
     total = x + residual
     return rms_norm(total, weight, eps, unit_offset), total
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x [T, D] - mean) / sqrt(variance + eps) * weight [D] + bias [D], in x's dtype."""
+    return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(layer_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed."""
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total

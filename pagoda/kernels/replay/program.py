@@ -66,7 +66,7 @@ class IndexCheck:
 
 @dataclass(frozen=True, slots=True)
 class GroupCheck:
-    """A group of rows whose blocks and slots are in a cache of `num_blocks` blocks."""
+    """A group of rows whose blocks and slots are in a cache of `num_blocks` blocks, NO_CACHE for whole rows."""
 
     group: int
     domain: Domain

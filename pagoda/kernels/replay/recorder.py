@@ -13,7 +13,7 @@ import torch
 
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
 from pagoda.kernels.linear.packed import PackedWeight
-from pagoda.kernels.native.abi import PANEL, RowGroup
+from pagoda.kernels.native.abi import NO_CACHE, PANEL, RowGroup
 from pagoda.kernels.native.arguments import RowsFacts, prepare_call
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native.library import NativeLibrary
@@ -162,8 +162,8 @@ class RecordingOps:
                 wanted = of_group if declared.rows is Slots.QUERIES else Domain.TOKENS
                 if domain is not wanted:
                     raise NotRecordable(f"{op.name} of {domain.name} rows with metadata of {wanted.name} rows")
-                cache = cast(KVLayer, arguments[declared.cache])
-                self._checks[GroupCheck(group, of_group, cache.k.shape[0])] = None
+                cache = None if declared.cache is None else cast(KVLayer, arguments[declared.cache])
+                self._checks[GroupCheck(group, of_group, NO_CACHE if cache is None else cache.k.shape[0])] = None
 
     def _view(self, op: Op, *args: object, **kwargs: object) -> object:
         assert op.parts is not None
@@ -194,7 +194,8 @@ class RecordingOps:
             if first is None or uses[between] != 1 or between in results:
                 continue
             fused = FUSIONS.get((first.op, step.op))
-            if fused is None or not _gates_whole_panels(first):
+            gated = next(iter(step.outputs.values())).row_elements < between.row_elements
+            if fused is None or (gated and not _gates_whole_panels(first)):
                 continue
             steps[maker[between]] = self._step(OP_TABLE[fused], first.arguments, list(step.outputs.values()))
             steps[index] = None

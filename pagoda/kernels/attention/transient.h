@@ -1,0 +1,70 @@
+// Pages of K and V that exist while one op runs: the tokens of the batch as if a cache held them.
+#pragma once
+
+#include "../kv_cache/pages.h"
+#include "elementwise.h"
+#include "problem.h"
+
+constexpr int TRANSIENT_BLOCK = 16;
+
+// Copy K and V of the batch into pages; return the problem of attending to them without a causal mask. The pages are this
+// thread's scratch memory. A row's blocks follow each other.
+template <class T>
+Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
+    const RowGroup& rows = *a.metadata;
+    int64_t kv_heads = a.k.heads, head_dim = a.k.dim, page = TRANSIENT_BLOCK * head_dim;
+    auto blocks_of = [&](int64_t row) { return (rows.seq_lens[row] + TRANSIENT_BLOCK - 1) / TRANSIENT_BLOCK; };
+    int64_t blocks = 0, width = 1;
+    for (int64_t row = 0; row < rows.num_rows; row++) {
+        blocks += blocks_of(row);
+        width = std::max<int64_t>(width, blocks_of(row));
+    }
+    size_t pages_bytes = sizeof(T) * blocks * kv_heads * page;
+    auto* k_pages = static_cast<T*>(thread_scratch(2 * pages_bytes, 4));
+    T* v_pages = k_pages + blocks * kv_heads * page;
+    auto* tables = static_cast<int32_t*>(thread_scratch(sizeof(int32_t) * rows.num_rows * width, 5));
+    int32_t next = 0;
+    for (int64_t row = 0; row < rows.num_rows; row++)
+        for (int64_t i = 0; i < blocks_of(row); i++) tables[row * width + i] = next++;
+
+    parallel(threads_for(2 * num_elements(a.k), threads), [&](int thread, int num_threads) {
+        Range mine = share_of(a.k.rows, thread, num_threads);
+        int64_t row = std::upper_bound(rows.query_start, rows.query_start + rows.num_rows, mine.begin) - rows.query_start - 1;
+        for (int64_t t = mine.begin; t < mine.end; t++) {
+            while (t >= rows.query_start[row + 1]) row++;
+            int64_t at = t - rows.query_start[row], slot = at % TRANSIENT_BLOCK;
+            int64_t block = tables[row * width + at / TRANSIENT_BLOCK];
+            for (int64_t h = 0; h < kv_heads; h++) {
+                int64_t to = (block * kv_heads + h) * page;
+                const T* k = elements_of<const T>(a.k) + t * a.k.stride + h * head_dim;
+                const T* v = elements_of<const T>(a.v) + t * a.v.stride + h * head_dim;
+                scatter_k<T>(k, k_pages + to, slot, TRANSIENT_BLOCK, head_dim);
+                scatter_v<T>(v, v_pages + to, slot, head_dim);
+            }
+        }
+    });
+    return {a.q.dtype,
+            a.q.data,
+            a.out.data,
+            reinterpret_cast<const char*>(k_pages),
+            reinterpret_cast<const char*>(v_pages),
+            nullptr,
+            nullptr,
+            rows.query_start,
+            rows.seq_lens,
+            tables,
+            width,
+            a.q.stride,
+            kv_heads * page,
+            kv_heads * page,
+            0,
+            static_cast<int>(rows.num_rows),
+            static_cast<int>(a.q.heads),
+            static_cast<int>(kv_heads),
+            static_cast<int>(head_dim),
+            TRANSIENT_BLOCK,
+            a.window,
+            a.scale,
+            a.softcap,
+            false};
+}
