@@ -30,11 +30,11 @@ demo: $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --temperature 0 --max-tokens 64 "$(PROMPT)"
 
 test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
-	$(BIN)/pagoda models pull
+	$(BIN)/pagoda models pull smollm2-135m minilm-l6
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
-	$(BIN)/pagoda models pull smollm2-135m gemma3-270m
+	$(BIN)/pagoda models pull smollm2-135m gemma3-270m minilm-l6
 	$(BIN)/python -m pytest -q -m slow
 
 test-sanitizers: $(VENV)/.installed-test

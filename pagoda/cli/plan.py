@@ -17,7 +17,8 @@ class Plan:
     """All figures of `pagoda plan`; sizes in bytes, lengths in tokens.
 
     weights_disk, weights_memory: as the checkpoint has them, and what they take once they are prepared.
-    requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once.
+    requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
+        for a model without KV.
     """
 
     model: str
@@ -102,7 +103,9 @@ def make_plan(config: EngineConfig) -> Plan:
         max_model_len=setup.max_model_len,
         kv_tokens=capacity.max_tokens,
         requests_by_length={
-            length: capacity.num_blocks // sizing.blocks_for_request(length) for length in sorted(lengths)
+            length: capacity.num_blocks // sizing.blocks_for_request(length)
+            for length in sorted(lengths)
+            if setup.groups
         },
         max_num_seqs=config.scheduler.max_num_seqs,
     )
@@ -122,12 +125,17 @@ def _print(made: Plan) -> None:
     table.add_row("weights", f"{human_bytes(made.weights_disk)} on disk ({types})")
     table.add_row("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}")
     table.add_row("memory", f"{human_bytes(made.memory_available)} available")
-    table.add_row("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}")
-    table.add_row(
-        "KV cache", f"{human_bytes(made.kv_cache)}: {human_count(made.num_blocks)} blocks of {made.block_size} tokens"
-    )
-    alone = f"the cache would hold one of {human_count(made.kv_tokens)}"
-    table.add_row("longest request", f"{human_count(made.max_model_len)} tokens ({alone})")
+    if made.kv_bytes_per_token == 0:
+        table.add_row("KV", "none: all tokens of a text are computed in one step")
+        table.add_row("longest text", f"{human_count(made.max_model_len)} tokens")
+    else:
+        table.add_row("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}")
+        table.add_row(
+            "KV cache",
+            f"{human_bytes(made.kv_cache)}: {human_count(made.num_blocks)} blocks of {made.block_size} tokens",
+        )
+        alone = f"the cache would hold one of {human_count(made.kv_tokens)}"
+        table.add_row("longest request", f"{human_count(made.max_model_len)} tokens ({alone})")
     for length, requests in made.requests_by_length.items():
         at_once = f", of which {made.max_num_seqs} run at once" if requests > made.max_num_seqs else ""
         table.add_row(f"at {human_count(length)} tokens", f"{human_count(requests)} requests fit{at_once}")

@@ -39,5 +39,5 @@ class KVGroupSpec:
 
 
 def layers_per_block(groups: tuple[KVGroupSpec, ...]) -> int:
-    """How many layers' KV one pool block carries: the size of the largest group."""
-    return max(len(group.layers) for group in groups)
+    """How many layers' KV one pool block carries: the size of the largest group; 0 without groups."""
+    return max((len(group.layers) for group in groups), default=0)

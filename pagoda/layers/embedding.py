@@ -7,10 +7,10 @@ from pagoda.ops.tensor import Tensor
 
 
 class Embedding(Module):
-    """A row per token.   scale: multiplies every row."""
+    """A row per token, or per position.   scale: multiplies every row.   skipped: see `Table`."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
-        self.weight = Parameter[Tensor](Table(vocab_size, hidden_size))
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0, skipped: int = 0) -> None:
+        self.weight = Parameter[Tensor](Table(vocab_size, hidden_size, skipped))
         self.scale = scale
 
     def __call__(self, ops: ForwardOps, token_ids: Tensor) -> Tensor:

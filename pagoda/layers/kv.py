@@ -56,8 +56,11 @@ def group_kv(declared: Sequence[KVDeclaration]) -> tuple[KVGroupSpec, ...]:
     """Group KV layers with equal declarations, into groups of equal size if possible.
 
     A block has room for as many layers as the largest group has, so a smaller group wastes the difference. Of all sizes
-    that give at most 8 groups, take the one with the least waste, and of those the largest.
+    that give at most 8 groups, take the one with the least waste, and of those the largest. Attentions without KV are
+    in no group.
     """
+    if not declared:
+        return ()
     kinds: dict[KVDeclaration, list[int]] = {}
     for layer, kind in enumerate(declared):
         kinds.setdefault(kind, []).append(layer)

@@ -32,6 +32,9 @@ def lora_targets(root: Module) -> dict[str, LoRATarget]:
             continue
         first = 0
         for name, part in zip(declared.part_paths(path), declared.parts, strict=True):
-            found[name] = LoRATarget(parameter, range(first, first + part.rows), declared.columns)
-            first += part.rows
+            end = first + part.rows
+            # Adjacent parts of one name are one tensor in the checkpoint, and one target.
+            begin = found[name].rows.start if name in found else first
+            found[name] = LoRATarget(parameter, range(begin, end), declared.columns)
+            first = end
     return found

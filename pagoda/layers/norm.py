@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm."""
 
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Parameter, Vector
@@ -26,3 +26,20 @@ class RMSNorm(Module):
         if residual is None:
             return self(ops, x), x
         return ops.add_rms_norm(x, residual, self.weight.value, self.eps, self.unit_offset)
+
+
+class LayerNorm(Module):
+    """(x - mean) / deviation * weight + bias, over the last dimension.   bias: False where the checkpoint has none."""
+
+    def __init__(self, size: int, eps: float, bias: bool = True) -> None:
+        self.weight = Parameter[Tensor](Vector(size))
+        self.bias = Parameter[Tensor](Vector(size, zeros=not bias))
+        self.eps = eps
+
+    def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
+        """x [T, size] -> the same shape."""
+        return ops.layer_norm(x, self.weight.value, self.bias.value, self.eps)
+
+    def add(self, ops: ForwardOps, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and norm the sum: (normed, new residual), in one op."""
+        return ops.add_layer_norm(x, residual, self.weight.value, self.bias.value, self.eps)

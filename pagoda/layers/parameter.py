@@ -41,18 +41,26 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A matrix [rows, columns] whose rows are looked up: kept in the compute dtype."""
+    """A matrix [rows, columns] whose rows are looked up: kept in the compute dtype.
+
+    skipped: rows of the stored matrix that come first and are left out.
+    """
 
     rows: int
     columns: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One value per element, in the compute dtype.   unit_offset: the layer multiplies by 1 + value."""
+    """One value per element, in the compute dtype.
+
+    unit_offset: the layer multiplies by 1 + value.   zeros: the checkpoint has none; all values are 0.
+    """
 
     size: int
     unit_offset: bool = False
+    zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True)

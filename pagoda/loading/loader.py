@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from pagoda.loading.code_forms import INT8_GROUP
 from pagoda.loading.gguf_codes import stack_codes
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
-from pagoda.loading.pieces import Piece, bias_pieces, weight_pieces
+from pagoda.loading.pieces import Piece, Region, bias_pieces, weight_pieces
 from pagoda.loading.rotary_tables import build_rotary_tables
 from pagoda.loading.weights import Weights, open_weights
 from pagoda.models.architecture import Architecture
@@ -47,9 +48,15 @@ def load_model(
     if quantization == "gguf" and files.format != "gguf":
         raise ConfigError(f"quantization='gguf' needs a GGUF file, and {files.path} is not one; use 'int8'")
     architecture, config = read_architecture(files)
-    weights = open_weights(files)
-    naming = _choose_naming(architecture, files, weights)
     model = build_tree(files, architecture, config)
+    weights = open_weights(files, [layer.folder for layer in model.dense])
+    naming = _choose_naming(architecture, files, weights, model)
+    if model.dense:
+        # A backslash in a replacement has a meaning of its own.
+        folders = tuple(
+            (rf"^dense\.{index}\.", layer.folder.replace("\\", r"\\") + "/") for index, layer in enumerate(model.dense)
+        )
+        naming = replace(naming, substitutions=naming.substitutions + folders)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
         Filler(weights, naming, ops, dtype, device, quantization, positions).fill(model)
@@ -71,16 +78,26 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _choose_naming(architecture: Architecture, files: ModelFiles, weights: Weights) -> Naming:
+def _choose_naming(architecture: Architecture, files: ModelFiles, weights: Weights, model: Model) -> Naming:
+    """Return the first naming whose tables and vectors all exist, else the first whose embedding exists."""
     if files.format == "gguf":
         return architecture.gguf
-    embeddings = [naming.find("model.embed_tokens.weight").name for naming in architecture.hf]
+    paths = [path for path, parameter in parameters(model) if _is_named(parameter.declared)]
+    for naming in architecture.hf:
+        if all(naming.find(path).name in weights for path in paths):
+            return naming
+    embeddings = [naming.find(paths[0]).name for naming in architecture.hf]
     for naming, embedding in zip(architecture.hf, embeddings, strict=True):
         if embedding in weights:
             return naming
     raise ConfigError(
         f"{files.path}: no {architecture.name} weights: none of these tensors exists: {', '.join(embeddings)}"
     )
+
+
+def _is_named(declared: Declaration) -> bool:
+    """Whether the checkpoint has one tensor for the parameter, named as its path."""
+    return isinstance(declared, Table) or (isinstance(declared, Vector) and not declared.zeros)
 
 
 class Filler:
@@ -117,7 +134,7 @@ class Filler:
     def _value(self, path: str, declared: Declaration) -> object:
         match declared:
             case Table():
-                return self._tensor(path, (declared.rows, declared.columns), self._dtype)
+                return self._table(path, declared)
             case Vector():
                 return self._vector(path, declared)
             case RotaryTable():
@@ -134,8 +151,18 @@ class Filler:
         self._weights.read_into(name, out)
         return out
 
+    def _table(self, path: str, declared: Table) -> torch.Tensor:
+        name, skipped = self._naming.find(path).name, declared.skipped
+        self._check_shape(name, (skipped + declared.rows, declared.columns))
+        out = torch.empty((declared.rows, declared.columns), dtype=self._dtype, device=self._device)
+        rows = Region(None, range(skipped, skipped + declared.rows), range(declared.columns))
+        self._weights.read_into(name, out, rows if skipped else None)
+        return out
+
     def _vector(self, path: str, declared: Vector) -> torch.Tensor:
         """Return the vector in compute dtype, without the 1 of a unit offset."""
+        if declared.zeros:
+            return torch.zeros(declared.size, dtype=self._dtype, device=self._device)
         out = self._tensor(path, (declared.size,), torch.float32)
         if declared.unit_offset and self._naming.unit_offset_stored:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet

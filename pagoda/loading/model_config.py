@@ -11,10 +11,11 @@ from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.json_file import read_json_object
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.safetensors_header import read_headers
-from pagoda.models.architecture import Architecture
+from pagoda.loading.sentence_transformers import MODULES, read_pooling
+from pagoda.models.architecture import Architecture, TreeConfig
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig
+from pagoda.models.dense import Dense
 from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
 
 
@@ -36,13 +37,20 @@ def read_model(files: ModelFiles) -> Model:
     return build_tree(files, *read_architecture(files))
 
 
-def build_tree(files: ModelFiles, architecture: Architecture, config: DecoderConfig) -> Model:
+def build_tree(files: ModelFiles, architecture: Architecture, config: TreeConfig) -> Model:
     """Return the tree of a model whose settings have been read, with what its folder says about pooling."""
-    return architecture.model(config)
+    model = architecture.model(config)
+    modules = None
+    if files.format == "safetensors":
+        modules = read_pooling(files.path, model.pooling, config.spec.hidden_size)
+    if modules is not None:
+        model.pooling = modules.plan
+        model.dense = [Dense(spec) for spec in modules.dense]
+    return model
 
 
-def read_architecture(files: ModelFiles) -> tuple[Architecture, DecoderConfig]:
-    """Return a model's architecture and the configuration of its decoder.
+def read_architecture(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
+    """Return a model's architecture and the configuration of its tree.
 
     Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
     """
@@ -58,10 +66,15 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
             sizes[tensor.type.name] += tensor.num_bytes
             num_parameters += _count(tensor.shape)
     else:
-        for entry in read_headers(files.path).values():
+        for entry in read_headers(files.path, _dense_folders(files)).values():
             sizes[entry.dtype] += entry.num_bytes
             num_parameters += _count(entry.shape)
     return WeightSummary(sizes.total(), num_parameters, dict(sizes.most_common()))
+
+
+def _dense_folders(files: ModelFiles) -> list[str]:
+    """Return the folders of the layers after a pooling."""
+    return [layer.folder for layer in read_model(files).dense] if (files.path / MODULES).is_file() else []
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -71,7 +84,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _read_folder(folder: Path) -> tuple[Architecture, DecoderConfig]:
+def _read_folder(folder: Path) -> tuple[Architecture, TreeConfig]:
     config = ConfigReader(read_json_object(folder / "config.json"), str(folder / "config.json"))
     names = config.texts("architectures")
     if not names:
@@ -117,7 +130,7 @@ _GGUF_NUMBERS = {
 }
 
 
-def _read_gguf(file: GGUFFile) -> tuple[Architecture, DecoderConfig]:
+def _read_gguf(file: GGUFFile) -> tuple[Architecture, TreeConfig]:
     name = file.require("general.architecture", str)
     try:
         candidates = BY_GGUF_NAME[name]

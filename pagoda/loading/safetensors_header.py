@@ -1,5 +1,6 @@
 """Read the names, dtypes, shapes and files of a checkpoint's tensors from safetensors headers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,12 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a checkpoint.   dtype: as safetensors names it, "BF16"."""
+    """One tensor of a checkpoint.   dtype: as safetensors names it, "BF16".   name: in its file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    name: str
 
     @property
     def num_bytes(self) -> int:
@@ -31,8 +33,18 @@ class TensorEntry:
         return count
 
 
-def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors by name. Raises ConfigError for a truncated or corrupt file, and for a missing shard."""
+def read_headers(folder: Path, subfolders: Sequence[str] = ()) -> dict[str, TensorEntry]:
+    """Return all tensors by name, those in a subfolder as `subfolder/name`.
+
+    Raises ConfigError for a truncated or corrupt file, and for a missing shard.
+    """
+    entries = _read_folder(folder)
+    for subfolder in subfolders:
+        entries |= {f"{subfolder}/{name}": entry for name, entry in _read_folder(folder / subfolder).items()}
+    return entries
+
+
+def _read_folder(folder: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for file in shard_files(folder):
         try:
@@ -43,7 +55,7 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
                             f"{folder}: tensor {shorten(name)!r} is in {entries[name].file.name} and in {file.name}"
                         )
                     part = opened.get_slice(name)
-                    entries[name] = TensorEntry(file, part.get_dtype(), tuple(part.get_shape()))
+                    entries[name] = TensorEntry(file, part.get_dtype(), tuple(part.get_shape()), name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{file}: truncated or corrupt safetensors: {shorten(str(error))}; fetch it again"

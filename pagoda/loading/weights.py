@@ -1,5 +1,6 @@
 """Read weights by name from safetensors or GGUF: shapes first, regions of values on demand."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -42,17 +43,20 @@ class Weights(Protocol):
         ...
 
 
-def open_weights(files: ModelFiles) -> Weights:
-    """Open the weights of a model on disk. Raises ConfigError for corrupt or truncated files."""
-    return GGUFWeights(GGUFFile(files.path)) if files.format == "gguf" else SafetensorsWeights(files.path)
+def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
+    """Open the weights of a model on disk. Raises ConfigError for corrupt or truncated files.
+
+    subfolders: with further safetensors, whose tensors are called `subfolder/name`.
+    """
+    return GGUFWeights(GGUFFile(files.path)) if files.format == "gguf" else SafetensorsWeights(files.path, subfolders)
 
 
 class SafetensorsWeights:
     """A folder of safetensors, memory-mapped: a tensor's pages are read when it is copied out."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, subfolders: Sequence[str] = ()) -> None:
         self._folder = folder
-        self._entries = read_headers(folder)
+        self._entries = read_headers(folder, subfolders)
         files = {entry.file for entry in self._entries.values()}
         self._open = {file: safe_open(file, framework="pt") for file in files}
 
@@ -69,7 +73,7 @@ class SafetensorsWeights:
         if entry.dtype not in _FLOATS:
             raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
         try:
-            out.copy_(_part_of(self._open[entry.file].get_tensor(name), region))  # a view of the mapped file
+            out.copy_(_part_of(self._open[entry.file].get_tensor(entry.name), region))  # a view of the mapped file
         except SafetensorError as error:
             raise ConfigError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
 

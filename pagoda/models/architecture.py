@@ -2,11 +2,24 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
 
+from typing_extensions import TypeVar
+
+from pagoda.base.model_spec import ModelSpec
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig
 from pagoda.models.naming import HF, Naming, gguf_naming
+
+
+class TreeConfig(Protocol):
+    """What a tree is built from: DecoderConfig, EncoderConfig, ..."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=TreeConfig, default=Any)
 
 
 def _nothing(values: Mapping[str, object]) -> dict[str, object]:
@@ -14,12 +27,12 @@ def _nothing(values: Mapping[str, object]) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(Generic[ConfigT]):
     """One kind of model.
 
     hf_names: values of `architectures` in config.json.   model: builds the tree.
-    read: settings with the names of config.json -> DecoderConfig.
-    hf: the possible namings of a safetensors checkpoint; the first whose embedding exists is used.
+    read: settings with the names of config.json -> what `model` takes.
+    hf: the possible namings of a safetensors checkpoint; the first whose tables and norms all exist is used.
     gguf_name: `general.architecture` of a GGUF, None if llama.cpp has no name for it.
     experts: whether the model has experts; llama.cpp may use one name for both kinds.
     gguf_settings: derives settings that llama.cpp does not store from those that it stores.
@@ -27,8 +40,8 @@ class Architecture:
 
     name: str
     hf_names: tuple[str, ...]
-    model: Callable[[DecoderConfig], Model]
-    read: Callable[[ConfigReader], DecoderConfig]
+    model: Callable[[ConfigT], Model]
+    read: Callable[[ConfigReader], ConfigT]
     hf: tuple[Naming, ...] = (HF,)
     gguf_name: str | None = None
     experts: bool = False

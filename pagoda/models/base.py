@@ -10,6 +10,9 @@ from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
+TOKEN_TYPES = "token_types"
+"""Input of a batch: which text of a pair each token belongs to, 0 or 1."""
+
 
 class Model(Module):
     """A tree of layers and the order in which they compute. It receives the ops with every call and stores none.
@@ -18,6 +21,7 @@ class Model(Module):
     pooling: what becomes of hidden states when a prompt is to be pooled.   dense: applied to an embedding, in order.
     is_causal: False: a token attends to all tokens, so that a prompt is computed in one chunk and nothing is cached.
     generates: False: there is no head for tokens, and `compute_logits` is never called.
+    num_token_types: where it is not 0, a batch has the input TOKEN_TYPES: int32 [num_tokens], below this number.
     """
 
     spec: ModelSpec
@@ -25,6 +29,7 @@ class Model(Module):
     pooling: PoolingPlan = PoolingPlan()
     is_causal: bool = True
     generates: bool = True
+    num_token_types: int = 0
     dense: Sequence["PoolingLayer"] = ()
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
@@ -51,7 +56,13 @@ class Model(Module):
 
 
 class PoolingLayer(Module):
-    """A layer of an embedding model after the pooling."""
+    """A layer of an embedding model after the pooling.
+
+    folder: of its weights, within the model's.   size: elements of its output.
+    """
+
+    folder: str
+    size: int
 
     def __call__(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
         """[S, in] -> [S, out]."""

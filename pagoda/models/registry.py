@@ -2,14 +2,17 @@
 
 from pagoda.base.registry import Registry
 from pagoda.models.architecture import Architecture
+from pagoda.models.bert import BERT
 from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.llama import LLAMA
 from pagoda.models.mistral import MISTRAL
 from pagoda.models.mixtral import MIXTRAL
+from pagoda.models.modernbert import MODERNBERT
 from pagoda.models.olmoe import OLMOE
 from pagoda.models.qwen2 import QWEN2
 from pagoda.models.qwen3 import QWEN3
 from pagoda.models.qwen3_moe import QWEN3_MOE
+from pagoda.models.roberta import ROBERTA
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,
@@ -20,6 +23,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     MIXTRAL,
     QWEN3_MOE,
     OLMOE,
+    BERT,
+    ROBERTA,
+    MODERNBERT,
 )
 
 BY_HF_NAME: Registry[Architecture] = Registry(

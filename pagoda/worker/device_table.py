@@ -27,6 +27,9 @@ _COLUMNS = (
 )
 
 
+_NO_PAIR = 2**31 - 1
+
+
 class DeviceTable:
     """The worker's state of each row, by row number.
 
@@ -37,6 +40,7 @@ class DeviceTable:
     constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
     token_counts: per row with penalties, else None; they count from `token_ids` when they are asked.
     wants_states: bool [max_rows], rows with prompt logprobs or pooling, which need hidden states of prompt positions.
+    pair_start: int32 [max_rows], position of the second text of a pair; beyond every position without one.
     """
 
     def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
@@ -62,6 +66,7 @@ class DeviceTable:
         self.constraints: list[RowConstraints | None] = [None] * max_rows
         self.token_counts: list[TokenCounts | None] = [None] * max_rows
         self.pooling: list[PoolingParams | None] = [None] * max_rows
+        self.pair_start = np.full(max_rows, _NO_PAIR, np.int32)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Apply the step's events to the rows, in SchedulerOutput's order. Loops over events, not over rows."""
@@ -103,6 +108,7 @@ class DeviceTable:
     def _forget(self, row: int) -> None:
         self.constraints[row] = self.token_counts[row] = None
         self.pooling[row] = None
+        self.pair_start[row] = _NO_PAIR
         self.constrained[row] = self.wants_states[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
@@ -118,6 +124,8 @@ class DeviceTable:
             table[row, : len(ids)] = ids
         self.pooling[row] = init.pooling
         self.wants_states[row] = init.pooling is not None
+        if init.pooling is not None and init.pooling.pair_start is not None:
+            self.pair_start[row] = init.pooling.pair_start
         params = init.sampling
         if params is None:
             return

@@ -32,6 +32,11 @@ class ForwardPass(Protocol):
     @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
 
+    @property
+    def num_token_types(self) -> int:
+        """See Model."""
+        ...
+
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Return the final hidden states of the batch's tail, [num_tail, hidden]; write all tokens' K and V to `kv`."""
         ...
@@ -64,6 +69,10 @@ class EagerForward:
     @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
         return self.model.kv_groups
+
+    @property
+    def num_token_types(self) -> int:
+        return self.model.num_token_types
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         return cast(torch.Tensor, self._compute(self.ops, batch, kv))

@@ -8,6 +8,7 @@ import torch
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
+from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
 from pagoda.worker.device_table import DeviceTable
 
@@ -42,11 +43,16 @@ class StepInputs:
 
 
 def build_inputs(
-    table: DeviceTable, output: SchedulerOutput, device: torch.device, adapters: np.ndarray | None = None
+    table: DeviceTable,
+    output: SchedulerOutput,
+    device: torch.device,
+    adapters: np.ndarray | None = None,
+    num_token_types: int = 0,
 ) -> StepInputs:
     """Gather the step's inputs. `output` must not be empty and must have been applied to `table`.
 
     adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
+    num_token_types: of a model that takes token types, else 0.
     """
     rows = output.rows
     # Kernels read raw int32 memory.
@@ -68,6 +74,8 @@ def build_inputs(
     logical, offset = np.divmod(positions, block_size)
     tables = [block_table[rows, :num_blocks] for block_table in table.block_tables]
     slots = [of_rows[slot_of_row, logical].astype(np.int64) * block_size + offset for of_rows in tables]
+    if not tables:  # a model without KV still needs to know where rows begin
+        tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
     draws = _draws(output, query_start, seq_lens)
     extra, prompt_rows, pooled_rows = _extra_logits(table, output, query_start)
     logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
@@ -94,6 +102,10 @@ def build_inputs(
         of_tail = of_tokens if index is None else of_tokens[index]
         tokens, of_tail_t, logits_adapters = _to_device([of_tokens, of_tail, of_tail[logits_index]], device)
         batch = replace(batch, inputs={ADAPTERS: Input(tokens), TAIL_ADAPTERS: Input(of_tail_t, Domain.TAIL)})
+    if num_token_types:
+        of_pair = positions >= table.pair_start[row_of_token] if num_token_types > 1 else np.zeros(len(positions))
+        (types,) = _to_device([of_pair.astype(np.int32)], device)
+        batch = replace(batch, inputs={**batch.inputs, TOKEN_TYPES: Input(types)})
     return StepInputs(
         batch=batch,
         draw_rows=draws.rows,

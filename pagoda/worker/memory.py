@@ -121,6 +121,8 @@ def plan_capacity(
     Raises CapacityError if one sequence of max_model_len does not fit; an explicit num_blocks is not checked.
     """
     debug = debug or DebugConfig()
+    if not groups:  # one block, which nothing needs and which takes no memory
+        return KVCapacity(1, 0, cache.block_size, 0, max_model_len)
     block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
     budget = cache.kv_cache_memory
     if budget is None:

@@ -66,7 +66,7 @@ class ModelRunner:
         nothing_yet = np.zeros(1, np.int32)
         one = np.ones(1, np.int32)
         output = SchedulerOutput(0, nothing_yet, nothing_yet, one, nothing_yet, nothing_yet, 1)
-        inputs = build_inputs(self._table, output, self._device)
+        inputs = build_inputs(self._table, output, self._device, num_token_types=self._forward.num_token_types)
         self._forward.compute_logits(self._forward.forward(inputs.batch, self._cache.layers))
 
     @torch.inference_mode()
@@ -85,7 +85,7 @@ class ModelRunner:
             duration_s = time.perf_counter() - begin_s
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
-        inputs = build_inputs(self._table, output, self._device, slots)
+        inputs = build_inputs(self._table, output, self._device, slots, self._forward.num_token_types)
         masks: Future[GrammarMasks] | None = None
         if self._grammars is not None:  # filled while the forward runs
             masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)

@@ -27,6 +27,7 @@ from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model, save
+from tests.models.tiny_encoders import make_encoder, save_encoder
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,6 +78,15 @@ def loaded(files: ModelFiles, kernels: str, prepared: PreparedAs) -> Model:
 def test_packed(name: str, dtype: str, quantization: str | None, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
     prepared = PreparedAs(dtype, quantization, packed=True, num_positions=50)
+    assert weight_memory(files, prepared) == held(loaded(files, "native", prepared))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["roberta", "modernbert"])
+def test_encoders(name: str, quantization: str | None, tmp_path: Path) -> None:
+    """Tables without their first rows, norms without a bias in the checkpoint, and a classification head."""
+    files = identify(save_encoder(make_encoder(name, "classifier"), tmp_path))
+    prepared = PreparedAs("float32", quantization, packed=True, num_positions=50)
     assert weight_memory(files, prepared) == held(loaded(files, "native", prepared))
 
 

@@ -60,6 +60,7 @@ class RowsWithAdapters:
     def __init__(self, forward: EagerForward, slots: Sequence[int]) -> None:
         self._forward, self._slots = forward, torch.tensor(slots, dtype=torch.int32)
         self.spec, self.kv_groups = forward.spec, forward.kv_groups
+        self.num_token_types = forward.num_token_types
         self._tail = torch.empty(0, dtype=torch.int32)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:

@@ -79,6 +79,7 @@ class PagedSumModel:
 
     def __init__(self, broken_token: int = -1) -> None:
         self.kv_groups = (KVGroupSpec(shape=KVShape(1, 2, 2)),)
+        self.num_token_types = 0
         self.spec = ModelSpec("paged_sum", VOCAB, 1, 1, 1, 1, 1, 2, 4096, (0,))
         self.broken_token = broken_token
 

@@ -7,6 +7,8 @@ import torch
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import RowFork, SchedulerOutput
+from pagoda.kernels.native.arguments import new_group
+from pagoda.models.base import TOKEN_TYPES
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs, bulk_copy
 from tests.worker.hand_made import i32, row_init, step
@@ -95,6 +97,37 @@ def test_batches_of_any_mix(num_groups: int, longest: int) -> None:
         assert inputs.draw_rows.tolist() == [row for row, _ in samples]
         assert inputs.draw_positions.tolist() == [spans[i][1] + spans[i][2] for _, i in samples]
         assert inputs.takes_all_logits == (asked(inputs) == inputs.batch.tail.index.tolist())
+
+
+def test_a_model_without_kv_has_rows_all_the_same() -> None:
+    """One metadata that says where rows begin, in a form that the native kernels take."""
+    table = random_table(np.random.default_rng(0), 0)
+    for num_rows in (1, 3):
+        batch = build_inputs(table, step(1, [(row, 0, 2 + row) for row in range(num_rows)]), CPU).batch
+        (metadata,) = batch.metadata
+        assert metadata.query_start.tolist() == [0, 2, 5, 9][: num_rows + 1]
+        assert metadata.seq_lens.tolist() == [2, 3, 4][:num_rows]
+        assert not metadata.block_table.any()
+        assert new_group(metadata).num_rows == num_rows
+        assert TOKEN_TYPES not in batch.inputs
+
+
+@pytest.mark.parametrize("num_token_types", [1, 2, 3])
+def test_token_types_of_pairs(num_token_types: int) -> None:
+    """Type 1 from the second text on, in models that have it; rows are used again without what they had."""
+    table = DeviceTable(4, 16, BLOCK, 1)
+    pair, single = PoolingParams(pair_start=3), PoolingParams()
+    admitted = row_init(2, [5] * 5, [1, 2], None, pooling=pair), row_init(0, [5] * 4, [3], None, pooling=single)
+    output = step(1, [(2, 0, 5), (0, 0, 4)], [], admitted=admitted)
+    table.apply(output)
+    types = build_inputs(table, output, CPU, num_token_types=num_token_types).batch.inputs[TOKEN_TYPES].tensor
+    assert types.dtype == torch.int32
+    second = int(num_token_types > 1)
+    assert types.tolist() == [0, 0, 0, second, second, 0, 0, 0, 0]
+    again = step(2, [(2, 0, 5)], [], admitted=(row_init(2, [5] * 5, [1, 2], None, pooling=single),))
+    table.apply(again)
+    types = build_inputs(table, again, CPU, num_token_types=num_token_types).batch.inputs[TOKEN_TYPES].tensor
+    assert types.tolist() == [0] * 5
 
 
 def test_tensors_are_int32_and_contiguous_whatever_the_scheduler_sent() -> None:

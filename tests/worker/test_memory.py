@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, DebugConfig
@@ -13,6 +14,7 @@ from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput
+from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.kv_slots import KVSlot, kv_block_bytes, kv_bytes_per_token, kv_slots
 from pagoda.worker.memory import (
     available_memory,
@@ -157,3 +159,10 @@ def test_start_up_promises_what_admission_keeps(budget: int, kinds: tuple[int, .
 def test_a_window_of_512_needs_161_blocks_everywhere() -> None:
     groups = (KVGroupSpec(KVGroupKind.WINDOW, 512, (0,)),)
     assert KVSizing.of(groups, 16, 8192, SchedulerOptions()).blocks_for_request(8192) == 161
+
+
+def test_a_model_without_kv_takes_no_memory_for_it() -> None:
+    capacity = plan_capacity((), CacheConfig(), "float32", 512, 0, SCHEDULER)
+    assert (capacity.pool_bytes, capacity.num_host_blocks, capacity.max_tokens) == (0, 0, 512)
+    assert kv_block_bytes((), "float32", 16) == 0
+    assert CacheEngine((), 16, capacity.num_blocks, 0, torch.float32, torch.device("cpu")).layers == []

@@ -49,7 +49,9 @@ class HostTier:
         return used
 
     def has_room_for(self, rows: list[int]) -> bool:
-        """Whether the host pool can take all blocks of these rows."""
+        """Whether the host pool can take all blocks of these rows; False for a model without KV, which has none."""
+        if not self.tables.groups:
+            return False
         blocks = [blocks for row in rows for _, blocks in self._in_use(row)]
         return len(np.unique(np.concatenate(blocks))) <= self.pool.num_free
 

@@ -34,6 +34,7 @@ class KVCacheManager:
     """Blocks for rows: device pool, prefix cache and host tier.
 
     num_blocks: usable device blocks; block 0 is the null block.   num_host_blocks: blocks of the swap pool.
+    A model without KV groups (an encoder) never needs a block, and nothing of it is cached.
     reserved_until: int32 [rows], read-only: up to this position a row needs nothing from the manager.
     """
 
@@ -60,7 +61,7 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks)
         self._moves = BlockMoves()
         has_cross = not all(group.grows for group in sizing.groups)
-        caching = cache.enable_prefix_caching and not has_cross
+        caching = cache.enable_prefix_caching and bool(sizing.groups) and not has_cross
         seed = options.prefix_hash_seed
         self._content = CachedContent(table, self._tables, self._pool, sizing.block_size, caching, seed)
         self._allocator = BlockAllocator(table, self._tables, self._pool, self._moves, self._content, sizing)
