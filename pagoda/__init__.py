@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagoda.base.errors import RequestError as RequestError
     from pagoda.base.errors import UsageError as UsageError
     from pagoda.base.errors import WorkerDied as WorkerDied
+    from pagoda.base.lora import LoRARequest as LoRARequest
     from pagoda.base.outputs import BeamSearchOutput as BeamSearchOutput
     from pagoda.base.outputs import BeamSearchSequence as BeamSearchSequence
     from pagoda.base.outputs import CompletionOutput as CompletionOutput
@@ -38,6 +39,7 @@ _HOMES = {
     "pagoda.base.pooling": ("PoolingParams",),
     "pagoda.base.structured_outputs": ("StructuredOutputsParams",),
     "pagoda.base.config": ("EngineConfig",),
+    "pagoda.base.lora": ("LoRARequest",),
     "pagoda.base.outputs": (
         "RequestOutput",
         "CompletionOutput",

@@ -61,7 +61,8 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         grammars=grammars,
     )
-    executor = _make_executor(setup, capacity, scheduler.max_rows, grammars, pin_threads)
+    own = _make_executor(setup, capacity, scheduler.max_rows, grammars, pin_threads)
+    executor: Executor = own
     if wrap_executor is not None:
         executor = wrap_executor(executor, scheduler.max_rows)
     _start(executor, setup, capacity)
@@ -83,6 +84,7 @@ def build_engine_core(
         options.pipeline_depth,
         grammars,
         waits_for_drafts=options.async_scheduling and setup.drafting is not None,
+        adapters=own if setup.config.model.lora.enable_lora else None,
     )
 
 
@@ -116,7 +118,7 @@ def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None
 
 def _make_executor(
     setup: EngineSetup, capacity: KVCapacity, max_rows: int, grammars: GrammarBackend | None, pin_threads: bool
-) -> Executor:
+) -> FakeExecutor | InProcessExecutor:
     if setup.config.debug.distributed_executor_backend == "fake":
         return FakeExecutor(
             max_rows,
@@ -128,9 +130,11 @@ def _make_executor(
             speculator=_lookup_speculator(setup, max_rows),
         )
     # Imported here because torch takes a second to import, and planning and resolving do not need it.
+    from pagoda.worker.adapters import AdapterLimits
     from pagoda.worker.worker import Worker, WorkerConfig
 
     config = setup.config
+    lora = config.model.lora
     worker = Worker(
         WorkerConfig(
             files=setup.files,
@@ -147,6 +151,7 @@ def _make_executor(
             grammars=grammars,
             pin_threads=pin_threads,
             drafting=setup.drafting,
+            adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
         )
     )
     return InProcessExecutor(worker, overlap=scheduler_options(setup.config, setup.drafting).pipeline_depth > 1)

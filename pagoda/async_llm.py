@@ -11,10 +11,12 @@ from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import RequestError, UsageError
+from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import PoolingRequestOutput, RequestOutput
 from pagoda.base.planned import planned
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
+from pagoda.core.request import LoraRef
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.inputs.chat_prompts import ChatOptions
@@ -50,6 +52,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._added: dict[int, LoraRef] = {}  # adapters by lora_int_id
 
     @classmethod
     def over(cls, engine: AsyncEngine) -> Self:
@@ -98,14 +101,18 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's output as it grows, everything so far each time; the last one has `finished` set.
 
         prompt: a string, token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`; one per call.
+        lora_request: the LoRA adapter to use; needs enable_lora.
         Raises RequestError for a prompt that cannot be served, before anything runs; UsageError if the AsyncLLM is
         closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.
         """
-        outputs = self._run(OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt)
+        outputs = self._run(
+            OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt, lora_request
+        )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -118,11 +125,14 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
         prompt = await self._render(messages, template_options)
-        outputs = self._run(OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt)
+        outputs = self._run(
+            OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt, lora_request
+        )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -137,9 +147,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new part of the request's output as it arrives; arguments and errors as in `generate`."""
-        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt)
+        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt, lora_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -152,11 +163,12 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `stream`, for the assistant's next turn in a conversation."""
         prompt = await self._render(messages, template_options)
-        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt)
+        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt, lora_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -187,16 +199,38 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Return the finished output of a beam search: `beam_width` outputs, best first; errors as in `generate`."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
         sampling = params.sampling_params(logprobs=0)
-        outputs = self._run(OutputKind.FINAL_ONLY, prompt, sampling, request_id, priority, cache_salt)
+        outputs = self._run(OutputKind.FINAL_ONLY, prompt, sampling, request_id, priority, cache_salt, lora_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 return output
         raise AssertionError("a request ends with an output")
+
+    # ---- LoRA adapters
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter now, so that the first request that uses it need not wait; as LLM.add_lora."""
+        engine = await self._started()
+        lora = await engine.find_adapter(lora_request)
+        await engine.load_adapter(lora)
+        self._added[lora_request.lora_int_id] = lora
+        return True
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """Free the memory of an adapter that `add_lora` loaded, after the last request that uses it has ended.
+
+        Return False if there is none with this number.
+        """
+        engine = await self._started()
+        lora = self._added.pop(lora_int_id, None)
+        if lora is not None:
+            engine.unload_adapter(lora)
+        return lora is not None
 
     # ---- planned
 
@@ -255,11 +289,13 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         check_prompt(prompt, None)
         engine = await self._started()
         params = sampling_params if sampling_params is not None else SamplingParams()
-        request = await engine.prepare(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+        lora = await engine.find_adapter(lora_request) if lora_request is not None else None
+        request = await engine.prepare(prompt, params, request_id, priority=priority, cache_salt=cache_salt, lora=lora)
         has_tokens = False
         async with contextlib.aclosing(engine.stream(request, kind, text_of(prompt))) as outputs:
             async for output in outputs:

@@ -17,10 +17,10 @@ import zmq
 
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, WorkerDied
+from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
-from pagoda.core.request import RequestStatus
+from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
 from pagoda.engine.clients.process_handle import RECORDER_ROWS, RendezvousDir
 from pagoda.engine.engine_core import EngineCore
@@ -70,6 +70,10 @@ class EngineServer:
                 self._core.finish_sequence(request_id, sequence, status)
             case wire.ResetPrefixCache(call_id, preempt_running):
                 self._send(wire.ResetReply(call_id, self._core.reset_prefix_cache(preempt_running)))
+            case wire.LoadAdapter(call_id, lora):
+                self._send(wire.AdapterReply(call_id, self._load_adapter(lora)))
+            case wire.UnloadAdapter(lora):
+                self._core.unload_adapter(lora)
             case message:
                 raise AssertionError(f"no such message: {message}")
 
@@ -88,6 +92,14 @@ class EngineServer:
             reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             status = RequestStatus.FINISHED_ERROR
         self._send(wire.RequestRefused(message.request_id, message.handle, reason, status))
+
+    def _load_adapter(self, lora: LoraRef) -> str | None:
+        """Load an adapter; return why it cannot be used, or None."""
+        try:
+            self._core.load_adapter(lora)
+        except RequestError as error:
+            return str(error)
+        return None
 
     def _send(self, message: msgspec.Struct) -> None:
         self._socket.send(self._codec.encode(message))

@@ -13,6 +13,7 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
@@ -103,12 +104,21 @@ def weights_in_memory(setup: EngineSetup) -> int:
     return weight_memory(setup.files, prepared) + (setup.drafting.memory_bytes if setup.drafting else 0)
 
 
+def adapters_in_memory(setup: EngineSetup) -> int:
+    """Return the bytes that LoRA adapters may take: as many as are kept, each of the largest rank."""
+    lora = setup.config.model.lora
+    if not lora.enable_lora:
+        return 0
+    model = read_model(setup.files)
+    return lora.num_kept * adapter_memory(model, lora.max_lora_rank, setup.dtype, setup.is_packed)
+
+
 def size_cache(setup: EngineSetup) -> KVCapacity:
     """Return the number of KV blocks that will fit, before the weights are loaded.
 
     Raises CapacityError if a sequence of max_model_len does not fit; the message says what does.
     """
-    free = max(0, _free_bytes(setup.device) - weights_in_memory(setup))
+    free = max(0, _free_bytes(setup.device) - weights_in_memory(setup) - adapters_in_memory(setup))
     config = setup.config
     return plan_capacity(
         setup.groups,
@@ -134,6 +144,7 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
         prefix_hash_seed=debug.prefix_hash_seed,
         num_lookahead_slots=debug.num_lookahead_slots,
         num_speculative_tokens=drafting.max_drafts if drafting else 0,
+        max_loras=config.model.lora.max_loras if config.model.lora.enable_lora else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,
     )

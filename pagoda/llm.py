@@ -11,6 +11,7 @@ from tqdm import tqdm
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, RequestError
+from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import (
     BeamSearchOutput,
     CompletionOutput,
@@ -20,6 +21,7 @@ from pagoda.base.outputs import (
 from pagoda.base.planned import planned
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
+from pagoda.core.request import LoraRef
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.inputs.prompts import (
@@ -43,6 +45,9 @@ from pagoda.engine_setup import resolve_engine
 logger = logging.getLogger("pagoda")
 
 _BAR_DELAY_S = 1.0  # short work shows no bar
+
+AdapterChoice = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts of a call, or one for each."""
 
 
 class LLM:
@@ -84,6 +89,7 @@ class LLM:
         self.engine = engine
         self._shared = SharedEngine(engine)
         self._numbers = itertools.count()
+        self._added: dict[int, LoraRef] = {}  # by lora_int_id
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -113,12 +119,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: AdapterChoice = None,
     ) -> list[RequestOutput]:
         """Return one finished output for each prompt, in their order.
 
         prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of those.
         sampling_params: for all prompts, or one for each; SamplingParams() when not given.
         use_tqdm: show progress on a terminal when it takes long.   priority: one for each prompt, smaller is sooner.
+        lora_request: the adapter of all prompts, or a list with one (or None) for each; needs enable_lora.
 
         Raises RequestError for arguments of the wrong kind. A prompt that cannot be served (empty, too long) raises
         RequestError or CapacityError if it is the only one; otherwise its output has `error` set and finish_reason
@@ -129,7 +137,7 @@ class LLM:
         each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
         for index, prompt in enumerate(each):
             check_prompt(prompt, index if len(each) > 1 else None)
-        return self._generate(each, sampling_params, use_tqdm, priority)
+        return self._generate(each, sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -137,6 +145,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: AdapterChoice = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Return the assistant's next turn in a conversation, or in each of several; errors as in `generate`.
@@ -153,7 +162,7 @@ class LLM:
                 prompts.append(self._render(conversation, template_options))  # type: ignore[arg-type]
             except RequestError as error:
                 prompts.append(error)
-        return self._generate(prompts, sampling_params, use_tqdm, None)
+        return self._generate(prompts, sampling_params, use_tqdm, None, lora_request)
 
     def _generate(
         self,
@@ -161,9 +170,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None,
+        lora_request: AdapterChoice,
     ) -> list[RequestOutput]:
         """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
         params = _for_each(sampling_params, len(each))
+        adapters = _adapter_for_each(lora_request, len(each))
         if priority is not None and len(priority) != len(each):
             raise RequestError(f"{len(priority)} priorities for {len(each)} prompts", "priority")
         with self._shared.entered():
@@ -176,7 +187,10 @@ class LLM:
                         if isinstance(prompt, RequestError):
                             raise prompt
                         own_priority = priority[index] if priority is not None else 0
-                        self._shared.add(call, request_id, prompt, params[index], OutputKind.FINAL_ONLY, own_priority)
+                        lora = self._find_adapter(adapters[index])
+                        self._shared.add(
+                            call, request_id, prompt, params[index], OutputKind.FINAL_ONLY, own_priority, lora
+                        )
                     except (RequestError, CapacityError) as error:
                         if len(each) == 1:
                             raise
@@ -205,7 +219,13 @@ class LLM:
 
     # ---- deltas
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> OutputStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> OutputStream:
         """Return an iterator over the deltas of one prompt's output. Leaving the iteration early aborts the request.
 
         Raises RequestError or CapacityError before the first delta.
@@ -213,16 +233,23 @@ class LLM:
         check_prompt(prompt, None)
         call = Call()
         with self._shared.entered():
+            lora = self._find_adapter(lora_request)
             request_id = str(next(self._numbers))
-            self._shared.add(call, request_id, prompt, sampling_params or SamplingParams(), OutputKind.DELTA)
+            params = sampling_params or SamplingParams()
+            self._shared.add(call, request_id, prompt, params, OutputKind.DELTA, lora=lora)
         return OutputStream(self._shared, call)
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        **template_options: Any,
     ) -> OutputStream:
         """Like `stream`, for the assistant's next turn in a conversation."""
         check_conversation(messages, None)
-        return self.stream(self._render(messages, template_options), sampling_params)
+        return self.stream(self._render(messages, template_options), sampling_params, lora_request=lora_request)
 
     # ---- beam search
 
@@ -233,10 +260,12 @@ class LLM:
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
+        lora_request: AdapterChoice = None,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` best outputs of each prompt, best first, in the order of the prompts.
 
-        prompts, use_tqdm, errors: as in `generate`.   concurrency_limit: prompts in the engine at once; None: all.
+        prompts, use_tqdm, lora_request, errors: as in `generate`.
+        concurrency_limit: prompts in the engine at once; None: all.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
@@ -245,11 +274,40 @@ class LLM:
         each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
         most_logprobs = self.engine.input_processor.limits.max_logprobs
         sampling = params.sampling_params(logprobs=min(2 * params.beam_width, most_logprobs))
+        adapters = _adapter_for_each(lora_request, len(each))
         outputs: list[RequestOutput] = []
         for begin in range(0, len(each), concurrency_limit or max(len(each), 1)):
-            some = each[begin : begin + (concurrency_limit or len(each))]
-            outputs += self.generate(some, sampling, use_tqdm=use_tqdm)
+            some = slice(begin, begin + (concurrency_limit or len(each)))
+            outputs += self.generate(each[some], sampling, use_tqdm=use_tqdm, lora_request=adapters[some])
         return [beams_of(output, self.tokenizer) for output in outputs]
+
+    # ---- LoRA adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter now, so that the first request that uses it need not wait.
+
+        Requests load the adapters that they need: this only moves the wait, and the errors, to now. Returns True.
+        Raises RequestError for an adapter that cannot be used.
+        """
+        with self._shared.entered():
+            lora = self.engine.input_processor.find_adapter(lora_request)
+            self._shared.load_adapter(lora)
+            self._added[lora_request.lora_int_id] = lora
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Free the memory of an adapter that `add_lora` loaded, once no running request uses it.
+
+        Return False if there is none with this number.
+        """
+        with self._shared.entered():
+            lora = self._added.pop(lora_int_id, None)
+            if lora is not None:
+                self._shared.unload_adapter(lora)
+        return lora is not None
+
+    def _find_adapter(self, given: LoRARequest | None) -> LoraRef | None:
+        return None if given is None else self.engine.input_processor.find_adapter(given)
 
     # ---- planned
 
@@ -300,6 +358,18 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
     return params
+
+
+def _adapter_for_each(given: AdapterChoice, count: int) -> Sequence[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise RequestError(
+            f"lora_request is {type(given).__name__}, expected LoRARequest or a list of them", "lora_request"
+        )
+    if len(given) != count:
+        raise RequestError(f"{len(given)} lora_requests for {count} prompts", "lora_request")
+    return given
 
 
 def _refused(request_id: str, prompt: Prompt | RequestError, error: Exception) -> RequestOutput:

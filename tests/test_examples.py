@@ -75,6 +75,14 @@ def test_beam_search() -> None:
     assert "bread" in lines[4]
 
 
+def test_lora() -> None:
+    lines = run("lora.py").splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["base", "first", "second", "removed"]
+    assert "' Paris" in lines[0]
+    assert len({line.partition(": ")[2] for line in lines[:3]}) == 3
+    assert lines[3] == "removed: True"
+
+
 def test_policy() -> None:
     lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
     assert len(lengths) == 4

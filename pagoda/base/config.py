@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.flat_options import option_names, read_options
+from pagoda.base.lora import LoRAConfig
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.setting import Setting
@@ -76,6 +77,7 @@ class ModelConfig:
     served_model_name: Annotated[
         tuple[str, ...], Setting("Name that clients use for the model.", unset="the value of model")
     ] = ()
+    lora: Annotated[LoRAConfig, Setting("LoRA adapters that requests may use.")] = field(default_factory=LoRAConfig)
     request_limits: Annotated[
         RequestLimits, Setting("Limits on what a single request may ask for; see docs/reference/limits.md.")
     ] = field(default_factory=RequestLimits)

@@ -26,6 +26,10 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(
             "admin_api_key must not be one of api_keys, or all users of that key would be administrators; use another"
         )
+    config.model.lora.check()
+    for name in ("lora_modules", "lora_dir"):
+        if getattr(server.lora_sources, name) and not config.model.lora.enable_lora:
+            raise ConfigError(f"{name} needs enable_lora: set that too, or leave {name} out")
     if server.port > 65535:
         raise ConfigError(f"port={server.port} must be in 0 .. 65535 (0: any free port)")
 

@@ -30,6 +30,9 @@ def _useless(config: EngineConfig) -> Iterator[tuple[str, str]]:
     yield from _useless_for_swapping(config)
     if scheduler.evict_for_priority and scheduler.scheduling_policy is SchedulingPolicy.FCFS:
         yield "evict_for_priority", "with scheduling_policy=fcfs, where all requests are equally urgent"
+    if not config.model.lora.enable_lora:
+        for name in ("max_loras", "max_cpu_loras", "max_lora_rank"):
+            yield name, "with enable_lora off"
     if not cache.enable_prefix_caching:
         yield "prefix_hash_seed", "with enable_prefix_caching off"
     if scheduler.scheduling_mode is SchedulingMode.PHASED:

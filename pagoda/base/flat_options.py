@@ -22,7 +22,6 @@ RETIRED: Mapping[str, str] = {
 PLANNED: Mapping[str, tuple[int, str]] = {
     "tensor_parallel_size": (1, "one device computes the whole model"),
     "pipeline_parallel_size": (1, "one device computes the whole model"),
-    "max_loras": (0, "LoRA adapters are not supported yet"),
 }
 """Options of the public interface that are not settings yet: the only value accepted, and why."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from pagoda.base.lora import LoRASources
 from pagoda.base.setting import Setting
 
 
@@ -102,6 +103,9 @@ class ServerConfig:
         ),
     ] = "auto"
     trust_request_chat_template: Annotated[bool, Setting("Accept chat templates in requests.")] = False
+    lora_sources: Annotated[LoRASources, Setting("Where the server's LoRA adapters come from.")] = field(
+        default_factory=LoRASources
+    )
     server_limits: Annotated[ServerLimits, Setting("What clients may send and hold at once.")] = field(
         default_factory=ServerLimits
     )

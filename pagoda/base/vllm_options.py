@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 _NOTHING_CAPTURED = "no CUDA graph is captured and nothing is compiled for a model; leave it out"
 _ONE_PROCESS = "one process computes the whole model; leave it out"
-_NO_LORA = "LoRA adapters are not supported yet"
 _NO_MEDIA = "models that read images, audio or video are not supported yet"
 _DETECTED = "it is recognised from the model's files; leave it out"
 _CONFIG_FILE = "edit config.json in a local copy of the model"
@@ -42,13 +41,10 @@ VLLM_ANSWERS = {
     "logits_processor_pattern": "use logit_bias, allowed_token_ids or structured outputs in the request",
     "limit_mm_per_prompt": _NO_MEDIA,
     "mm_processor_kwargs": _NO_MEDIA,
-    "enable_lora": _NO_LORA,
-    "enable_lora_bias": _NO_LORA,
-    "lora_modules": _NO_LORA,
-    "lora_dtype": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "max_cpu_loras": _NO_LORA,
-    "fully_sharded_loras": _NO_LORA,
+    "enable_lora_bias": "the biases of adapters that have them are always applied; leave it out",
+    "lora_dtype": "adapters are held in the compute type: use {dtype}",
+    "lora_extra_vocab_size": "adapters cannot add tokens to the vocabulary; leave it out",
+    "fully_sharded_loras": _ONE_PROCESS,
     # Memory and KV cache
     "cpu_offload_gb": "weights are not offloaded; {quantization}=int8 halves them",
     "kv_cache_memory_bytes": "use {kv_cache_memory}",

@@ -17,6 +17,7 @@ class Plan:
     """All figures of `pagoda plan`; sizes in bytes, lengths in tokens.
 
     weights_disk, weights_memory: as the checkpoint has them, and what they take once they are prepared.
+    adapters_memory: reserved for LoRA adapters.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
         for a model without KV.
     """
@@ -31,6 +32,7 @@ class Plan:
     weight_types: dict[str, int]
     weights_memory: int
     weights_as: str
+    adapters_memory: int
     memory_available: int
     kv_bytes_per_token: int
     has_windows: bool
@@ -71,7 +73,7 @@ def plan(
 def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
     from pagoda.core.kv import KVSizing
-    from pagoda.engine_setup import fit_cache, resolve_engine, scheduler_options, weights_in_memory
+    from pagoda.engine_setup import adapters_in_memory, fit_cache, resolve_engine, scheduler_options, weights_in_memory
     from pagoda.loading.model_config import summarize_weights
     from pagoda.worker.kv_slots import kv_bytes_per_token
     from pagoda.worker.memory import available_memory
@@ -94,6 +96,7 @@ def make_plan(config: EngineConfig) -> Plan:
         weight_types=weights.bytes_by_type,
         weights_memory=weights_in_memory(setup),
         weights_as=config.model.quantization or setup.dtype,
+        adapters_memory=adapters_in_memory(setup),
         memory_available=available_memory(),
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
         has_windows=any(setup.spec.layer_windows),
@@ -124,6 +127,8 @@ def _print(made: Plan) -> None:
     table.add_row("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)")
     table.add_row("weights", f"{human_bytes(made.weights_disk)} on disk ({types})")
     table.add_row("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}")
+    if made.adapters_memory:
+        table.add_row("LoRA adapters", f"up to {human_bytes(made.adapters_memory)}")
     table.add_row("memory", f"{human_bytes(made.memory_available)} available")
     if made.kv_bytes_per_token == 0:
         table.add_row("KV", "none: all tokens of a text are computed in one step")

@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 from typing import Protocol
 
+from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -19,4 +20,20 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release everything; idempotent. Futures still open fail with WorkerDied."""
+        ...
+
+
+class AdapterLoader(Protocol):
+    """An executor whose workers hold LoRA adapters."""
+
+    def load_adapter(self, lora: LoraRef) -> None:
+        """Read an adapter after the steps submitted so far, so that the first request that uses it need not wait.
+
+        Workers also read adapters that steps name and that they do not hold.
+        Raises PagodaError that says why it cannot be used, WorkerDied when the worker is gone.
+        """
+        ...
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory once no row uses it. Ignore one that is not loaded."""
         ...

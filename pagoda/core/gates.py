@@ -11,7 +11,6 @@ from pagoda.core.decision_log import DecisionLog, Reason
 from pagoda.core.grammar import CompiledGrammars
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.queues import QueueScan, RequestQueue
-from pagoda.core.request import LoraRef
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
@@ -83,7 +82,7 @@ class LoraGate(Gate):
 
     def __init__(self, context: GateContext) -> None:
         super().__init__(context)
-        self._users: Counter[LoraRef] = Counter()
+        self._users: Counter[tuple[str, ...]] = Counter()  # by LoraRef.identity
 
     @staticmethod
     def is_needed(context: GateContext) -> bool:
@@ -91,20 +90,20 @@ class LoraGate(Gate):
 
     def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
         lora = request.facts.lora
-        if lora is None or lora in self._users or len(self._users) < self.context.config.max_loras:
+        if lora is None or lora.identity in self._users or len(self._users) < self.context.config.max_loras:
             return None
         return self._HOLD
 
     def enter(self, request: RequestState) -> None:
         if request.facts.lora is not None:
-            self._users[request.facts.lora] += 1
+            self._users[request.facts.lora.identity] += 1
 
     def leave(self, request: RequestState) -> None:
         lora = request.facts.lora
         if lora is not None:
-            self._users[lora] -= 1
-            if not self._users[lora]:
-                del self._users[lora]
+            self._users[lora.identity] -= 1
+            if not self._users[lora.identity]:
+                del self._users[lora.identity]
 
 
 class LateOutputGate(Gate):

@@ -10,7 +10,7 @@ _Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 
 def key_of(request: RequestState) -> Hashable:
     """Return what Skip.KEY skips as a whole: the LoRA adapter, whichever gate asks. None: requests without one."""
-    return request.facts.lora
+    return request.facts.lora.identity if request.facts.lora is not None else None
 
 
 class RequestQueue:
@@ -43,6 +43,10 @@ class RequestQueue:
             self._arrivals = [entry for entry in self._arrivals if self._is_valid(entry)]
             heapq.heapify(self._arrivals)
         heapq.heappush(self._arrivals, (request.facts.arrival_time_s, self._next_ticket, request))
+
+    def adapter_names(self) -> set[str]:
+        """Return a name of each LoRA adapter that requests wait with."""
+        return {heap[0][2].facts.lora.name for heap in self._heaps.values() if heap[0][2].facts.lora is not None}
 
     def remove(self, request: RequestState) -> None:
         """Remove `request` from any place."""

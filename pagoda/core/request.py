@@ -45,13 +45,20 @@ _FINISH_REASONS = {
 class LoraRef:
     """One adapter.
 
-    path: its folder.   digest: of its contents. Block hashes use name and path too, since a name may be pointed
-    elsewhere; where the digest is known, it alone: equal contents share blocks, a reloaded name does not.
+    path: its folder.   digest: of its contents.
     """
 
     name: str
     path: str = ""
     digest: str = ""
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Return what makes it the same adapter: its contents alone, or name and path where the digest is unknown.
+
+        Equal contents share blocks and slots, whatever their names; a name whose files have changed does not.
+        """
+        return (self.digest,) if self.digest else (self.name, self.path)
 
 
 @dataclass(frozen=True, slots=True)

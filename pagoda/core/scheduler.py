@@ -271,6 +271,7 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """Return gauges and totals."""
+        loras = [request.facts.lora for request in self._batch.requests.values()]
         return SchedulerStats.of(
             self._counters,
             num_running=len(self._batch.requests),
@@ -279,6 +280,8 @@ class Scheduler:
             num_blocks=self._kv.num_blocks,
             num_free_blocks=self._kv.num_free_blocks,
             num_free_host_blocks=self._kv.num_free_host_blocks,
+            running_adapters={lora.name for lora in loras if lora is not None},
+            waiting_adapters=self._waiting.adapter_names() | self._swapped.adapter_names(),
         )
 
     @property

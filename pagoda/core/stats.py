@@ -1,5 +1,6 @@
 """SchedulerStats: gauges and totals of one scheduler, for metrics."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 
@@ -47,6 +48,7 @@ class SchedulerStats:
     num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
     prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
     prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
+    running_adapters, waiting_adapters: names of the LoRA adapters of these requests; swapped ones wait.
     drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
     many positions as the longest draft had.
     """
@@ -70,9 +72,20 @@ class SchedulerStats:
     drafted_tokens: int
     accepted_tokens: int
     accepted_tokens_per_pos: tuple[int, ...]
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, counters: Counters, *, num_blocks: int, num_free_blocks: int, **gauges: int) -> "SchedulerStats":
+    def of(
+        cls,
+        counters: Counters,
+        *,
+        num_blocks: int,
+        num_free_blocks: int,
+        running_adapters: Iterable[str] = (),
+        waiting_adapters: Iterable[str] = (),
+        **gauges: int,
+    ) -> "SchedulerStats":
         totals = {one.name: getattr(counters, one.name) for one in fields(counters)}
         totals.pop("accepted_tokens_per_pos")
         return cls(
@@ -82,4 +95,6 @@ class SchedulerStats:
             **gauges,
             **totals,
             accepted_tokens_per_pos=tuple(counters.accepted_tokens_per_pos),
+            running_adapters=tuple(sorted(running_adapters)),
+            waiting_adapters=tuple(sorted(waiting_adapters)),
         )

@@ -11,11 +11,13 @@ from typing import Self
 
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.clients.core_client import EngineCoreClient
+from pagoda.engine.inputs.adapters import AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, text_of
@@ -48,6 +50,7 @@ class AsyncEngine:
         self._clock = clock if clock is not None else SystemClock()
         self._outputs = OutputProcessor(input_processor.tokenizer, is_lazy=True)
         self._readers: dict[str, Mailbox] = {}
+        self._adapter_uses = AdapterUses()
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
         self._has_died = asyncio.Event()
@@ -81,6 +84,7 @@ class AsyncEngine:
         kind: OutputKind = OutputKind.CUMULATIVE,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: LoraRef | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's output as it grows; the last one has `finished` set.
 
@@ -88,7 +92,7 @@ class AsyncEngine:
         request with an error, the last output has `error` set. Leaving the iteration aborts the request.
         """
         request = await self.prepare(
-            prompt, sampling_params or SamplingParams(), request_id, priority=priority, cache_salt=cache_salt
+            prompt, sampling_params or SamplingParams(), request_id, priority=priority, cache_salt=cache_salt, lora=lora
         )
         async with contextlib.aclosing(self.stream(request, kind, text_of(prompt))) as outputs:
             async for output in outputs:
@@ -102,11 +106,13 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: LoraRef | None = None,
         add_special_tokens: bool = True,
         key: str = "",
     ) -> Request:
         """Tokenise and validate a prompt. Raises RequestError; nothing runs until `stream`.
 
+        lora: a result of `find_adapter`.
         add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
         key: whose prompt it is; long texts of different keys take turns.
         """
@@ -124,6 +130,7 @@ class AsyncEngine:
             arrival_time_s=arrival_time_s,
             priority=priority,
             cache_salt=cache_salt,
+            lora=lora,
         )
 
     async def stream(
@@ -134,6 +141,8 @@ class AsyncEngine:
             raise self._died
         request_id = request.request_id
         self._check_is_new(request_id)
+        if request.lora is not None:
+            self._adapter_uses.begin(request.lora)
         try:
             mailbox = self._readers[request_id] = Mailbox(kind)
             prompt_logprobs = self._outputs.open(request, kind, prompt)
@@ -152,6 +161,8 @@ class AsyncEngine:
             if request_id in self._outputs:
                 self._outputs.close(request_id)
                 self._client.abort([request_id])
+            if request.lora is not None and (unused := self._adapter_uses.end(request.lora)) is not None:
+                self._client.unload_adapter(unused)
 
     async def _with_prompt_logprobs(self, output: RequestOutput, prompt_logprobs: PromptLogprobs) -> RequestOutput:
         """Return the output when all log-probabilities of its prompt have been converted.
@@ -234,3 +245,24 @@ class AsyncEngine:
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""
         return await self._client.reset_prefix_cache(preempt_running)
+
+    # ---- LoRA adapters
+
+    async def find_adapter(self, given: LoRARequest) -> LoraRef:
+        """Return the adapter that a caller names, after checking its files on a thread. Raises RequestError."""
+        known = self.input_processor.remembered_adapter(given)
+        return known if known is not None else await asyncio.to_thread(self.input_processor.find_adapter, given)
+
+    async def load_adapter(self, lora: LoraRef) -> None:
+        """Load an adapter, so that the first request that uses it need not wait.
+
+        Raises RequestError if it cannot be used, WorkerDied if the engine dies meanwhile.
+        """
+        self._adapter_uses.keep(lora)
+        await self._client.load_adapter(lora)
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory after the last request that uses it has ended."""
+        unused = self._adapter_uses.unload(lora)
+        if unused is not None:
+            self._client.unload_adapter(unused)

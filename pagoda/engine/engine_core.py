@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda.base.clock import Clock
-from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
+from pagoda.base.errors import ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
-from pagoda.core.executor import Executor
+from pagoda.core.executor import AdapterLoader, Executor
 from pagoda.core.grammar import GrammarBackend
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import EngineFacts
@@ -47,12 +47,14 @@ class EngineCore:
         grammars: GrammarBackend | None = None,
         *,
         waits_for_drafts: bool = False,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
 
         waits_for_drafts: schedule no step while one is in flight whose result may propose drafts (see
         ModelRunnerOutput.no_drafts_until): drafts for rows that are scheduled already are of no use.
         grammars: the backend that the scheduler and the executor use; None if requests cannot have a grammar.
+        adapters: the executor, if requests may use LoRA adapters.
         """
         self.facts = facts
         self._scheduler = scheduler
@@ -61,6 +63,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
         self._grammars = grammars
+        self._adapters = adapters
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
@@ -76,6 +79,8 @@ class EngineCore:
         If it fails, the engine's state is unchanged.
         """
         check_token_ids(request, self._vocab_size)
+        if request.lora is not None:
+            self._adapter_loader()
         grammar = request.grammar
         structure = request.sampling.structured_outputs if request.sampling is not None else None
         if structure is not None or (grammar is not None and self._grammars is None):
@@ -157,6 +162,35 @@ class EngineCore:
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Empty the prefix cache. Return False, changing nothing, if blocks are in use and preempt_running is False."""
         return self._scheduler.reset_prefix_cache(preempt_running)
+
+    def load_adapter(self, lora: LoraRef) -> None:
+        """Read a LoRA adapter, so that the first request that uses it need not wait.
+
+        Raises RequestError if it cannot be used.
+        """
+        loader = self._adapter_loader()
+        self._release_rows()
+        try:
+            loader.load_adapter(lora)
+        except ConfigError as error:
+            raise RequestError(f"LoRA adapter {lora.name!r}: {error}", "lora_request") from None
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
+        if self._adapters is not None:
+            self._release_rows()
+            self._adapters.unload_adapter(lora)
+
+    def _release_rows(self) -> None:
+        """Let the worker forget the rows of ended requests, if there is no next step that will tell it to."""
+        if not self.has_unfinished_requests():
+            outputs = self.step()
+            assert not outputs, "there are no requests"
+
+    def _adapter_loader(self) -> AdapterLoader:
+        if self._adapters is None:
+            raise RequestError("LoRA adapters are off on this engine: set enable_lora", "lora_request")
+        return self._adapters
 
     def make_stats(self) -> SchedulerStats:
         """Return the scheduler's gauges and counters (see Scheduler.make_stats)."""

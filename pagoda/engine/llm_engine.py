@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import RequestStatus
+from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.prompts import Prompt, text_of
@@ -29,6 +29,7 @@ class LLMEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: LoraRef | None = None,
     ) -> None:
         """Queue a request. Raises RequestError for an invalid prompt or parameters, and for an id in use."""
         if request_id in self._outputs:
@@ -40,6 +41,7 @@ class LLMEngine:
             arrival_time_s=self.core.now(),
             priority=priority,
             cache_salt=cache_salt,
+            lora=lora,
         )
         self._outputs.open(request, kind, text_of(prompt))
         try:

@@ -17,6 +17,7 @@ from types import FrameType
 from pagoda.base.errors import PagodaError, UsageError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import LoraRef
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
@@ -86,7 +87,14 @@ class SharedEngine:
                 self._shut_down()
 
     def add(
-        self, call: Call, request_id: str, prompt: Prompt, params: SamplingParams, kind: OutputKind, priority: int = 0
+        self,
+        call: Call,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        kind: OutputKind,
+        priority: int = 0,
+        lora: LoraRef | None = None,
     ) -> None:
         """Queue a request whose outputs go to `call`. If it raises RequestError or CapacityError, nothing is queued."""
         prompt = self._tokenized(prompt)
@@ -94,10 +102,20 @@ class SharedEngine:
             self._owners[request_id] = call
             call.live.add(request_id)
             try:
-                self.engine.add_request(request_id, prompt, params, kind, priority=priority)
+                self.engine.add_request(request_id, prompt, params, kind, priority=priority, lora=lora)
             except BaseException:
                 self._forget(call, request_id)
                 raise
+
+    def load_adapter(self, lora: LoraRef) -> None:
+        """Load a LoRA adapter between two steps. Raises RequestError if it cannot be used."""
+        with self._commanding():
+            self.engine.core.load_adapter(lora)
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory once no running request uses it."""
+        with self._commanding():
+            self.engine.core.unload_adapter(lora)
 
     def next_output(self, call: Call) -> RequestOutput | None:
         """Return the next output of the call's requests, stepping the engine or waiting; None if all have finished.

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
 
@@ -38,7 +38,16 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     preempt_running: bool = False
 
 
-ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    call_id: int
+    lora: LoraRef
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    lora: LoraRef
+
+
+ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -82,6 +91,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_tokens_per_pos: tuple[int, ...] = ()
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, stats: SchedulerStats) -> "EngineStats":
@@ -99,6 +110,8 @@ class EngineStats(msgspec.Struct, frozen=True):
             num_draft_tokens=stats.drafted_tokens,
             num_accepted_tokens=stats.accepted_tokens,
             accepted_tokens_per_pos=stats.accepted_tokens_per_pos,
+            running_adapters=stats.running_adapters,
+            waiting_adapters=stats.waiting_adapters,
         )
 
 
@@ -140,7 +153,14 @@ class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
     succeeded: bool
 
 
-FromEngine = Ready | StartFailed | StepOutputs | RequestRefused | IdleReport | ResetReply
+class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
+    """The reply to LoadAdapter.   error: why the adapter cannot be used, or None."""
+
+    call_id: int
+    error: str | None
+
+
+FromEngine = Ready | StartFailed | StepOutputs | RequestRefused | IdleReport | ResetReply | AdapterReply
 
 
 def _to_plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pagoda.base.errors import WorkerDied
 from pagoda.core.grammar import GrammarBackend
+from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarRows
@@ -46,7 +47,9 @@ def _tokens(digests: np.ndarray, seeds: np.ndarray, vocab_size: int) -> np.ndarr
 
 
 class FakeExecutor:
-    """Returns tokens that depend only on the row's tokens and seed (`fake_token`), not on the batch or schedule.
+    """Returns tokens that depend only on the row's tokens, seed and adapter, not on the batch or schedule.
+
+    `fake_token` is the token of a row without an adapter; the digest of an adapter changes the seed.
 
     It keeps a DeviceTable, like a worker. Does not support logprobs and pooling.
     step_s: duration of a step, which sleeps.   speculator: proposes drafts after each step.
@@ -66,6 +69,7 @@ class FakeExecutor:
     ) -> None:
         self._table = DeviceTable(max_rows, max_len, block_size, num_groups)
         self._digests = np.zeros(max_rows, np.uint64)  # of the known tokens of each row
+        self._adapter_seeds = np.zeros(max_rows, np.uint64)
         self._vocab_size = vocab_size
         self._step_s = step_s
         self._speculator = speculator
@@ -86,6 +90,12 @@ class FakeExecutor:
         except Exception as error:  # passed to the caller, as by a real executor
             future.set_exception(error)
         return future
+
+    def load_adapter(self, lora: LoraRef) -> None:
+        """Do nothing: an adapter's weights are not read."""
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Do nothing, as `load_adapter`."""
 
     def shutdown(self) -> None:
         self._alive = False
@@ -112,21 +122,28 @@ class FakeExecutor:
         self.num_steps += 1
         for init in output.admitted:
             self._digests[init.row] = _digest(init.token_ids)[0]
+            self._adapter_seeds[init.row] = int(init.lora.digest[:16] or "0", 16) if init.lora is not None else 0
         for fork in output.forks:
             self._digests[fork.dst] = self._digests[fork.src]
+            self._adapter_seeds[fork.dst] = self._adapter_seeds[fork.src]
         if self._step_s and not output.is_empty:
             time.sleep(self._step_s)
         rows = output.sample_rows
         positions = (output.start + output.num_new)[output.sample_index]
         if output.drafts:
             return self._verify(output, positions)
-        tokens = _tokens(self._digests[rows], table.seeds[rows], self._vocab_size)
+        tokens = self._tokens_of(rows)
         failed = self._constrain(rows, positions, tokens)
         if failed:
             return self._without(failed, output, positions, tokens)
         table.commit(rows, positions, tokens)
         self._digests[rows] = _extend(self._digests[rows], tokens)
         return ModelRunnerOutput(output.step, tokens[:, None], np.ones(len(rows), np.int32), duration_s=self._step_s)
+
+    def _tokens_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the next token of each row, int32 [num_rows]."""
+        seeds = self._table.seeds[rows] ^ self._adapter_seeds[rows]
+        return _tokens(self._digests[rows], seeds, self._vocab_size)
 
     def _constrain(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
         """Replace tokens that a grammar forbids, in place. Return the rows whose grammar has failed, and why."""
@@ -161,7 +178,7 @@ class FakeExecutor:
             drafts = output.drafts.get(int(output.rows[output.sample_index[j]]), ())
             position = int(ends[j]) - len(drafts)
             for draft in (*drafts, None):
-                token = _tokens(self._digests[row : row + 1], self._table.seeds[row : row + 1], self._vocab_size)
+                token = self._tokens_of(np.array([row]))
                 failed |= self._constrain(np.array([row]), np.array([position]), token)
                 if row in failed:
                     break

@@ -1,10 +1,12 @@
 """InProcessExecutor: run steps in this process, on the calling thread or on a separate one."""
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from pagoda.base.errors import WorkerDied
+from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("pagoda")
@@ -17,11 +19,15 @@ class StepRunner(Protocol):
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
+    def load_adapter(self, lora: LoraRef) -> None: ...
+
+    def unload_adapter(self, lora: LoraRef) -> None: ...
+
     def shutdown(self) -> None: ...
 
 
 class InProcessExecutor:
-    """See core.executor.Executor.
+    """See core.executor.Executor and AdapterLoader.
 
     overlap: run steps on a separate thread, in order, so that the caller can schedule the next step meanwhile.
         Otherwise, `submit` returns when the step is done, which saves two thread switches per step.
@@ -57,6 +63,20 @@ class InProcessExecutor:
         except Exception as error:  # the future passes it to the caller
             future.set_exception(error)
         return future
+
+    def load_adapter(self, lora: LoraRef) -> None:
+        self._between_steps(self.worker.load_adapter, lora)
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        self._between_steps(self.worker.unload_adapter, lora)
+
+    def _between_steps(self, call: Callable[[LoraRef], None], lora: LoraRef) -> None:
+        if not self._alive:
+            raise WorkerDied("the executor is not running")
+        if self._thread is not None:
+            self._thread.submit(call, lora).result()
+        else:
+            call(lora)
 
     def shutdown(self) -> None:
         if not self._alive:

@@ -46,9 +46,12 @@ class ServerMetrics:
     """The metrics of one engine. Requests update them as they run; the engine's gauges are read at each scrape.
 
     stats: returns the engine's latest statistics.   cache_config: static labels of cache_config_info.
+    max_loras: adapters per step; 0 without adapters.
     """
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats], cache_config: dict[str, str]) -> None:
+    def __init__(
+        self, model_name: str, stats: Callable[[], EngineStats], cache_config: dict[str, str], max_loras: int = 0
+    ) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
         self._model_name = model_name
@@ -82,7 +85,7 @@ class ServerMetrics:
         self._params_n = self._histogram("request_params_n", "n per request.", _COUNTS)
         self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
-        self.registry.register(_EngineCollector(self._values, stats, cache_config))
+        self.registry.register(_EngineCollector(self._values, stats, cache_config, max_loras))
 
     def on_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens were found in the prefix cache."""
@@ -169,8 +172,11 @@ class RequestObserver:
 class _EngineCollector:
     """Exports the gauges and counters that the scheduler keeps."""
 
-    def __init__(self, values: tuple[str, str], stats: Callable[[], EngineStats], cache_config: dict[str, str]) -> None:
+    def __init__(
+        self, values: tuple[str, str], stats: Callable[[], EngineStats], cache_config: dict[str, str], max_loras: int
+    ) -> None:
         self._values = values
+        self._max_loras = max_loras
         self._stats = stats
         self._cache_config = cache_config
 
@@ -215,5 +221,6 @@ class _EngineCollector:
             "Adapters in use.",
             labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
         )
-        lora.add_metric(("0", "", ""), 1)
+        names = [",".join(adapters) for adapters in (stats.waiting_adapters, stats.running_adapters)]
+        lora.add_metric((str(self._max_loras), *names), 1)
         yield lora

@@ -258,7 +258,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
 
 

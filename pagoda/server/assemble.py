@@ -12,6 +12,7 @@ from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import resolve_engine
 from pagoda.metrics.prometheus import ServerMetrics
+from pagoda.server.adapters import ServedAdapters
 from pagoda.server.admission import Admission, AdmissionLimits
 from pagoda.server.generation import Generator
 from pagoda.server.state import ServerState
@@ -39,7 +40,8 @@ async def build_state(
     inputs.limits.fit(facts.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
-    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts))
+    max_loras = config.model.lora.max_loras if config.model.lora.enable_lora else 0
+    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts), max_loras)
     client.on_step = metrics.iteration_tokens.observe
     template = inputs.tokenizer.facts.chat_template
     sources = template.sources if template is not None else {}
@@ -48,10 +50,13 @@ async def build_state(
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs, template_limits=_template_limits(server))
+    adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
+    await adapters.load_modules(server.lora_sources)
     if template is not None:
         await llm.text.start()
     return ServerState(
         generator=Generator(llm, Admission(_limits(server.server_limits)), metrics),
+        adapters=adapters,
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
         chat_template=source,

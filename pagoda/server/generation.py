@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import Request
+from pagoda.core.request import LoraRef, Request
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
@@ -226,11 +226,12 @@ class Generator:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         request_id: str,
+        lora: LoraRef | None = None,
         add_special_tokens: bool = True,
     ) -> Generation:
         """Tokenise, validate and admit all of `prompts`. The caller must close the Generation.
 
-        add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
+        lora: the adapter to use.   add_special_tokens: add those that the tokenizer puts around a text prompt.
         Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied.
         """
         if self.llm.died is not None:
@@ -241,7 +242,7 @@ class Generator:
         salt = self._salt(key, body.cache_salt)
         with contextlib.ExitStack() as place:
             engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
-            preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, add_special_tokens, key)
+            preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, lora, add_special_tokens, key)
             texts = [*params.bad_words, *(prompt for prompt in prompts if isinstance(prompt, str))]
             # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
             inline_chars = self.llm.input_processor.tokenizer.inline_chars
@@ -262,6 +263,7 @@ class Generator:
         engine_ids: Sequence[str],
         priority: int,
         salt: str | None,
+        lora: LoraRef | None,
         add_special_tokens: bool,
         key: str,
     ) -> list[Request]:
@@ -276,6 +278,7 @@ class Generator:
                 request_id=engine_id,
                 priority=priority,
                 cache_salt=salt,
+                lora=lora,
                 add_special_tokens=add_special_tokens,
                 key=key,
             )

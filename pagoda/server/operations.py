@@ -80,25 +80,27 @@ async def metrics(http: Request) -> Response:
 
 @router.get("/v1/models", responses=answers_with(ModelList))
 async def models(http: Request) -> Response:
-    """The names under which the model is served."""
+    """The names under which the model is served, and its LoRA adapters."""
     state = state_of(http)
-    return JsonAnswer(ModelList(data=[_card(state, name) for name in state.model_names]))
+    return JsonAnswer(ModelList(data=[_card(state, name) for name in (*state.model_names, *state.adapters.by_name)]))
 
 
 @router.get("/v1/models/{name:path}", responses=answers_with(ModelCard))
 async def model(name: str, http: Request) -> Response:
     """One of these names; 404 for another."""
     state = state_of(http)
-    state.check_model(name)
+    state.adapter_of(name)
     return JsonAnswer(_card(state, name))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
+    adapter = state.adapters.by_name.get(name)
     return ModelCard(
         id=name,
         created=state.started_at,
         owned_by="pagoda",
-        root=state.model_names[0],
+        root=state.model_names[0] if adapter is None else adapter.lora.path,
+        parent=None if adapter is None else adapter.parent,
         max_model_len=state.max_model_len,
     )
 

@@ -8,7 +8,6 @@ from fastapi.responses import Response
 
 from pagoda.server.answers import ERRORS
 from pagoda.server.errors import error_response
-from pagoda.server.state import state_of
 
 router = APIRouter()
 
@@ -17,11 +16,10 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRoute:
-    """paths: including all paths below them.   needs_admin: the route will affect all users of the server."""
+    """paths: including all paths below them."""
 
     feature: str
     paths: tuple[str, ...]
-    needs_admin: bool = False
 
 
 PLANNED = (
@@ -30,7 +28,6 @@ PLANNED = (
     PlannedRoute("reranking", ("/v1/rerank", "/v2/rerank", "/rerank")),
     PlannedRoute("pooling", ("/pooling",)),
     PlannedRoute("classification", ("/classify",)),
-    PlannedRoute("loading LoRA adapters", ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), needs_admin=True),
     PlannedRoute("the responses API", ("/v1/responses",)),
     PlannedRoute("the messages API", ("/v1/messages",)),
     PlannedRoute("files", ("/v1/files",)),
@@ -44,8 +41,6 @@ PLANNED = (
 
 def _refusing(route: PlannedRoute) -> Callable[[Request], Awaitable[Response]]:
     async def answer(http: Request) -> Response:
-        if route.needs_admin:
-            state_of(http).check_admin(http)
         return error_response(501, f"{route.feature}: not available yet on this server")
 
     return answer

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from pagoda.base.errors import RequestError
+from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.server.fields import (
@@ -379,4 +380,41 @@ class AbortRequest(Body, kw_only=True, frozen=True):
     request_ids: list[str] | None = None
 
 
-REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest)
+_MAX_PATH_CHARS = 4096  # the system's own limit
+
+
+class LoadAdapterRequest(Body, kw_only=True, frozen=True):
+    """POST /v1/load_lora_adapter.   load_inplace: the name may be in use; its adapter is replaced."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: Flag = False
+    base_model_name: str | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(lora_name=self.lora_name, base_model_name=self.base_model_name)
+        if len(self.lora_path) > _MAX_PATH_CHARS:
+            raise RequestError(f"lora_path: is longer than {_MAX_PATH_CHARS} characters", "lora_path")
+        LoRARequest(self.lora_name, 1, self.lora_path)  # raises for what cannot be a name or a path
+
+
+class UnloadAdapterRequest(Body, kw_only=True, frozen=True):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: str
+    # accepted because the name identifies the adapter
+    lora_int_id: int | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(lora_name=self.lora_name)
+
+
+REQUEST_BODIES = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    AbortRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)

@@ -99,12 +99,12 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
     """
     state = state_of(http)
     body = await read_body(http, kind, state.request_limits)
-    state.check_model(body.model)
+    lora = state.adapter_of(body.model)
     prepared = await api.prepare(http, state, body)
     # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
     request_id = state.request_id(http, body.request_id, api.id_prefix)
     generation = await state.generator.begin(
-        http, body, prepared.prompts, prepared.params, request_id, add_special_tokens=prepared.add_special_tokens
+        http, body, prepared.prompts, prepared.params, request_id, lora, prepared.add_special_tokens
     )
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)

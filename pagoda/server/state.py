@@ -3,28 +3,35 @@
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 
-from pagoda.base.abbreviate import abbreviate
+from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.request_limits import RequestLimits
+from pagoda.core.request import LoraRef
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.server.draining import Drain
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
 from pagoda.server.tool_parsers import parser_for_template
 
+if TYPE_CHECKING:
+    from pagoda.server.adapters import ServedAdapters
+
 
 @dataclass(slots=True)
 class ServerState:
     """The state that all routes share.
 
+    adapters: LoRA adapters by name.
     model_names: the first is the default in responses.   chat_template: the model's own.
     tool_template: the model's template for requests with tools.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   request_limits: bounds of one body's content.
     """
 
     generator: Generator
+    adapters: "ServedAdapters"
     model_names: tuple[str, ...]
     max_model_len: int
     chat_template: str | None
@@ -37,11 +44,18 @@ class ServerState:
     drain: Drain = field(default_factory=Drain)
     started_at: int = field(default_factory=lambda: int(time.time()))
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) for a model that is not served."""
-        if name is not None and name not in self.model_names:
-            known = ", ".join(self.model_names)
-            raise ApiError(404, f"unknown model {abbreviate(name)}; this server has {known}", "model")
+    def adapter_of(self, name: str | None) -> LoraRef | None:
+        """Return the adapter that requests for this model use, or None for the model itself.
+
+        Raises ApiError (404) for a model that is not served.
+        """
+        if name is None or name in self.model_names:
+            return None
+        served = self.adapters.by_name.get(name)
+        if served is None:
+            known = ", ".join((*self.model_names, *self.adapters.by_name))
+            raise ApiError(404, f"unknown model {abbreviate(name)}; this server has {shorten(known)}", "model")
+        return served.lora
 
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""

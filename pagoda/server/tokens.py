@@ -19,7 +19,7 @@ async def tokenize(http: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered with the chat template."""
     state = state_of(http)
     body = await read_body(http, TokenizeRequest, state.request_limits)
-    state.check_model(body.model)
+    state.adapter_of(body.model)
     state.check_template(body.chat_template)
     text, key = state.generator.llm.text, http.scope["state"]["key"]
     if body.messages is not None:
@@ -53,7 +53,7 @@ async def detokenize(http: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.request_limits)
-    state.check_model(body.model)
+    state.adapter_of(body.model)
     decoding = state.generator.llm.text.detokenize(body.tokens, http.scope["state"]["key"])
     return JsonAnswer(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
 

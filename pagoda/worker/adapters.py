@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import PagodaError, RequestError
+from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.low_rank.table import FillableLowRank
+from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.ops import Ops
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.module import walk
@@ -40,9 +41,9 @@ class AdapterLimits:
 class AdapterStore:
     """The adapters that are loaded, each in a slot of the tables of the layers that it adapts.
 
-    An adapter is read when a row first needs it. When all slots are taken, the one that was used least recently by a
-    row, and is used by none, is dropped. The file is identified by its digest: a request never gets other weights than
-    those it was accepted for.
+    An adapter is read by `load`, or when a row first needs it. When all slots are taken, the one that was used least
+    recently, and is used by no row, is dropped. The file is identified by its digest: a request never gets other
+    weights than those it was accepted for.
     tables: by identity of the weight that a layer passes to its op; a layer gets one with its first adapter.
     """
 
@@ -62,6 +63,7 @@ class AdapterStore:
         self._tables: dict[int, FillableLowRank] = {}
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently used first
         self._users = np.zeros(limits.max_loaded + 1, np.int64)  # rows, by slot
+        self._unloaded: set[str] = set()  # digests to drop when their last user leaves
 
     @property
     def tables(self) -> Mapping[int, LowRankTable]:
@@ -79,37 +81,70 @@ class AdapterStore:
         slot = self._slots.get(ref.digest)
         if slot is None:
             slot = self._free_slot()
-            self._load(ref, slot)
-            self._slots[ref.digest] = slot
+            if slot is None:
+                raise RequestError(f"all {self._limits.max_loaded} adapters that fit in memory are in use", "model")
+            self._fill(slot, ref)
         self._slots.move_to_end(ref.digest)
         self._users[slot] += 1
         return slot
+
+    def load(self, ref: LoraRef) -> None:
+        """Read an adapter into a slot, unless it has one; only check it if rows use all slots.
+
+        Raises PagodaError that says why it cannot be used.
+        """
+        self._unloaded.discard(ref.digest)
+        if ref.digest in self._slots:
+            return
+        slot = self._free_slot()
+        if slot is None:
+            self._read(ref)
+        else:
+            self._fill(slot, ref)
+
+    def unload(self, ref: LoraRef) -> None:
+        """Drop an adapter, as soon as no row uses it. Ignore one that is not loaded."""
+        slot = self._slots.get(ref.digest)
+        if slot is None:
+            return
+        if self._users[slot]:
+            self._unloaded.add(ref.digest)
+        else:
+            self._drop(ref.digest)
 
     def share(self, slot: int) -> None:
         """One more row uses the slot."""
         self._users[slot] += 1
 
     def release(self, slot: int) -> None:
+        """One row less uses the slot."""
         self._users[slot] -= 1
+        if self._unloaded and not self._users[slot]:
+            for digest in [digest for digest in self._unloaded if self._slots[digest] == slot]:
+                self._drop(digest)
 
-    def _free_slot(self) -> int:
+    def _free_slot(self) -> int | None:
+        """Return an empty slot, made so by dropping an adapter if need be; None if rows use all of them."""
         taken = set(self._slots.values())
         for slot in range(1, self.max_slots):
             if slot not in taken:
                 return slot
         for digest, slot in self._slots.items():
             if not self._users[slot]:
-                del self._slots[digest]
-                self._clear(slot)
+                self._drop(digest)
                 return slot
-        raise RequestError(f"all {self._limits.max_loaded} adapters that fit in memory are in use", "model")
+        return None
+
+    def _drop(self, digest: str) -> None:
+        self._unloaded.discard(digest)
+        self._clear(self._slots.pop(digest))
 
     def _clear(self, slot: int) -> None:
         for table in self._tables.values():
             table.clear(slot)
 
-    def _load(self, ref: LoraRef, slot: int) -> None:
-        begin_s = time.perf_counter()
+    def _read(self, ref: LoraRef) -> dict[Parameter[object], list[LowRankPiece]]:
+        """Return what the adapter's files say about each parameter that it adapts."""
         files = check_adapter(Path(ref.path), self._targets, self._limits.max_rank)
         if files.digest != ref.digest:
             raise RequestError(
@@ -117,7 +152,11 @@ class AdapterStore:
             )
         for target, copy in read_copies(files).items():
             self._check_copy(target, copy)
-        pieces = read_adapter(files, self._targets, self._device)
+        return read_adapter(files, self._targets, self._device)
+
+    def _fill(self, slot: int, ref: LoraRef) -> None:
+        begin_s = time.perf_counter()
+        pieces = self._read(ref)
         try:
             for parameter, of_parameter in pieces.items():
                 embedding = self._embeddings.get(id(parameter))
@@ -128,7 +167,8 @@ class AdapterStore:
         except BaseException:
             self._clear(slot)
             raise
-        logger.info("adapter %s (rank %d) loaded in %.3f s", ref.name, files.rank, time.perf_counter() - begin_s)
+        self._slots[ref.digest] = slot
+        logger.info("adapter %s loaded in %.3f s", ref.name, time.perf_counter() - begin_s)
 
     def _table_of(self, parameter: Parameter[object]) -> FillableLowRank:
         key = id(parameter.value)
@@ -160,10 +200,10 @@ class AdapterStore:
 
 
 class Adapters:
-    """The adapter of each row of the table."""
+    """The adapter of each row of the table.   store: has their weights."""
 
     def __init__(self, store: AdapterStore, max_rows: int) -> None:
-        self._store = store
+        self.store = store
         self._slots = np.zeros(max_rows, np.int32)
         self._failed: dict[int, str] = {}
 
@@ -176,15 +216,17 @@ class Adapters:
             if init.lora is None:
                 continue
             try:
-                self._slots[init.row] = self._store.acquire(init.lora)
-            except (PagodaError, OSError, MemoryError) as error:
+                self._slots[init.row] = self.store.acquire(init.lora)
+            except Exception as error:
+                if not isinstance(error, PagodaError | OSError) and not is_out_of_memory(error):
+                    raise
                 logger.warning("adapter %s cannot be used: %s", init.lora.name, error)
                 self._failed[init.row] = f"the adapter {init.lora.name!r} cannot be used: {error}"
         for fork in output.forks:
             self._forget(fork.dst)
             slot = self._slots[fork.src]
             if slot:
-                self._store.share(slot)
+                self.store.share(slot)
                 self._slots[fork.dst] = slot
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray | None:
@@ -199,6 +241,6 @@ class Adapters:
 
     def _forget(self, row: int) -> None:
         if self._slots[row]:
-            self._store.release(int(self._slots[row]))
+            self.store.release(int(self._slots[row]))
             self._slots[row] = 0
         self._failed.pop(row, None)

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.base.config import ParallelConfig
-from pagoda.base.errors import CapacityError, WorkerDied
+from pagoda.base.errors import CapacityError, PagodaError, RequestError, WorkerDied
+from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.grammar import GrammarBackend
+from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.select import select_ops
+from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.loader import load_model
+from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
+from pagoda.worker.adapters import AdapterLimits, Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices import select_device
@@ -37,7 +42,7 @@ class WorkerConfig:
     dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8".
     num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
     max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
-    grammars: None if no request may have a grammar.
+    grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
     """
 
     files: ModelFiles
@@ -54,6 +59,7 @@ class WorkerConfig:
     grammars: GrammarBackend | None = None
     pin_threads: bool = False
     drafting: DraftSetup | None = None
+    adapters: AdapterLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class Worker:
         self._config = config
         self._runner: ModelRunner | None = None
         self._forward: ForwardPass | None = None
+        self._adapters: AdapterStore | None = None
 
     def start(self) -> None:
         """Load the weights and allocate the KV pools.
@@ -93,9 +100,14 @@ class Worker:
         # A step in flight may write tokens past the end of a finished row: reserve positions for them.
         max_len = config.max_model_len + config.max_drafts + 1
         model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
-        forward: ForwardPass = EagerForward(model, ops)
+        store = None
+        if config.adapters is not None:
+            targets = AdapterTargets(read_architecture(config.files)[0], model)
+            store = AdapterStore(model, targets, ops, dtype, device.device, config.adapters)
+        tables = store.tables if store is not None else None
+        forward: ForwardPass = EagerForward(model, ops, tables)
         if isinstance(ops, NativeOps):
-            forward = ReplayedForward(model, ops)
+            forward = ReplayedForward(model, ops, tables)
             # The native kernels have their own threads. torch's threads, woken for a small op in between, would
             # busy-wait for milliseconds on the same cores.
             torch.set_num_threads(1)
@@ -113,14 +125,24 @@ class Worker:
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise CapacityError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
         table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
-        self._forward = forward
+        self._forward, self._adapters = forward, store
+        adapters = Adapters(store, config.max_rows) if store is not None else None
         grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
         speculator = None
         if config.drafting is not None:
             speculator = make_speculator(
-                config.drafting, forward, table, cache, ops, dtype, device.device, config.max_model_len, grammars
+                config.drafting,
+                forward,
+                table,
+                cache,
+                ops,
+                dtype,
+                device.device,
+                config.max_model_len,
+                grammars,
+                adapters,
             )
-        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops), speculator, grammars)
+        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops), speculator, grammars, adapters)
         self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",
@@ -150,6 +172,24 @@ class Worker:
             raise WorkerDied("the worker is not running")
         return self._runner.run(output)
 
+    def load_adapter(self, lora: LoraRef) -> None:
+        """Read an adapter, so that the first step that uses it need not. Raises PagodaError if it cannot be used."""
+        if self._adapters is None:
+            raise RequestError("this worker has no LoRA adapters: they are off (enable_lora)", "lora_request")
+        try:
+            self._adapters.load(lora)
+        except Exception as error:
+            if isinstance(error, PagodaError):
+                raise
+            if isinstance(error, OSError) or is_out_of_memory(error):
+                raise RequestError(f"the adapter {lora.name!r} cannot be loaded: {error}", "lora_request") from error
+            raise
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory once no row uses it. Ignore one that is not loaded."""
+        if self._adapters is not None:
+            self._adapters.unload(lora)
+
     def measure(self) -> None:
         """Start profiling steps, including each op if the forward is recorded."""
         assert self._runner is not None, "measure a worker after start"
@@ -172,4 +212,4 @@ class Worker:
         """Free the model and the pools. Idempotent."""
         if self._runner is not None:
             self._runner.shutdown()
-        self._runner = self._forward = None
+        self._runner = self._forward = self._adapters = None

@@ -19,6 +19,7 @@ from pagoda.base.config import (
 )
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
+from pagoda.base.lora import LoRAConfig, LoRASources
 from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
 from pagoda.base.setting import describe_settings
 from pagoda.base.vllm_options import VLLM_ANSWERS, answer_for_vllm
@@ -90,7 +91,7 @@ def test_api_key_reaches_the_server_settings() -> None:
 
 
 def test_every_setting_is_documented_where_it_is_declared() -> None:
-    for part in (*PARTS, PrefillConfig, ServerLimits, ServerTimeouts):
+    for part in (*PARTS, PrefillConfig, LoRAConfig, LoRASources, ServerLimits, ServerTimeouts):
         described = describe_settings(part)
         assert [item.name for item in described] == [item.name for item in dataclasses.fields(part)]
         for item in described:
@@ -101,7 +102,7 @@ def test_every_setting_is_documented_where_it_is_declared() -> None:
 
 def test_there_are_at_most_45_settings_for_users() -> None:
     """Each option of an engine or a server counts; a group counts once, and so does every option for tests apart."""
-    assert sum(len(describe_settings(part)) for part in PARTS if part is not DebugConfig) <= 45
+    assert sum(len(describe_settings(part)) for part in PARTS if part is not DebugConfig) <= 47
 
 
 def test_groups_are_set_by_field_or_as_json() -> None:
@@ -284,7 +285,6 @@ def test_flags_may_be_written_with_underscores() -> None:
             "prefill.max_num_partial_prefills is given twice, as 0 and as 3",
         ),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: one device computes the whole model"),
-        ({"max_loras": 1}, "max_loras=1: LoRA adapters are not supported yet"),
     ],
     ids=str,
 )
@@ -316,7 +316,7 @@ def test_server_options_are_refused_in_an_engine() -> None:
 
 
 def test_planned_options_take_the_value_that_changes_nothing() -> None:
-    options, _ = run("--tensor-parallel-size", "1", "--max-loras", "0")
+    options, _ = run("--tensor-parallel-size", "1")
     assert engine_config(options) == EngineConfig()
     assert engine_config(options).given == ()
 

@@ -133,7 +133,7 @@ class ExactWorker:
             init.seed,
             init.token_ids.tolist(),
             tables,
-            init.lora,
+            init.lora and (init.lora.digest or (init.lora.name, init.lora.path)),
             init.media,
             init.encoder_len,
             init.num_prompt_tokens,

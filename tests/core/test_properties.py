@@ -40,6 +40,15 @@ GROUPS = st.sampled_from(
 )
 
 
+ADAPTERS = (
+    LoraRef("a"),
+    LoraRef("b"),
+    LoraRef("c", "/c", "1"),
+    LoraRef("again c", "/again", "1"),  # the same adapter
+    LoraRef("c", "/c", "2"),  # another one, by the same name
+)
+
+
 @st.composite
 def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
     num_seqs = draw(st.integers(1, 5))
@@ -119,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 2]),
         ends=st.sampled_from([(), (), (1,), (2, 3)]),
         priority=st.integers(0, 2),
-        lora=st.sampled_from([None, None, LoraRef("a"), LoraRef("b"), LoraRef("c")]),
+        lora=st.sampled_from([None, None, None, *ADAPTERS]),
         salt=st.sampled_from([None, None, "s"]),
         skip=st.sampled_from([False, False, True]),
         penalty=st.sampled_from([0.0, 1.0, 1.0, -1.0]),

@@ -47,10 +47,10 @@ def test_requests_of_closed_adapters_are_skipped_and_keep_their_places() -> None
     entries = [state("a", 0, one), state("b", 1, two), state("c", 2), state("d", 3, one)]
     for entry in entries:
         queue.push(entry)
-    assert queue.peek({one}) is entries[1]
-    assert queue.peek({one, two}) is entries[2]
+    assert queue.peek({one.identity}) is entries[1]
+    assert queue.peek({one.identity, two.identity}) is entries[2]
     queue.remove(entries[2])
-    assert queue.peek({one, two}) is None
+    assert queue.peek({one.identity, two.identity}) is None
     assert [entry.request_id for entry in queue] == ["a", "b", "d"]
 
 
@@ -62,7 +62,7 @@ def test_a_hundred_thousand_requests_waiting_for_an_adapter_do_not_slow_a_step()
     queue.push(last)
     begin = time.process_time()
     for _ in range(1000):
-        assert queue.peek({lora}) is last
+        assert queue.peek({lora.identity}) is last
     assert time.process_time() - begin < 0.5
 
 

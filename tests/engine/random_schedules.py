@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
+from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine_setup import resolve_engine
@@ -36,6 +37,7 @@ class Watched:
     prompt: list[int]
     params: SamplingParams
     seed: int
+    adapter: LoraRef | None = None
 
 
 @dataclass
@@ -149,7 +151,7 @@ def play(core: EngineCore, trace: Trace, script: Script) -> None:
         while order and (script.arrivals[order[0]] <= step or not core.has_unfinished_requests()):
             number = order.pop(0)
             each = script.requests[number]
-            core.add_request(request(number, each.prompt, each.params, each.seed))
+            core.add_request(replace(request(number, each.prompt, each.params, each.seed), lora=each.adapter))
         if step in leaves:
             core.abort([leaves[step]])
         if step in script.resets:
@@ -194,7 +196,7 @@ def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping
             continue
         for sequence in range(each.params.n):
             params = _single(each.params)
-            play(core, trace, Script([Watched(each.prompt, params, each.seed + sequence)], [0], {}, set()))
+            play(core, trace, Script([replace(each, params=params, seed=each.seed + sequence)], [0], {}, set()))
     core.shutdown()
     return trace
 
@@ -273,9 +275,17 @@ def random_speculation(rng: np.random.Generator, draft_model: str) -> dict[str, 
 
 
 def random_script(
-    rng: np.random.Generator, watched: Sequence[Watched], vocab_size: int, most_watched: int, most_fillers: int
+    rng: np.random.Generator,
+    watched: Sequence[Watched],
+    vocab_size: int,
+    most_watched: int,
+    most_fillers: int,
+    adapters: Sequence[LoraRef] = (),
 ) -> Script:
-    """Some of the watched requests among strangers, in any order, at any time. Some strangers leave early."""
+    """Some of the watched requests among strangers, in any order, at any time. Some strangers leave early.
+
+    adapters: strangers use one of them, or none.
+    """
     picked = rng.choice(len(watched), int(rng.integers(1, most_watched + 1)), replace=False)
     requests = [watched[i] for i in picked]
     for number in range(int(rng.integers(0, most_fillers + 1))):
@@ -285,7 +295,9 @@ def random_script(
             other = watched[int(rng.integers(len(watched)))].prompt
             prompt = other[: int(rng.integers(1, len(other) + 1))] + prompt[:3]
         params = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), max_tokens=int(rng.integers(1, 20)))
-        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number))
+        which = int(rng.integers(len(adapters) + 1)) if adapters else 0
+        adapter = adapters[which - 1] if which else None
+        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number, adapter))
     rng.shuffle(requests)  # type: ignore[arg-type]  # a list is what it takes
     at_once = rng.random() < 0.6
     arrivals = [0 if at_once else int(rng.integers(0, 40)) for _ in requests]

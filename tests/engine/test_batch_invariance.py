@@ -6,6 +6,7 @@ blocks, on one and two threads, greedy and seeded (issue "the fastest engine on 
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import pytest
 
 from benchmarks.make_random_model import SHAPES, make
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.core.request import LoraRef
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model
 from tests.engine.driver import write_tiny_llama
+from tests.engine.lora_adapters import EVERYTHING, write_adapter
 from tests.engine.random_schedules import (
     FIRST_FILLER_SEED,
     Script,
@@ -102,6 +105,7 @@ def check(
     most_fillers: int = 56,
     num_groups: int = 1,
     draft_model: Path | None = None,
+    adapters: Sequence[LoraRef] = (),
 ) -> Counter[str]:
     """Play a random schedule for each seed, with drafts if there is a draft model; return what happened in them."""
     counts: Counter[str] = Counter()
@@ -110,7 +114,9 @@ def check(
         drawn = random_options(rng, MAX_MODEL_LEN)
         for name in ("num_blocks", "num_host_blocks"):
             drawn[name] *= num_groups  # type: ignore[operator]
-        script = random_script(rng, watched, vocab_size, most_watched, most_fillers)
+        script = random_script(rng, watched, vocab_size, most_watched, most_fillers, adapters)
+        if adapters:
+            drawn |= {"max_loras": int(rng.integers(1, len(adapters) + 1))}
         if draft_model is not None:
             drawn |= {"speculative_config": random_speculation(rng, str(draft_model))}
         core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **options, **drawn})
@@ -194,6 +200,59 @@ def test_a_hundred_schedules_with_drafts(llama: Path, mixed: Path, mode: str) ->
         num_groups=3,
         draft_model=mixed,
     )
+
+
+LORA: dict[str, object] = {"enable_lora": True, "max_lora_rank": 40}
+
+
+@pytest.fixture(scope="module")
+def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoraRef]:
+    """Of ranks 3 to 40, for different layers and parts of them."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [
+        write_adapter(folder / "small", llama, 3, 1),
+        write_adapter(folder / "large", llama, 40, 2, EVERYTHING),
+        write_adapter(folder / "some", llama, 16, 3, ("q_proj", "v_proj", "down_proj"), layers=(1,)),
+    ]
+
+
+def adapted(watched: list[Watched], adapters: list[LoraRef]) -> list[Watched]:
+    """Every request with an adapter or none; the first of each kind, with all of them, so that they share prompts."""
+    choices = [None, *adapters]
+    found = [replace(each, adapter=choices[i // 2 % len(choices)]) for i, each in enumerate(watched)]
+    shared = next(each for each in watched if len(each.prompt) == 90)
+    return found + [
+        replace(shared, adapter=choice, seed=1000 + 10 * i, params=GREEDY) for i, choice in enumerate(choices)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["bf16", "int8"])
+def test_adapters(llama: Path, adapters: list[LoraRef], mode: str) -> None:
+    """A request's bits depend neither on its neighbours' adapters nor on their number; blocks are shared by none."""
+    options, watched = {**MODES[mode], **LORA}, adapted(tiny_watched(), adapters)
+    expected = reference(llama, watched, options)
+    assert len({tuple(expected.tokens[1000 + 10 * i]) for i in range(len(adapters) + 1)}) == len(adapters) + 1
+    first = 600 + 10 * list(MODES).index(mode)
+    counts = check(llama, watched, expected, options, range(first, first + 6), VOCAB, adapters=adapters)
+    missing = {"chunks", "preempted", "prefix hits", "forks"} - set(+counts)
+    assert not missing, counts
+
+
+def test_adapters_with_drafts(llama: Path, adapters: list[LoraRef]) -> None:
+    options, watched = {**MODES["bf16"], **LORA}, adapted(tiny_watched(), adapters)
+    expected = reference(llama, watched, options)
+    counts = check(llama, watched, expected, options, range(640, 644), VOCAB, draft_model=llama, adapters=adapters)
+    assert 0 < counts["accepted"] < counts["drafted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_schedules_of_adapters(llama: Path, adapters: list[LoraRef], mode: str) -> None:
+    """25 per mode."""
+    options, watched = {**MODES[mode], **LORA}, adapted(tiny_watched(), adapters)
+    first = 30_000 + 100 * list(MODES).index(mode)
+    expected = reference(llama, watched, options)
+    check(llama, watched, expected, options, range(first, first + 25), VOCAB, adapters=adapters)
 
 
 @pytest.mark.parametrize("mode", MODES)

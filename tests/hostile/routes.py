@@ -70,6 +70,12 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("/abort_requests", {"request_ids": ["a"]}, ("request_ids", "request_ids.0", "no_such_field")),
     Route("/reset_prefix_cache", {}, ("reset_running_requests",)),
+    Route(
+        "/v1/load_lora_adapter",
+        {"lora_name": "x", "lora_path": "x"},
+        ("lora_name", "lora_path", "load_inplace", "base_model_name", "no_such_field"),
+    ),
+    Route("/v1/unload_lora_adapter", {"lora_name": "x"}, ("lora_name", "lora_int_id", "no_such_field")),
 )
 
 # Routes of features still to come: whatever they are sent, it is 501, or what any route says of a bad body.
@@ -78,7 +84,7 @@ PLANNED: tuple[Route, ...] = tuple(
     for path in (
         *("/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify", "/v1/responses", "/v1/messages"),
         *("/v1/messages/count_tokens", "/v1/files", "/v1/batches", "/v1/audio/transcriptions"),
-        *("/v1/audio/translations", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        "/v1/audio/translations",
     )
 )
 

@@ -20,8 +20,6 @@ PLANNED = [
     ("POST", "/rerank"),
     ("POST", "/pooling"),
     ("POST", "/classify"),
-    ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
     ("POST", "/v1/responses"),
     ("GET", "/v1/responses/resp_1"),
     ("POST", "/v1/responses/resp_1/cancel"),

@@ -134,7 +134,9 @@ def test_special_tokens_in_messages_are_text_and_in_prompts_are_not(fake_server:
         ("/v1/completions", {**TEXT, "guided_regex": "((("}, 400, "guided_regex"),
         ("/v1/completions", {**TEXT, "structured_outputs": {"regexp": "a"}}, 400, "structured_outputs"),
         ("/v1/embeddings", {"input": "x"}, 501, None),
-        ("/v1/load_lora_adapter", {"lora_name": "x"}, 501, None),
+        ("/v1/load_lora_adapter", {"lora_name": "x"}, 400, "lora_path"),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "y"}, 400, None),
+        ("/v1/unload_lora_adapter", {"lora_name": "x"}, 404, "lora_name"),
         ("/nowhere", {}, 404, None),
     ],
 )

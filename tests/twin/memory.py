@@ -43,7 +43,7 @@ class Memory:
     def content(self, group: int, request: Request, tokens: list[int], end: int) -> Hashable:
         """The name of the block that ends at `end`: everything its KV depends on."""
         media = tuple((item.content_hash, item.offset) for item in request.media if item.offset < end)
-        return (group, tuple(tokens[:end]), request.lora, request.cache_salt, media)
+        return (group, tuple(tokens[:end]), adapter_of(request), request.cache_salt, media)
 
     def hit(self, request: Request, tokens: list[int]) -> tuple[int, list[list[int]]]:
         """Tokens found, and the blocks that hold them per group. The last token is always computed."""
@@ -276,3 +276,9 @@ class Memory:
 
 def _wants_prompt_logprobs(request: Request) -> bool:
     return request.sampling is not None and request.sampling.prompt_logprobs is not None
+
+
+def adapter_of(request: Request) -> Hashable:
+    """What makes its adapter the same as another's: the contents, where they are known. None without one."""
+    lora = request.lora
+    return lora and (lora.digest or (lora.name, lora.path))

@@ -1,16 +1,16 @@
 """TwinScheduler: SPEC.md and BEHAVIOURS.md once more, slowly."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from pagoda.base.clock import Clock, VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import RequestError
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.core.request import LoraRef, Request
+from pagoda.core.request import Request
 from pagoda.core.scheduler_options import SchedulerOptions
 from tests.twin.encoder import EncoderInputs
-from tests.twin.memory import Memory
+from tests.twin.memory import Memory, adapter_of
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import Planned, Step, TwinRequest, TwinSequence
 
@@ -282,15 +282,14 @@ class TwinScheduler:
 
     def _resume_swapped(self) -> bool:
         """Bring back requests in order while there is room. Return False if one must wait: none may pass it."""
-        closed: set[LoraRef] = set()
+        closed: set[Hashable] = set()
         while self.budget > 0:
-            queue = [state for state in self.swapped if state.request.lora not in closed]
+            queue = [state for state in self.swapped if adapter_of(state.request) not in closed]
             if not queue:
                 return True
             state = queue[0]
             if self._has_too_many_adapters(state):
-                assert state.request.lora is not None
-                closed.add(state.request.lora)
+                closed.add(adapter_of(state.request))
                 continue
             if state.stale_steps or self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
                 return False
@@ -372,10 +371,9 @@ class TwinScheduler:
 
     def _has_too_many_adapters(self, state: TwinRequest) -> bool:
         limit = self.config.max_loras
-        in_use = {other.request.lora for other in self.running if other.request.lora is not None}
-        return (
-            limit > 0 and state.request.lora is not None and state.request.lora not in in_use and len(in_use) >= limit
-        )
+        in_use = {adapter_of(other.request) for other in self.running} - {None}
+        adapter = adapter_of(state.request)
+        return limit > 0 and adapter is not None and adapter not in in_use and len(in_use) >= limit
 
     def _may_chunk(self, state: TwinRequest) -> bool:
         if self.config.scheduling_mode is SchedulingMode.MIXED:

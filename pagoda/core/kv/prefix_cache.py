@@ -26,8 +26,7 @@ def make_root(seed: bytes, lora: LoraRef | None, cache_salt: str | None) -> byte
     """Return what every hash of a request starts from. Requests share blocks only where these agree."""
     adapter = b""
     if lora is not None:
-        words = (lora.digest,) if lora.digest else (lora.name, lora.path)
-        adapter = _sized(b"lora", *(word.encode() for word in words))
+        adapter = _sized(b"lora", *(word.encode() for word in lora.identity))
     salt = _sized(b"salt", cache_salt.encode()) if cache_salt is not None else b""
     return hashlib.sha256(_sized(seed, adapter, salt)).digest()
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.wire import EngineFacts, EngineStats
 
@@ -31,6 +31,14 @@ class EngineCoreClient(Protocol):
         ...
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
+
+    async def load_adapter(self, lora: LoraRef) -> None:
+        """Load a LoRA adapter. Raises RequestError if it cannot be used, WorkerDied if the engine dies meanwhile."""
+        ...
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
+        ...
 
     def stats(self) -> EngineStats:
         """Return the latest gauges and counters."""

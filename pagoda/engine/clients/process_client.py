@@ -18,9 +18,10 @@ import zmq.asyncio
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.out_of_memory import describe_exit
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
+from pagoda.engine.clients.adapter_calls import AdapterCalls
 from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
 from pagoda.engine.clients.process_handle import EngineProcess
 from pagoda.engine.clients.suspects import Suspects
@@ -60,6 +61,7 @@ class ProcessClient:
         self._process_number = 0
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
         self._suspects = Suspects(self._journal)
+        self._adapters = AdapterCalls(self._send)
         self._stats = wire.EngineStats()
         self._progress_at_s = 0.0
         self._resets: dict[int, asyncio.Future[bool]] = {}
@@ -127,6 +129,14 @@ class ProcessClient:
         self._resets[self._next_call] = reply
         self._send(wire.ResetPrefixCache(self._next_call, preempt_running))
         return await reply
+
+    async def load_adapter(self, lora: LoraRef) -> None:
+        if self.died is not None:
+            raise self.died
+        await self._adapters.load(lora)
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        self._adapters.unload(lora)
 
     def stats(self) -> wire.EngineStats:
         return self._stats
@@ -198,6 +208,7 @@ class ProcessClient:
             code = await asyncio.to_thread(engine.close)
             self.num_deaths += 1
             self._settle_resets()
+            self._adapters.end()
             failed_starts = 0 if end.was_ready else failed_starts + 1
             if failed_starts >= MAX_FAILED_STARTS:
                 return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
@@ -259,6 +270,7 @@ class ProcessClient:
         assert self._facts is not None
         if not self._facts.done():
             self._facts.set_result(facts)
+        self._adapters.begin()
         self._journal.forget_aliases()
         for entry in self._suspects.set_apart():
             self._enter(entry)
@@ -272,6 +284,7 @@ class ProcessClient:
         else:
             self._facts.set_exception(error)
         self._settle_resets()
+        self._adapters.give_up(self.died)
         self._outputs.put_nowait(self.died)
 
     def _settle_resets(self) -> None:
@@ -351,6 +364,8 @@ class ProcessClient:
                 reply = self._resets.pop(call_id, None)
                 if reply is not None and not reply.done():  # the caller may have been cancelled
                     reply.set_result(succeeded)
+            case wire.AdapterReply():
+                self._adapters.on_reply(message)
             case wire.StartFailed(text, config):
                 if config:
                     raise ConfigError(text)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pagoda.base.errors import InvariantBroken, PagodaError, WorkerDied
-from pagoda.core.request import Request, RequestStatus
+from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
+from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.journal import JournalEntry, error_outputs
@@ -73,6 +73,24 @@ class ThreadClient:
 
         self._commands.put(reset)
         return await reply
+
+    async def load_adapter(self, lora: LoraRef) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def load(core: EngineCore) -> None:
+            try:
+                core.load_adapter(lora)
+            except RequestError as error:
+                loop.call_soon_threadsafe(_fail, done, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done, None)
+
+        self._commands.put(load)
+        await done
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        self._commands.put(lambda core: core.unload_adapter(lora))
 
     def stats(self) -> wire.EngineStats:
         return self._stats

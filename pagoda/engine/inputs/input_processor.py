@@ -9,10 +9,12 @@ import numpy as np
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
+from pagoda.base.lora import LoRARequest
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
-from pagoda.core.request import Request
+from pagoda.core.request import LoraRef, Request
 from pagoda.engine.grammars.preparer import GrammarPreparer
+from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.chat_prompts import ChatPrompts
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.params_preparer import ParamsPreparer, PreparedParams, check_type
@@ -23,6 +25,8 @@ from pagoda.engine.templates.process import ProtectedRenderer, TemplateLimits
 from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.loading.adapters.files import AdapterTargets
+from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import ModelFiles
 
 _SEED_BITS = 62  # leaves room in an int64 for `seed + sequence`
@@ -42,16 +46,19 @@ class InputProcessor:
         engine_seed: int | None = None,
         parses_special_tokens_in_chat: bool = False,
         renderer: Renderer | None = None,
+        adapters: KnownAdapters | None = None,
     ) -> None:
         """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
         parses_special_tokens_in_chat: parse special tokens inside messages, instead of treating them as ordinary text.
         renderer: renders chat templates; if None, they are rendered in this process, without a deadline.
+        adapters: None if requests cannot use LoRA adapters.
         """
         # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
         self.tokenizer = tokenizer
         self.limits = limits
+        self._adapters = adapters
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
         self.prompts = PromptEncoder(tokenizer, limits)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
@@ -69,12 +76,19 @@ class InputProcessor:
         arrival_time_s: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: LoraRef | None = None,
     ) -> Request:
         """Tokenise and validate a prompt and its parameters. Raises RequestError."""
         self.check_before_tokenising(prompt, params)
         token_ids = self.prompts.token_ids_of(prompt)
         return self.make_request(
-            request_id, token_ids, params, arrival_time_s=arrival_time_s, priority=priority, cache_salt=cache_salt
+            request_id,
+            token_ids,
+            params,
+            arrival_time_s=arrival_time_s,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora=lora,
         )
 
     def check_before_tokenising(self, prompt: Prompt, params: SamplingParams | PreparedParams) -> None:
@@ -95,6 +109,7 @@ class InputProcessor:
         arrival_time_s: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: LoraRef | None = None,
     ) -> Request:
         """Like `process`, for token ids."""
         given = params.params if isinstance(params, PreparedParams) else params
@@ -119,8 +134,24 @@ class InputProcessor:
             handle=self._next_handle,
             seed=self._seed(given.seed),
             eos_token_ids=self._eos_token_ids,
+            lora=lora,
             cache_salt=cache_salt,
         )
+
+    def remembered_adapter(self, given: LoRARequest) -> LoraRef | None:
+        """Return the adapter that a caller names if its files need not be read again. Raises RequestError."""
+        return self._known_adapters(given).remembered(given)
+
+    def find_adapter(self, given: LoRARequest) -> LoraRef:
+        """Return the adapter that a caller names, after checking its files. Raises RequestError. Thread-safe."""
+        return self._known_adapters(given).find(given)
+
+    def _known_adapters(self, given: object) -> KnownAdapters:
+        if not isinstance(given, LoRARequest):
+            raise RequestError(f"lora_request is {type(given).__name__}, expected LoRARequest", "lora_request")
+        if self._adapters is None:
+            raise RequestError("LoRA adapters are off on this engine: set enable_lora", "lora_request")
+        return self._adapters
 
     def close(self) -> None:
         """Close the processes that render templates, encode texts and check grammars. Idempotent."""
@@ -181,5 +212,9 @@ def build_input_processor(
         model.request_limits.max_logprobs,
         model.request_limits,
     )
+    adapters = None
+    if model.lora.enable_lora:
+        targets = AdapterTargets(read_architecture(files)[0], read_model(files))
+        adapters = KnownAdapters(targets, model.lora.max_lora_rank)
     renderer = ProtectedRenderer(template_limits)
-    return InputProcessor(tokenizer, limits, model.seed, model.parse_special_tokens_in_chat, renderer)
+    return InputProcessor(tokenizer, limits, model.seed, model.parse_special_tokens_in_chat, renderer, adapters)

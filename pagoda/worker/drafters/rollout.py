@@ -8,6 +8,7 @@ import torch
 
 from pagoda.core.scheduler_output import NO_INTS, SchedulerOutput
 from pagoda.kernels.batch import KVLayer
+from pagoda.worker.adapters import Adapters
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.inputs import build_inputs
@@ -19,7 +20,7 @@ class DraftForward:
     """A forward pass that drafts.
 
     table: the token ids and block tables that it reads.   kv: its caches.
-    num_layers: number of first layers to run; 0 for all.
+    num_layers: number of first layers to run; 0 for all.   adapters: of the rows, which `forward` adapts; or None.
     """
 
     forward: ForwardPass
@@ -27,6 +28,7 @@ class DraftForward:
     kv: Sequence[KVLayer]
     device: torch.device
     num_layers: int = 0
+    adapters: Adapters | None = None
 
     def compute(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> None:
         """Write the KV of tokens start .. start + num_new - 1 of each row; int32 [num_rows] each."""
@@ -42,13 +44,17 @@ class DraftForward:
         self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, samples: np.ndarray
     ) -> torch.Tensor | None:
         step = SchedulerOutput(0, rows, start, num_new, rows[samples], samples, int(num_new.sum()))
-        inputs = build_inputs(self.table, step, self.device)
+        slots = self.adapters.slots_of(rows) if self.adapters is not None else None
+        inputs = build_inputs(self.table, step, self.device, slots)
         hidden = self.forward.forward(replace(inputs.batch, num_layers=self.num_layers), self.kv)
         if not len(samples):
             return None
         if not inputs.takes_all_logits:
             hidden = self.forward.select_rows(hidden, inputs.batch.logits_index)
-        return self.forward.compute_logits(hidden[: inputs.num_logits])
+        of_logits = inputs.logits_adapters
+        return self.forward.compute_logits(
+            hidden[: inputs.num_logits], None if of_logits is None else of_logits[: inputs.num_logits]
+        )
 
 
 def roll_out(

@@ -7,6 +7,7 @@ import torch
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.loading.loader import load_model
+from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.registry import DraftParts, make_drafter
@@ -29,15 +30,16 @@ def make_speculator(
     device: torch.device,
     max_model_len: int,
     grammars: GrammarRows | None = None,
+    adapters: Adapters | None = None,
 ) -> Speculator:
     """Return the speculator of a worker, with the draft model loaded if there is one.
 
     forward, table, cache: of the model whose tokens are drafted.   dtype: of the draft model's weights and KV cache.
-    grammars: of the worker's rows; what they force is drafted first.
+    grammars: of the worker's rows; what they force is drafted first.   adapters: of its rows; a draft model has none.
     """
     parts: DraftParts | None = None
     if setup.num_layers:
-        parts = DraftParts(DraftForward(forward, table, cache.layers, device, setup.num_layers), Sampler(ops))
+        parts = DraftParts(DraftForward(forward, table, cache.layers, device, setup.num_layers, adapters), Sampler(ops))
     elif setup.files is not None:
         max_rows, max_len = table.token_ids.shape
         model = load_model(setup.files, ops, dtype, device, setup.config.quantization, max_len)

@@ -1,0 +1,95 @@
+"""LoRA adapters as callers name them: check their files against the model, and identify them by content."""
+
+import os
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.lora import LoRARequest
+from pagoda.core.request import LoraRef
+from pagoda.loading.adapters.config import CONFIG_FILE
+from pagoda.loading.adapters.files import WEIGHTS_FILE, AdapterTargets, check_adapter
+
+_MOST_REMEMBERED = 1024
+
+_Signature = tuple[tuple[int, int, int], ...]
+
+
+class KnownAdapters:
+    """Finds adapters. Hashing the files takes long, so it remembers those that it has read and that have not changed.
+
+    Thread-safe.
+    """
+
+    def __init__(self, targets: AdapterTargets, max_rank: int) -> None:
+        """targets: of the model.   max_rank: of an adapter."""
+        self._targets, self._max_rank = targets, max_rank
+        self._found: OrderedDict[str, tuple[_Signature, str]] = OrderedDict()  # folder -> (signature, digest)
+
+    def remembered(self, given: LoRARequest) -> LoraRef | None:
+        """Return an adapter whose files were read before and have not changed since; else None."""
+        folder = os.path.realpath(given.lora_path)
+        known = self._found.get(folder)
+        if known is None or known[0] != _signature(folder):
+            return None
+        return LoraRef(given.lora_name, folder, known[1])
+
+    def find(self, given: LoRARequest) -> LoraRef:
+        """Return an adapter after checking its files, if that was not done before.
+
+        Raises RequestError that names the file and what is missing, unsupported or of a wrong shape.
+        """
+        found = self.remembered(given)
+        if found is not None:
+            return found
+        folder = os.path.realpath(given.lora_path)
+        signature = _signature(folder)
+        try:
+            digest = check_adapter(Path(folder), self._targets, self._max_rank).digest
+        except ConfigError as error:
+            raise RequestError(f"LoRA adapter {given.lora_name!r}: {error}", "lora_request") from None
+        if signature is not None:
+            self._found[folder] = (signature, digest)
+            if len(self._found) > _MOST_REMEMBERED:
+                self._found.popitem(last=False)
+        return LoraRef(given.lora_name, folder, digest)
+
+
+def _signature(folder: str) -> _Signature | None:
+    """Return what changes when a file of the adapter is replaced or written to; None if one is missing."""
+    try:
+        found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    except OSError:
+        return None
+    return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in found)
+
+
+class AdapterUses:
+    """Which adapters unfinished requests use, so that one is unloaded only after the last of them."""
+
+    def __init__(self) -> None:
+        self._num_requests: Counter[str] = Counter()  # by digest
+        self._unloading: dict[str, LoraRef] = {}
+
+    def begin(self, lora: LoraRef) -> None:
+        """A request that uses the adapter begins."""
+        self._num_requests[lora.digest] += 1
+
+    def end(self, lora: LoraRef) -> LoraRef | None:
+        """A request has ended; return the adapter if it is to be unloaded now."""
+        self._num_requests[lora.digest] -= 1
+        if self._num_requests[lora.digest]:
+            return None
+        del self._num_requests[lora.digest]
+        return self._unloading.pop(lora.digest, None)
+
+    def unload(self, lora: LoraRef) -> LoraRef | None:
+        """The adapter is no longer wanted; return it if no request uses it: it is to be unloaded now."""
+        if lora.digest not in self._num_requests:
+            return lora
+        self._unloading[lora.digest] = lora
+        return None
+
+    def keep(self, lora: LoraRef) -> None:
+        """The adapter is wanted again."""
+        self._unloading.pop(lora.digest, None)

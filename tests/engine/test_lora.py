@@ -1,0 +1,291 @@
+"""LoRA adapters in an engine of this process: which requests use which, when they are loaded, and what is refused."""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagoda import LLM, AsyncLLM, BeamSearchParams, ConfigError, LoRARequest, RequestError, SamplingParams
+from pagoda.base.lora import LoRAConfig
+from pagoda.core.request import LoraRef
+from pagoda.engine.inputs.adapters import AdapterUses
+from pagoda.executors.in_process import InProcessExecutor
+from pagoda.worker.adapters import AdapterStore
+from pagoda.worker.worker import Worker
+from tests.engine.byte_llama import write_byte_llama
+from tests.engine.lora_adapters import EVERYTHING, write_adapter
+
+OPTIONS = {
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "num_blocks": 200,
+    "block_size": 8,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 24,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = "A prompt that is long enough for several blocks of the cache."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three adapters by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(folder / "a", model, 4, 1)
+    write_adapter(folder / "b", model, 24, 2, ("q_proj", "v_proj"))
+    write_adapter(folder / "c", model, 7, 3, EVERYTHING)
+    return {name: folder / name for name in "abc"}
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM, folders: dict[str, Path]) -> dict[str, list[int]]:
+    """The answer to PROMPT with each adapter, and with none (""), each alone."""
+    found = {name: tokens(llm, PROMPT, ask(folders[name])) for name in "abc"}
+    found[""] = tokens(llm, PROMPT, None)
+    assert len({tuple(one) for one in found.values()}) == 4
+    return found
+
+
+def ask(folder: Path, name: str = "") -> LoRARequest:
+    return LoRARequest(name or folder.name, 1, str(folder))
+
+
+def tokens(llm: LLM, prompt: str, adapter: LoRARequest | None) -> list[int]:
+    return llm.generate(prompt, GREEDY, lora_request=adapter)[0].outputs[0].token_ids
+
+
+def store_of(llm: LLM) -> AdapterStore:
+    executor = llm.engine.core._executor
+    assert isinstance(executor, InProcessExecutor)
+    assert isinstance(executor.worker, Worker)
+    assert executor.worker._adapters is not None
+    return executor.worker._adapters
+
+
+def test_each_prompt_of_a_call_has_its_own_adapter(
+    llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]
+) -> None:
+    """More adapters than run in one step, and than are kept: they take turns."""
+    names = ["a", "", "b", "c", "a", "c", "", "b"]
+    adapters = [ask(folders[name]) if name else None for name in names]
+    outputs = llm.generate([PROMPT] * len(names), GREEDY, lora_request=adapters)
+    assert [output.outputs[0].token_ids for output in outputs] == [expected[name] for name in names]
+    assert len(store_of(llm)._slots) == 2
+
+
+def test_streams_and_beams_use_adapters(llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]) -> None:
+    deltas = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["b"]))
+    assert [token for delta in deltas for token in delta.outputs[0].token_ids] == expected["b"]
+    params = BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True)
+    found = llm.beam_search([PROMPT, PROMPT], params, lora_request=[ask(folders["c"]), None], concurrency_limit=1)
+    num_prompt = len(found[0].sequences[0].tokens) - 12
+    assert [one.sequences[0].tokens[num_prompt:] for one in found] == [expected["c"], expected[""]]
+    wide = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    together = llm.beam_search([PROMPT] * 2, wide, lora_request=[ask(folders["c"]), ask(folders["a"])])
+    alone = [llm.beam_search(PROMPT, wide, lora_request=ask(folders[name]))[0] for name in "ca"]
+    assert [one.sequences for one in together] == [one.sequences for one in alone]
+
+
+def test_a_name_whose_files_change_is_another_adapter(
+    llm: LLM, model: Path, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Blocks of the old weights are not found by requests for the new ones; those of equal weights are."""
+    folder = tmp_path / "mine"
+    shutil.copytree(folders["a"], folder)
+    assert tokens(llm, PROMPT, ask(folder)) == expected["a"]
+    hits = llm.engine.core.make_stats().prefix_hits
+    shutil.rmtree(folder)
+    shutil.copytree(folders["b"], folder)
+    assert tokens(llm, PROMPT + "x", ask(folder)) == tokens(llm, PROMPT + "x", ask(folders["b"], "other name"))
+    again = llm.engine.core.make_stats().prefix_hits
+    # PROMPT was asked of "b" before, by its own name: its blocks serve all names of the same content.
+    assert again > hits
+    fresh = write_adapter(folder, model, 5, 9)
+    assert llm.engine.input_processor.find_adapter(ask(folder)).digest == fresh.digest
+    hits = llm.engine.core.make_stats().prefix_hits
+    assert tokens(llm, PROMPT, ask(folder)) not in expected.values()
+    assert llm.engine.core.make_stats().prefix_hits == hits
+
+
+def test_a_file_that_changes_under_a_waiting_request_fails_only_that(
+    llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(folders["a"], folder)
+    lora = llm.engine.input_processor.find_adapter(ask(folder))
+    store_of(llm).unload(lora)
+    shutil.rmtree(folder)
+    shutil.copytree(folders["b"], folder)
+    core, inputs = llm.engine.core, llm.engine.input_processor
+    core.add_request(inputs.process("changed", PROMPT + "!", GREEDY, arrival_time_s=core.now(), lora=lora))
+    core.add_request(inputs.process("good", PROMPT, GREEDY, arrival_time_s=core.now()))
+    got: list[int] = []
+    messages: dict[str, str | None] = {}
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            got += outputs.token_ids.tolist()
+            messages |= {finish.request_id: finish.message for finish in outputs.finishes}
+    assert got == expected[""]
+    assert messages["good"] is None
+    assert "its files have changed" in (messages["changed"] or "")
+
+
+def test_an_adapter_is_unloaded_after_the_rows_that_use_it(
+    llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]
+) -> None:
+    store = store_of(llm)
+    assert llm.add_lora(LoRARequest("a", 7, str(folders["a"])))
+    digest = llm.engine.input_processor.find_adapter(ask(folders["a"])).digest
+    assert digest in store._slots
+    stream = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["a"]))
+    got = list(next(stream).outputs[0].token_ids)
+    assert llm.remove_lora(7)
+    assert not llm.remove_lora(7)
+    assert digest in store._slots
+    got += [token for delta in stream for token in delta.outputs[0].token_ids]
+    assert got == expected["a"]
+    tokens(llm, "another step, which frees the row", None)
+    assert digest not in store._slots
+    llm.add_lora(LoRARequest("a", 7, str(folders["a"])))
+    assert tokens(llm, PROMPT, ask(folders["a"])) == expected["a"]
+    llm.remove_lora(7)  # of an idle engine, at once
+    assert digest not in store._slots
+    assert tokens(llm, PROMPT, ask(folders["a"])) == expected["a"]
+
+
+def test_async_requests_finish_when_their_adapter_and_its_files_are_removed(
+    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(folders["c"], folder)
+    given = LoRARequest("mine", 3, str(folder))
+
+    async def test() -> None:
+        async with AsyncLLM(str(model), **OPTIONS) as llm:
+
+            async def collect(number: int) -> list[int]:
+                outputs = llm.generate(PROMPT, GREEDY, str(number), lora_request=given)
+                return [output async for output in outputs][-1].outputs[0].token_ids
+
+            await llm.add_lora(given)
+            tasks = [asyncio.create_task(collect(number)) for number in range(12)]  # some of them have to wait
+            await asyncio.sleep(0.02)
+            assert await llm.remove_lora(3)
+            shutil.rmtree(folder)
+            assert await asyncio.gather(*tasks) == [expected["c"]] * 12
+            with pytest.raises(RequestError, match="no adapter_config.json"):
+                await collect(99)
+
+    asyncio.run(test())
+
+
+def nan_adapter(folders: dict[str, Path], folder: Path) -> Path:
+    shutil.copytree(folders["a"], folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_what_cannot_be_used_is_refused_by_name(
+    llm: LLM, model: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "large", model, 25, 1)
+    write_adapter(tmp_path / "cut", model, 2, 1)
+    (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    for folder, message in (
+        (tmp_path / "large", "its rank is 25, but max_lora_rank is 24"),
+        (tmp_path / "cut", "truncated or corrupt safetensors|no tensors of a LoRA adapter"),
+        (tmp_path / "none", "no adapter_config.json"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(PROMPT, GREEDY, lora_request=ask(folder))
+        with pytest.raises(RequestError, match=message):
+            llm.add_lora(ask(folder))
+    broken = nan_adapter(folders, tmp_path / "nan")
+    for call in (lambda: llm.add_lora(ask(broken)), lambda: tokens(llm, PROMPT, ask(broken))):
+        with pytest.raises(RequestError, match="has values that are not finite"):
+            call()
+    outputs = llm.generate([PROMPT, PROMPT], GREEDY, lora_request=[ask(broken), None])
+    assert "not finite" in (outputs[0].error or "")
+    assert outputs[1].error is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a", "lora_request is str, expected LoRARequest or a list"),
+        (3, "lora_request is int, expected LoRARequest or a list"),
+        ([None], "1 lora_requests for 2 prompts"),
+    ],
+)
+def test_lora_requests_of_the_wrong_kind(llm: LLM, given: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate([PROMPT, PROMPT], GREEDY, lora_request=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("", 1, "x"), "lora_name must be a string of printable"),
+        (("x\n", 1, "x"), "lora_name must be a string of printable"),
+        (("x", 0, "x"), "lora_int_id must be at least 1"),
+        (("x", True, "x"), "lora_int_id must be at least 1"),
+        (("x", 1, ""), "lora_path must be a string of printable"),
+        (("x", 1, "a\0b"), "lora_path must be a string of printable"),
+        (("x", 1, "\ud800"), "lora_path must be a string of printable"),
+    ],
+)
+def test_what_no_lora_request_can_be(values: tuple[str, int, str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        LoRARequest(*values)
+
+
+def test_without_enable_lora_adapters_are_refused(model: Path, folders: dict[str, Path]) -> None:
+    with LLM(str(model), **{**OPTIONS, "enable_lora": False}) as llm:
+        with pytest.raises(RequestError, match="LoRA adapters are off on this engine: set enable_lora"):
+            llm.generate(PROMPT, GREEDY, lora_request=ask(folders["a"]))
+        core, inputs = llm.engine.core, llm.engine.input_processor
+        request = inputs.process("x", PROMPT, GREEDY, arrival_time_s=0.0, lora=LoraRef("a", "/x", "00"))
+        with pytest.raises(RequestError, match="set enable_lora"):
+            core.add_request(request)
+
+
+def test_limits_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="max_cpu_loras=2 is less than max_loras=3"):
+        LoRAConfig(max_loras=3, max_cpu_loras=2).check()
+    assert LoRAConfig(max_loras=3).num_kept == 3
+
+
+def test_an_adapter_is_unloaded_when_its_last_request_ends() -> None:
+    uses, lora = AdapterUses(), LoraRef("a", "/a", "0")
+    assert uses.unload(lora) is lora
+    uses.begin(lora)
+    uses.begin(lora)
+    assert uses.unload(lora) is None
+    assert uses.end(lora) is None
+    assert uses.end(lora) is lora
+    uses.begin(lora)
+    assert uses.unload(lora) is None
+    uses.keep(lora)  # loaded again
+    assert uses.end(lora) is None
