@@ -8,6 +8,12 @@ from typing import Any, Protocol
 from pagoda.base.errors import RequestError
 from pagoda.engine.grammars.grammar_text import JsonStyle, json_rule, literal
 
+_OPENING = frozenset(
+    {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties", "$ref"}
+    | {"allOf", "anyOf", "oneOf", "not", "if", "dependencies", "dependentSchemas", "dependentRequired"}
+)
+"""Keywords of an object by which it may have, or need, properties that it does not list."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -22,9 +28,16 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
+        """The schema of the arguments' object. A plain list of properties, without a word about others, allows none:
+        a small model would invent one after the other.
+        """
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return self.parameters if "type" in self.parameters else {**self.parameters, "type": "object"}
+        schema = {"type": "object", **self.parameters}
+        properties, required = schema.get("properties"), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list) or _OPENING & set(schema):
+            return schema
+        return {**schema, "additionalProperties": False} if all(name in properties for name in required) else schema
 
     def arguments_rule(self, is_free: bool) -> str:
         """Return the body of a rule for the arguments' object. is_free: any object will do.

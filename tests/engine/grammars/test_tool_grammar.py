@@ -308,6 +308,31 @@ def test_formats_are_found_in_templates() -> None:
     assert set(TOOL_PARSERS) == set(CALL_FORMATS)
 
 
+LISTED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "fit_alone", "fit_with_another"),
+    [
+        ({}, True, False),
+        ({"type": "object", "title": "of f", "$defs": {"x": True}}, True, False),
+        ({"additionalProperties": True}, True, True),
+        ({"patternProperties": {"^b": True}}, True, True),
+        ({"anyOf": [{"required": ["b"]}, {"required": ["a"]}]}, True, True),
+        ({"required": ["a", "b"]}, False, True),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_not_listed(
+    backend: LlguidanceBackend, more: dict[str, Any], fit_alone: bool, fit_with_another: bool
+) -> None:
+    """There are none, unless the schema says something about them."""
+    grammar = text_of(CALL_FORMATS["hermes"].forced([Tool("f", {**LISTED, **more})], 1))
+    for arguments, fits in (('{"a": 1}', fit_alone), ('{"a": 1, "b": 2}', fit_with_another)):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert accepts(backend, ByteTokenizer(), grammar, text) == fits, arguments
+
+
 def test_a_name_is_written_as_json_writes_it(backend: LlguidanceBackend) -> None:
     grammar = text_of(CALL_FORMATS["hermes"].forced([Tool('quo"te ::= é', None)], 1))
     text = HERMES_NOW.replace('"now"', json.dumps('quo"te ::= é', ensure_ascii=False))
