@@ -147,3 +147,13 @@ def test_columns_are_readable_by_all_and_writable_by_their_owner() -> None:
         assert not column.flags.writeable, name
     assert table.num_tokens[0] == 7
     assert kv.reserved_until[0] == 8
+
+
+def test_adapters_of_equal_contents_count_as_one() -> None:
+    rig = Rig(max_loras=1)
+    rig.add("a", 4, lora=LoraRef("a", "/a", "1"))
+    rig.add("same", 4, lora=LoraRef("b", "/b", "1"))
+    rig.add("other", 4, lora=LoraRef("a", "/a", "2"))
+    assert rig.step().scheduled == {"a": 4, "same": 4}
+    stats = rig.scheduler.make_stats()
+    assert (stats.running_adapters, stats.waiting_adapters) == (("a", "b"), ("a",))

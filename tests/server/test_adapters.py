@@ -122,6 +122,9 @@ def test_requests_finish_when_their_adapter_is_unloaded(server: LiveServer) -> N
     thread.start()
     while not server.load()["running"]:
         pass
+    while 'running_lora_adapters="leaving"' not in server.get("/metrics")[1]:
+        pass
+    assert 'vllm:lora_requests_info{max_lora="4",' in server.get("/metrics")[1]
     assert call(server, UNLOAD, {"lora_name": "leaving"})[0] == 200
     assert server.post("/v1/completions", {**TEXT, "model": "leaving"})[0] == 404
     assert not answers
