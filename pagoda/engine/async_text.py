@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.cancellation import Cancellation
+from pagoda.engine.fair_threads import FairThreads
 from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import PreparedParams
@@ -32,7 +33,7 @@ class AsyncText:
         """template_limits: time and memory limits for rendering a chat template."""
         self._inputs = inputs
         self._threads = TextThreads()
-        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar-check")
+        self._compilers = FairThreads(_NUM_COMPILERS, "pagoda-grammar-check")
         self._templates = TemplatePool(template_limits or TemplateLimits())
 
     async def start(self) -> None:
@@ -44,28 +45,33 @@ class AsyncText:
         self._threads.shutdown()
         self._templates.close()
         self._inputs.close()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown()
 
     async def prepare_params(self, params: SamplingParams, key: str = "") -> PreparedParams:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
         num_chars = sum(map(len, params.bad_words))
         self._inputs.limits.of_request.check_lists(params)
+
+        def prepare(cancellation: Cancellation) -> PreparedParams:
+            return self._inputs.params.prepare(params, cancellation)
+
         structure = params.structured_outputs
         if structure is not None and self._inputs.grammars.known(structure) is None:
             # Compiling a grammar may take seconds; texts do not wait for it.
-            return await asyncio.wrap_future(self._compilers.submit(self._inputs.params.prepare, params))
+            return await self._compilers.run(key, prepare)
         if num_chars:
-            return await self._threads.run(key, num_chars, self._inputs.params.prepare, params)
+            return await self._threads.run(key, num_chars, prepare)
         return self._inputs.params.prepare(params)
 
     async def token_ids_of(self, prompt: Prompt, add_special_tokens: bool = True, key: str = "") -> Any:
         """Return the prompt's token ids (a sequence or array), not yet validated. Raises RequestError."""
         text = text_of(prompt)
+        token_ids_of = self._inputs.prompts.token_ids_of
         if text is not None and self._is_long(text):
             return await self._threads.run(
-                key, len(text), self._inputs.prompts.token_ids_of, prompt, add_special_tokens
+                key, len(text), lambda cancellation: token_ids_of(prompt, add_special_tokens, cancellation)
             )
-        return self._inputs.prompts.token_ids_of(prompt, add_special_tokens)
+        return token_ids_of(prompt, add_special_tokens)
 
     async def render_chat(
         self,
@@ -95,14 +101,18 @@ class AsyncText:
         tokenize = self._inputs.chats.tokenize
         if not self._is_long(text):
             return tokenize(text, options.add_special_tokens, must_fit)
-        return await self._threads.run(key, len(text), tokenize, text, options.add_special_tokens, must_fit)
+        return await self._threads.run(
+            key, len(text), lambda cancellation: tokenize(text, options.add_special_tokens, must_fit, cancellation)
+        )
 
     async def encode(self, text: str, add_special_tokens: bool = True, key: str = "") -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
         encode = self._inputs.prompts.encode
         if not self._is_long(text):
             return encode(text, add_special_tokens)
-        return await self._threads.run(key, len(text), encode, text, add_special_tokens)
+        return await self._threads.run(
+            key, len(text), lambda cancellation: encode(text, add_special_tokens, cancellation)
+        )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, skipping unknown ids. Runs on the calling thread: meant for short lists."""
@@ -115,12 +125,12 @@ class AsyncText:
         """
         if len(token_ids) < _LONG_TEXT_TOKENS:
             return self._decode_known(token_ids)
-        return await self._threads.run(key, len(token_ids), self._decode_known, token_ids)
+        return await self._threads.run(key, len(token_ids), lambda _: self._decode_known(token_ids))
 
     async def token_strings(self, token_ids: Sequence[int], key: str = "") -> list[str]:
         """Return each token's own text, with U+FFFD for incomplete characters."""
 
-        def texts() -> list[str]:
+        def texts(_: Cancellation) -> list[str]:
             read = self._inputs.tokenizer.token_bytes
             return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 
 from pagoda.base.child_signals import signals_blocked
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.killable_worker import FIRST, READY, REPLY, REQUEST, receive_exactly
 
 _START_S = 30.0  # for starting a child: imports can be slow on a busy machine, and do not count for the work
@@ -46,21 +47,22 @@ class KillableProcess:
         self._child: _Child | None = None
         self._is_closing = False
 
-    def exchange(self, message: Message, timeout_s: float) -> bytes:
+    def exchange(self, message: Message, timeout_s: float, cancellation: Cancellation | None = None) -> bytes:
         """Send a message and return the reply. A child that ends meanwhile is replaced, and the message sent again.
 
-        timeout_s: for the work; starting a child does not count.
-        Raises TimeoutError after killing a child that took longer, EOFError if two children ended.
+        timeout_s: for the work; starting a child does not count.   cancellation: kills the child at work.
+        Raises TimeoutError after killing a child that took longer, EOFError if two children ended, Cancelled.
         """
-        with self._lock:
+        cancellation = cancellation if cancellation is not None else Cancellation()
+        with self._lock, cancellation.stopped_by(self.kill):
             try:
-                return self._exchange(message, timeout_s)
+                return self._exchange(message, timeout_s, cancellation)
             except (EOFError, ConnectionError):
                 if self._is_closing:
                     raise EOFError("the process was closed") from None
                 # Something else may have killed the child, before or after it got the message.
                 try:
-                    return self._exchange(message, timeout_s)
+                    return self._exchange(message, timeout_s, cancellation)
                 except ConnectionError as error:
                     raise EOFError(str(error)) from None
 
@@ -91,12 +93,14 @@ class KillableProcess:
 
     # ---- with the lock held
 
-    def _exchange(self, message: Message, timeout_s: float) -> bytes:
+    def _exchange(self, message: Message, timeout_s: float, cancellation: Cancellation) -> bytes:
+        cancellation.check()
         child = self._running()
-        data = message(child.is_new)  # called last: from here on, `kill` ends the child that gets it
+        cancellation.check()  # from here on, `kill` ends the child that gets the message
+        data = message(child.is_new)
         try:
             reply = child.exchange(data, timeout_s)
-        except (TimeoutError, EOFError, ConnectionError):
+        except BaseException:  # KeyboardInterrupt, say: the next message must not get the reply to this one
             self._end()
             raise
         if child.has_ended:

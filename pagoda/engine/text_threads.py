@@ -1,15 +1,12 @@
 """TextThreads: tokenise and decode long texts on threads, so that they do not block an event loop."""
 
-import asyncio
-import contextlib
 import ctypes
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import TypeVar
 
-from pagoda.engine.fair_turns import FairTurns
+from pagoda.engine.cancellation import Cancellation
+from pagoda.engine.fair_threads import FairThreads
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _VERY_LONG_CHARS = 64 * 1024  # about 50 ms of tokenising
@@ -23,31 +20,6 @@ def _trim_memory() -> None:
         trim(0)
 
 
-class _Lane:
-    """A few threads, and the queue for them."""
-
-    def __init__(self, name: str) -> None:
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, name)
-        self._turns = FairTurns(_NUM_THREADS)
-
-    async def run(self, key: str, function: Callable[[], T]) -> T:
-        await self._turns.take(key)
-        loop = asyncio.get_running_loop()
-
-        def release(_: "Future[Any]") -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(self._turns.release)
-
-        # A running call cannot be stopped: if it is cancelled, its thread is free only when it returns.
-        work = self._threads.submit(function)
-        work.add_done_callback(release)
-        return await asyncio.wrap_future(work)
-
-    def shutdown(self) -> None:
-        self._turns.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
 class TextThreads:
     """Two small thread pools, so that short texts do not queue after very long ones. For one event loop.
 
@@ -55,20 +27,20 @@ class TextThreads:
     """
 
     def __init__(self) -> None:
-        self._short = _Lane("pagoda-text")
-        self._long = _Lane("pagoda-long-text")
+        self._short = FairThreads(_NUM_THREADS, "pagoda-text")
+        self._long = FairThreads(_NUM_THREADS, "pagoda-long-text")
 
-    async def run(self, key: str, num_chars: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Return function(*args, **options), called on a thread. Cancelling removes a call that is still queued.
+    async def run(self, key: str, num_chars: int, function: Callable[[Cancellation], T]) -> T:
+        """Return function(cancellation), called on a thread. See FairThreads.run.
 
         key: callers' keys take turns.
         """
         if num_chars < _VERY_LONG_CHARS:
-            return await self._short.run(key, lambda: function(*args, **options))
+            return await self._short.run(key, function)
 
-        def run_and_trim() -> T:
+        def run_and_trim(cancellation: Cancellation) -> T:
             try:
-                return function(*args, **options)
+                return function(cancellation)
             finally:
                 _trim_memory()
 

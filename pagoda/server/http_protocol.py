@@ -165,9 +165,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _parse(self) -> None:
         """Parse what has been read, until enough requests wait; the next response continues this."""
-        start, data = 0, bytes(self._unparsed)
-        while start < len(data) and len(self.pipeline) < MAX_PIPELINED and not self._ignores_input:
-            self._parse_slice(data[start : start + _SLICE_BYTES])
+        start = 0
+        while start < len(self._unparsed) and len(self.pipeline) < MAX_PIPELINED and not self._ignores_input:
+            self._parse_slice(bytes(self._unparsed[start : start + _SLICE_BYTES]))
             start += _SLICE_BYTES
         if self._ignores_input or self.transport.is_closing():
             self._unparsed.clear()

@@ -1,6 +1,7 @@
 """A child process for work that may never end: it is killed at the deadline, replaced, and ends with its parent."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.engine.cancellation import Cancellation, Cancelled
 from pagoda.engine.killable_process import KillableProcess
 
 MODULE = "tests.engine.answering_worker"
@@ -103,6 +105,58 @@ def test_closing_ends_the_work_and_does_not_start_it_again(process: KillableProc
     assert failed
     assert process.pid is None
     assert not is_running(pid)
+
+
+def test_cancelling_kills_the_child_at_work_and_does_not_start_the_work_again(process: KillableProcess) -> None:
+    pid, number = ask(process, "hello")[1:3]
+    assert number == "1"
+    failed: list[BaseException] = []
+    cancellation = Cancellation()
+
+    def work() -> None:
+        try:
+            process.exchange(lambda _: b"loop", LONG_S, cancellation)
+        except Cancelled as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    before = Path(f"/proc/{pid}/schedstat").read_text()
+    while Path(f"/proc/{pid}/schedstat").read_text() == before:  # until it has begun
+        time.sleep(0.001)
+    cancellation.cancel()
+    thread.join(LONG_S / 2)
+    assert not thread.is_alive()
+    assert failed
+    assert not is_running(int(pid))
+    with pytest.raises(Cancelled):
+        process.exchange(lambda _: b"hello", LONG_S, cancellation)
+    assert ask(process, "hello")[2] == "1"
+
+
+def test_cancelling_a_call_that_is_over_leaves_the_child_alone(process: KillableProcess) -> None:
+    cancellation = Cancellation()
+    pid = process.exchange(lambda _: b"hello", LONG_S, cancellation).split()[1].decode()
+    cancellation.cancel()
+    assert ask(process, "hello")[1:3] == [pid, "2"]
+
+
+def test_an_interrupted_wait_leaves_no_reply_for_the_next_message(process: KillableProcess) -> None:
+    """As Ctrl-C does, or any signal handler that raises: the next text must not get the ids of this one."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    ask(process, "hello")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            ask(process, "sleep 0.5")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert ask(process, "other")[3] == "other"
 
 
 def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pagoda.engine.cancellation import Cancellation, Cancelled
 from pagoda.engine.text_threads import TextThreads
 
 SHORT, LONG = 2_000, 100_000
@@ -23,7 +24,7 @@ class Calls:
         self.names: list[str] = []
 
     def start(self, name: str) -> "asyncio.Task[str]":
-        return asyncio.create_task(self._threads.run(name[0], self._num_chars, self._call, name))
+        return asyncio.create_task(self._threads.run(name[0], self._num_chars, lambda _: self._call(name)))
 
     def _call(self, name: str) -> str:
         self.names.append(name)
@@ -94,11 +95,48 @@ def test_shutting_down_cancels_queued_calls() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_chars", [SHORT, LONG])
+def test_a_running_call_whose_client_has_gone_is_cancelled(num_chars: int) -> None:
+    async def run() -> None:
+        threads = TextThreads()
+        began, stopped, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def call(cancellation: Cancellation) -> None:
+            with cancellation.stopped_by(stopped.set):
+                began.set()
+                assert stopped.wait(_WAIT_S)
+            with pytest.raises(Cancelled):
+                cancellation.check()
+            ended.set()
+
+        task = asyncio.create_task(threads.run("a", num_chars, call))
+        assert await asyncio.to_thread(began.wait, _WAIT_S)
+        task.cancel()
+        assert await asyncio.to_thread(ended.wait, _WAIT_S)
+        threads.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_cancellation_stops_the_current_step_only() -> None:
+    cancellation = Cancellation()
+    calls: list[str] = []
+    with cancellation.stopped_by(lambda: calls.append("first")):
+        pass
+    with cancellation.stopped_by(lambda: calls.append("second")):
+        cancellation.check()
+        cancellation.cancel()
+    cancellation.cancel()
+    assert calls == ["second"]
+    with pytest.raises(Cancelled):
+        cancellation.check()
+
+
 def test_errors_reach_the_caller() -> None:
-    def fail() -> None:
+    def fail(_: Cancellation) -> None:
         raise KeyError("x")
 
-    async def run(function: Callable[[], None]) -> None:
+    async def run(function: Callable[[Cancellation], None]) -> None:
         threads = TextThreads()
         for _ in range(5):  # more often than there are threads: each is free again
             with pytest.raises(KeyError):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import sys
 import time
 import tomllib
 from collections.abc import AsyncIterator
@@ -434,6 +435,62 @@ def test_few_pipelined_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert answer.count(b'{"size":2}') == 2000
     assert answer.endswith(b'{"size":0}')
     assert longest < 300, "not all that one read brought"
+
+
+def test_pipelined_connections_take_turns_and_cost_the_same_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is counted instead of timed."""
+    num_connections, num_requests = 6, 400
+    completed: list[BoundedHttpProtocol] = []
+    num_calls = num_bytes = 0
+    plain_complete, plain_slice = BoundedHttpProtocol.on_response_complete, BoundedHttpProtocol._parse_slice
+
+    def noting(connection: BoundedHttpProtocol) -> None:
+        completed.append(connection)
+        plain_complete(connection)
+
+    def counting(connection: BoundedHttpProtocol, data: bytes) -> None:
+        nonlocal num_bytes
+        num_bytes += len(data)
+        plain_slice(connection, data)
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    monkeypatch.setattr(BoundedHttpProtocol, "on_response_complete", noting)
+    monkeypatch.setattr(BoundedHttpProtocol, "_parse_slice", counting)
+
+    async def ask(here: Listening) -> None:
+        reader, writer = await here.open(WHOLE * num_requests + HEAD + b"Connection: close\r\n\r\n")
+        assert (await reader.read()).count(b'{"size":2}') == num_requests
+        writer.close()
+
+    async def ask_all(count: int) -> None:
+        async with listening(header_timeout_s=600, body_timeout_s=600) as here:
+            await asyncio.gather(*(ask(here) for _ in range(count)))
+
+    def calls_per_answer(count: int) -> float:
+        nonlocal num_calls, num_bytes
+        completed.clear()
+        num_calls = num_bytes = 0
+        sys.setprofile(profile)
+        try:
+            asyncio.run(ask_all(count))
+        finally:
+            sys.setprofile(None)
+        assert num_bytes < 1.1 * count * num_requests * len(WHOLE), "what waits is not parsed again"
+        return num_calls / (count * num_requests)
+
+    alone = calls_per_answer(1)
+    assert calls_per_answer(num_connections) < 1.3 * alone
+
+    begin = max(completed.index(connection) for connection in set(completed))
+    end = len(completed) - max(completed[::-1].index(connection) for connection in set(completed))
+    assert end - begin > num_requests * num_connections / 2
+    turns = dict.fromkeys(completed, 0)
+    for connection in completed[begin:end]:  # all are being answered
+        turns[connection] += 1
+        assert max(turns.values()) - min(turns.values()) <= 4, "no connection is ahead"
 
 
 def test_uvicorn_is_capped_because_its_internals_are_used() -> None:

@@ -92,6 +92,37 @@ def test_others_are_served_and_sigterm_works_while_texts_are_tokenised(tmp_path:
         assert "Traceback" not in server.log.read_text()
 
 
+CLIENTS_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: CASES[name][:2] for name in ("a short prompt", "one of several prompts", "bad words", "a message")
+}
+
+
+def test_the_text_of_a_client_that_has_gone_is_not_tokenised_any_longer(tmp_path: Path) -> None:
+    flags = ("--tokenizer", write_tokenizer(tmp_path), "--server-timeouts.tokenizer-timeout-s", "600")
+    with serving(tmp_path, *FAKE_FLAGS, *flags) as server:
+        pid = server.process.pid
+        for path, body in (*CLIENTS_TEXTS.values(), ("/tokenize", {"prompt": SLOW})):
+            assert server.post("/tokenize", {"prompt": "Hi there"})[0] == 200
+            before = {one: cpu_time(one) for one in encoders(pid)}
+            connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            while not (busy := [one for one in encoders(pid) if cpu_time(one) > before.get(one, 0) + 20]):
+                time.sleep(0.01)
+            connection.close()
+            end_s = time.monotonic() + 30
+            while set(busy) & set(encoders(pid)):
+                assert time.monotonic() < end_s, path
+                time.sleep(0.01)
+        assert server.post("/tokenize", {"prompt": "Hi there"})[0] == 200
+        assert "Traceback" not in server.log.read_text()
+
+
+def cpu_time(pid: int) -> int:
+    """A process's CPU time, in ticks of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
 def encoders(pid: int) -> list[int]:
     """The processes of a server that encode texts."""
     children = (pid for task in Path(f"/proc/{pid}/task").iterdir() for pid in (task / "children").read_text().split())

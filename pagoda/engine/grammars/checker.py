@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda.base.errors import RequestError
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.grammars.grammar_text import GrammarText, JsonStyle, schema_grammar
 from pagoda.engine.grammars.json_schema import RewrittenSchema
 from pagoda.engine.grammars.vocabulary import Vocabulary
@@ -41,12 +42,15 @@ class GrammarChecker:
         )
         self._known: OrderedDict[str, str] = OrderedDict()  # text -> error, "" if it compiles
 
-    def check(self, grammar: GrammarText, field_name: str) -> None:
-        """Raise RequestError if the grammar does not compile; for a JSON schema it names the place."""
+    def check(self, grammar: GrammarText, field_name: str, cancellation: Cancellation | None = None) -> None:
+        """Raise RequestError if the grammar does not compile; for a JSON schema it names the place.
+
+        cancellation: ends the compilation; then raises Cancelled.
+        """
         with self._lock:
-            error = self._try(grammar.text)
+            error = self._try(grammar.text, cancellation)
             if error and grammar.schema is not None:
-                at = self._locate(grammar.schema)
+                at = self._locate(grammar.schema, cancellation)
                 raise RequestError(f"{field_name}: at {at or '/'}: {error}", field_name)
         if error:
             raise RequestError(f"{field_name}: {error}", field_name)
@@ -57,28 +61,28 @@ class GrammarChecker:
 
     # ---- with the lock held
 
-    def _try(self, text: str) -> str:
+    def _try(self, text: str, cancellation: Cancellation | None) -> str:
         """Return the error of a grammar, "" if it compiles."""
         known = self._known.get(text)
         if known is not None:
             self._known.move_to_end(text)
             return known
-        error = self._try_new(text)
+        error = self._try_new(text, cancellation)
         self._known[text] = error
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
         return error
 
-    def _try_new(self, text: str) -> str:
+    def _try_new(self, text: str, cancellation: Cancellation | None) -> str:
         try:
-            reply = self.process.exchange(lambda _: text.encode(), self._limits.timeout_s)
+            reply = self.process.exchange(lambda _: text.encode(), self._limits.timeout_s, cancellation)
             return _shorten(reply.decode("utf-8", "replace"))
         except TimeoutError:
             return f"it was not compiled within {self._limits.timeout_s:g} s; it is too complex"
         except EOFError:
             return "compiling it crashed or used too much memory; it is too complex"
 
-    def _locate(self, schema: RewrittenSchema) -> str:
+    def _locate(self, schema: RewrittenSchema, cancellation: Cancellation | None) -> str:
         """Return the pointer of the innermost part of a schema that does not compile on its own."""
         style, probes = JsonStyle(), 0
         defs = schema.schema.get("$defs", {}) if isinstance(schema.schema, dict) else {}
@@ -93,7 +97,7 @@ class GrammarChecker:
                     return at
                 seen.add(id(child))
                 alone = RewrittenSchema({**child, "$defs": defs})
-                error = self._try_new(schema_grammar(alone, style))
+                error = self._try_new(schema_grammar(alone, style), cancellation)
                 if error:
                     at, current = schema.places[id(child)], child
                     break

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.grammars.checker import GrammarChecker, GrammarLimits
 from pagoda.engine.grammars.grammar_text import GrammarText, grammar_text
 from pagoda.engine.grammars.vocabulary import Vocabulary
@@ -36,24 +37,27 @@ class GrammarPreparer:
                 self._known.move_to_end(params)
             return text
 
-    def prepare(self, params: StructuredOutputsParams) -> str:
-        """Return the grammar's text. Takes as long as compiling it. Raises RequestError if that is not possible."""
+    def prepare(self, params: StructuredOutputsParams, cancellation: Cancellation | None = None) -> str:
+        """Return the grammar's text. Takes as long as compiling it. Raises RequestError if that is not possible.
+
+        cancellation: ends the compilation; then raises Cancelled.
+        """
         text = self.known(params)
         if text is not None:
             return text
         self._sizes.check("grammar_chars", params.num_chars, params.source)
-        text = self.check(grammar_text(params, params.source), params.source)
+        text = self.check(grammar_text(params, params.source), params.source, cancellation)
         with self._lock:
             self._known[params] = text
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         return text
 
-    def check(self, grammar: GrammarText, field_name: str) -> str:
+    def check(self, grammar: GrammarText, field_name: str, cancellation: Cancellation | None = None) -> str:
         """Return the text of a grammar. Raises RequestError, naming the field, if it does not compile."""
         if not self._tokenizer.facts.eos_token_ids:
             raise RequestError("structured output needs an end token, which this model's tokenizer lacks", field_name)
-        self._checker.check(grammar, field_name)
+        self._checker.check(grammar, field_name, cancellation)
         return grammar.text
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.text import check_encodable
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
 from pagoda.engine.templates.chat_values import Message
@@ -103,19 +104,26 @@ class ChatPrompts:
             template_kwargs=options.template_kwargs,
         )
 
-    def tokenize(self, text: str, add_special_tokens: bool = False, must_fit: bool = False) -> RenderedChat:
+    def tokenize(
+        self,
+        text: str,
+        add_special_tokens: bool = False,
+        must_fit: bool = False,
+        cancellation: Cancellation | None = None,
+    ) -> RenderedChat:
         """Tokenise a Renderer's text: the last part of `render`. Raises RequestError.
 
         must_fit: reject a text that cannot fit into the model's context before tokenising it.
+        cancellation: ends the work early; then raises Cancelled.
         """
         plain = text if self._parses_special_tokens else self._tokenizer.facts.marks.remove(text)
         if must_fit:
             self._prompts.check_length(plain)
         if self._parses_special_tokens:
-            return RenderedChat(text, self._prompts.encode(text, add_special_tokens))
+            return RenderedChat(text, self._prompts.encode(text, add_special_tokens, cancellation))
         self._limits.of_request.check_text(plain, "messages")
         check_encodable("messages", text)
-        return RenderedChat(plain, self._tokenizer.encode_marked(text, add_special_tokens))
+        return RenderedChat(plain, self._tokenizer.encode_marked(text, add_special_tokens, cancellation))
 
     def close(self) -> None:
         """Close the renderer. Idempotent."""

@@ -6,19 +6,25 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.text import check_encodable
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 
 class PromptEncoder:
-    """Tokenises texts and validates token ids. Keeps nothing of them."""
+    """Tokenises texts and validates token ids. Keeps nothing of them.
+
+    `cancellation` in its methods: ends the work early; they then raise Cancelled.
+    """
 
     def __init__(self, tokenizer: Tokenizer, limits: InputLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
 
-    def token_ids_of(self, prompt: Prompt, add_special_tokens: bool = True) -> Sequence[int] | np.ndarray:
+    def token_ids_of(
+        self, prompt: Prompt, add_special_tokens: bool = True, cancellation: Cancellation | None = None
+    ) -> Sequence[int] | np.ndarray:
         """Return the prompt's token ids, not yet validated. Raises RequestError if it is not a prompt."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
@@ -28,16 +34,16 @@ class PromptEncoder:
             else:
                 raise RequestError(f"a prompt object needs prompt or prompt_token_ids, got {sorted(prompt)}", "prompt")
         if isinstance(prompt, str):
-            return self.encode(prompt, add_special_tokens)
+            return self.encode(prompt, add_special_tokens, cancellation)
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
             return prompt
         raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", "prompt")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
         self._limits.of_request.check_text(text, "prompt")
         check_encodable("prompt", text)
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens, cancellation)
 
     def checked_ids(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
         """Return the validated prompt: int32 [num_prompt_tokens]. Raises RequestError.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.fair_turns import FairTurns
 from pagoda.engine.templates.job import TemplateJob
 from pagoda.engine.templates.process import TemplateLimits, TemplateProcess
@@ -52,7 +53,8 @@ class TemplatePool:
         lane = self._own if job.is_own else self._callers
         process = await lane.take(key)
         loop = asyncio.get_running_loop()
-        work = self._threads.submit(process.render, job)
+        cancellation = Cancellation()
+        work = self._threads.submit(process.render, job, cancellation)
 
         def release(_: "Future[str]") -> None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
@@ -62,7 +64,7 @@ class TemplatePool:
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
-            process.cancel(job)
+            cancellation.cancel()
             raise
 
     async def start(self) -> None:

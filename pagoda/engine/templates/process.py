@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.killable_process import KillableProcess
 from pagoda.engine.templates.job import InProcessRenderer, TemplateJob
 from pagoda.engine.templates.worker import CANNOT_READ, NOT_A_TEMPLATE, NUM_KEPT, RENDERED
@@ -36,29 +37,21 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self.process = KillableProcess("pagoda.engine.templates.worker", limits.memory_bytes, niceness)
         self._known: OrderedDict[bytes, None] = OrderedDict()  # keys of the templates that the worker has
-        self._job: TemplateJob | None = None
-        self._cancelled: TemplateJob | None = None
 
-    def render(self, job: TemplateJob) -> str:
-        """Return the prompt. Raises RequestError, ForeignValues, or ConfigError for a template that is not Jinja."""
+    def render(self, job: TemplateJob, cancellation: Cancellation | None = None) -> str:
+        """Return the prompt.   cancellation: ends the rendering; then raises Cancelled.
+
+        Raises RequestError, ForeignValues, or ConfigError for a template that is not Jinja.
+        """
+        message = functools.partial(self._message, job)
         with self._lock:
-            self._job = job
             try:
-                reply = self.process.exchange(functools.partial(self._message, job), self._limits.timeout_s)
-                return self._text_of(reply)
+                return self._text_of(self.process.exchange(message, self._limits.timeout_s, cancellation))
             except TimeoutError:
                 said = f"the chat template was stopped after {self._limits.timeout_s:g} s: it did not finish"
                 raise RequestError(said, _culprit(job)) from None
             except EOFError:
                 raise RequestError("the chat template crashed the process that rendered it", _culprit(job)) from None
-            finally:
-                self._job = self._cancelled = None
-
-    def cancel(self, job: TemplateJob) -> None:
-        """Kill the process if it is rendering this job; `render` then raises. Thread-safe."""
-        self._cancelled = job
-        if self._job is job:
-            self.process.kill()
 
     def start(self) -> None:
         """Start the process now, so that the first job does not wait for it."""
@@ -69,8 +62,6 @@ class TemplateProcess:
         self.process.close()
 
     def _message(self, job: TemplateJob, is_first: bool) -> bytes:
-        if self._cancelled is job:
-            raise RequestError("the rendering was cancelled", _culprit(job))
         if is_first:
             self._known.clear()
         key = job.source.key

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import tokenizers
 
 from pagoda.base.errors import RequestError
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.killable_process import KillableProcess
 from pagoda.engine.templates.special_marks import SpecialMarks
 from pagoda.engine.tokenizers.encoder_worker import ENCODED, HEAD
@@ -51,24 +52,28 @@ class BoundedEncoder:
         for process in self._processes:
             self._idle.put(process)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
         """See Tokenizer.encode. Raises RequestError for a text that exceeds the limits, too."""
-        return self._ask(text, False, add_special_tokens, "prompt")
+        return self._ask(text, False, add_special_tokens, "prompt", cancellation)
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
+    ) -> list[int]:
         """See Tokenizer.encode_marked. Raises RequestError for a text that exceeds the limits, too."""
-        return self._ask(text, True, add_special_tokens, "messages")
+        return self._ask(text, True, add_special_tokens, "messages", cancellation)
 
     def close(self) -> None:
         """Kill the processes, even at work. Idempotent; another text starts a new one."""
         for process in self._processes:
             process.close()
 
-    def _ask(self, text: str, is_marked: bool, add_special_tokens: bool, param: str) -> list[int]:
+    def _ask(
+        self, text: str, is_marked: bool, add_special_tokens: bool, param: str, cancellation: Cancellation | None
+    ) -> list[int]:
         message = HEAD.pack(is_marked, add_special_tokens) + text.encode("utf-8", "surrogatepass")
         process = self._idle.get()
         try:
-            reply = process.exchange(lambda _: message, self._limits.timeout_s)
+            reply = process.exchange(lambda _: message, self._limits.timeout_s, cancellation)
         except TimeoutError:
             said = f"the tokenizer was stopped after {self._limits.timeout_s:g} s, on {len(text)} characters of text"
             raise RequestError(f"{param}: {said}", param) from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.tokenizers.text_encoder import LONG_TEXT_CHARS
 from pagoda.engine.tokenizers.token_length import TokenLengthBound
@@ -28,10 +29,12 @@ class ByteTokenizer:
 
     inline_chars = LONG_TEXT_CHARS
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
+    ) -> list[int]:
         return self.encode(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -6,6 +6,7 @@ import tokenizers
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import RequestError
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.templates.special_marks import SpecialMarks
 from pagoda.engine.tokenizers.marked_encoder import MarkedEncoder
 
@@ -29,16 +30,25 @@ class TextEncoder:
         ids = {token.content: token_id for token_id, token in added.items() if token.content in marked}
         self._marked = MarkedEncoder(backend, marks, ids, unknown)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See Tokenizer.encode."""
+    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
+        """See Tokenizer.encode. Not cancelled once it has begun."""
+        _check(cancellation)
         return _encode(self._backend, text, add_special_tokens).ids
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """See Tokenizer.encode_marked."""
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
+    ) -> list[int]:
+        """See Tokenizer.encode_marked. Not cancelled once it has begun."""
+        _check(cancellation)
         return self._marked.encode(text, functools.partial(_encode, param="messages"), add_special_tokens)
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
+
+
+def _check(cancellation: Cancellation | None) -> None:
+    if cancellation is not None:
+        cancellation.check()
 
 
 def _encode(

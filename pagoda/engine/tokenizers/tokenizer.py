@@ -9,6 +9,7 @@ import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError, PagodaError
+from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.special_marks import SpecialMarks
 from pagoda.engine.tokenizers.bounded_encoder import BoundedEncoder, EncodingLimits
@@ -29,12 +30,20 @@ class Tokenizer(Protocol):
         """An event loop may encode texts shorter than this itself: they take about half a millisecond."""
         ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`. Special tokens written in the text become their ids."""
+    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
+        """Return the token ids of `text`. Special tokens written in the text become their ids.
+
+        cancellation: if it is cancelled, raises Cancelled; encoding that may take seconds is stopped.
+        """
         ...
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens."""
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
+    ) -> list[int]:
+        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens.
+
+        cancellation: as for `encode`.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -97,11 +106,13 @@ class LibraryTokenizer:
     def inline_chars(self) -> int:
         return self._encoder.inline_chars
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._encoder.encode(text, add_special_tokens)
+    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
+        return self._encoder.encode(text, add_special_tokens, cancellation)
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._encoder.encode_marked(text, add_special_tokens)
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
+    ) -> list[int]:
+        return self._encoder.encode_marked(text, add_special_tokens, cancellation)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = self._special if skip_special_tokens else ()
