@@ -26,7 +26,10 @@ async def _serve(config: EngineConfig) -> None:
     from pagoda.engine.clients.process_client import ProcessClient
     from pagoda.server.listening import listen
 
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # while starting; then the server takes both
+    # Until the server handles them, signals end this process at once, even inside a long call on another thread. The
+    # engine process notices that and exits.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     listener = listen(config.server)
     client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
     starting = asyncio.create_task(client.start())
@@ -37,7 +40,6 @@ async def _serve(config: EngineConfig) -> None:
 
         await serve_http(await build_state(config, client, starting), config.server, listener)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a signal while this waits for something ends it at once
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await client.shutdown()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.server.live import LiveServer, free_port, serving
 
@@ -323,19 +324,38 @@ def test_a_stream_longer_than_the_deadline_is_cut(tmp_path: Path) -> None:
         assert 0.9 < asyncio.run(main(server)) < 15
 
 
-def test_sigterm_while_starting_ends_it(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pagoda", "serve", *FLAGS, "--port", str(free_port())], stderr=subprocess.PIPE
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    end = time.monotonic() + 30
-    while not children.read_text().strip():
+def write_slow_tokenizer(folder: Path) -> str:
+    """A tokenizer whose trial at load takes 10 s of CPU time."""
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w*\w*\w*\w*(?:\d\d|!!)"), "isolated")
+    backend.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def started_by(pid: int) -> list[int]:
+    """The children of all threads of a process."""
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_starting_ends_everything_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """Even while a thread waits for the trial of a tokenizer's patterns, which takes longer than this test."""
+    command = [sys.executable, "-m", "pagoda", "serve", *FLAGS, "--tokenizer", write_slow_tokenizer(tmp_path)]
+    process = subprocess.Popen([*command, "--port", str(free_port())], stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while not any(b"tokenizers" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started_by(process.pid)):
         assert time.monotonic() < end
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) in (0, 130)
+    (engine,) = (p for p in started_by(process.pid) if b"engine" in Path(f"/proc/{p}/cmdline").read_bytes())
+    process.send_signal(number)
+    assert process.wait(5) == -number
     assert process.stderr is not None
     assert b"Traceback" not in process.stderr.read()
+    while Path(f"/proc/{engine}").exists() and ") Z " not in Path(f"/proc/{engine}/stat").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
