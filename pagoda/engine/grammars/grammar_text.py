@@ -112,7 +112,8 @@ def _of_json_object(params: StructuredOutputsParams, field_name: str) -> Grammar
 
 def _of_choice(params: StructuredOutputsParams, field_name: str) -> GrammarText:
     assert params.choice is not None
-    return GrammarText("start: " + " | ".join(map(literal, params.choice)))
+    # One terminal: as alternatives of a rule, more than 2,000 choices would exceed the library's limit at run time.
+    return GrammarText("start: CHOICE\nCHOICE: " + " | ".join(map(literal, params.choice)))
 
 
 def _of_regex(params: StructuredOutputsParams, field_name: str) -> GrammarText:

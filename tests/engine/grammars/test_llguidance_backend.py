@@ -49,6 +49,8 @@ GOOD_AND_BAD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"json": {"properties": {"a": True}}, "disable_additional_properties": True}, ['{"a":1}', "5"], ['{"b":1}']),
     ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", '"a"']),
     ({"choice": ["yes", 'no "\n', "été"]}, ["yes", 'no "\n', "été"], ["no", "y", "yess"]),
+    ({"choice": ["a", "abc", "ab"]}, ["a", "ab", "abc"], ["", "b", "abcd", "aa"]),
+    ({"choice": [f"{i} choices" for i in range(20_000)]}, ["7 choices", "19999 choices"], ["20000 choices", "7", ""]),
     ({"regex": r"^[a-c]+/\d\/$"}, ["abc/5/"], ["abc", "d/5/", "abc/5/x"]),
     ({"grammar": 'start: "a" rest\nrest: "b" | %json {"type": "null"}'}, ["ab", "anull"], ["a", "b"]),
     ({"grammar": 'root ::= "yes" | "no" [0-9]+'}, ["yes", "no12"], ["no", "12"]),
