@@ -111,14 +111,14 @@ def _read_labels(config: ConfigReader) -> tuple[str, ...]:
 
 
 def _read_label_activation(config: ConfigReader, num_labels: int) -> LabelActivation:
-    """Return what sentence-transformers' cross-encoders store, else what follows from the number of labels."""
+    """Return what sentence-transformers stores for a cross-encoder, else what the problem or the labels imply."""
     section = config.section("sentence_transformers") or ConfigReader({}, config.origin)
     stored = section.text("activation_fn", config.text("sbert_ce_default_activation_function", ""))
     if stored:
         return label_activation(stored, config.origin)
-    if num_labels == 1:
-        return "sigmoid"
-    return _OF_PROBLEM[config.choice("problem_type", tuple(_OF_PROBLEM), "single_label_classification")]
+    if config.has("problem_type"):
+        return _OF_PROBLEM[config.choice("problem_type", tuple(_OF_PROBLEM))]
+    return "sigmoid" if num_labels == 1 else "softmax"
 
 
 def label_activation(class_name: str, origin: str) -> LabelActivation:

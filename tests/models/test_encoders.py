@@ -202,6 +202,18 @@ def test_what_is_not_supported_is_refused_by_name(
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("problem", "activation"),
+    [("regression", "identity"), ("multi_label_classification", "sigmoid"), ("single_label_classification", "softmax")],
+)
+def test_the_problem_decides_what_labels_mean(problem: str, activation: str, tmp_path: Path, folders: Folders) -> None:
+    folder = folders("bert", "classifier", 1)
+    values = json.loads((folder / "config.json").read_text()) | {"problem_type": problem}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    assert read_model(identify(tmp_path)).pooling.label_activation == activation
+
+
 def test_labels_and_activation_of_a_cross_encoder(tmp_path: Path, folders: Folders) -> None:
     folder = folders("bert", "classifier", 1)
     values = json.loads((folder / "config.json").read_text())
