@@ -16,6 +16,7 @@ from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.constraints.batch import BatchConstraints
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import FillableLowRank
+from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
@@ -75,17 +76,8 @@ class SamplingOps(Protocol):
         """float32 [S, V] -> (largest logit float32 [S], an id int64 [S] that has it); NaN for a row with a NaN."""
         ...
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniform: np.ndarray,
-        best: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """One token per row, int64 [S]; best: what `best_tokens` gave for these logits."""
+    def sample(self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """One token per row of float32 [S, V], int64 [S]; best: what `best_tokens` gave for these logits."""
         ...
 
     def mask_logits(self, logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:

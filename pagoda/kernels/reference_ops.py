@@ -7,7 +7,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import cast
 
-import numpy as np
 import torch
 
 from pagoda.kernels.constraints import reference as constraints
@@ -19,6 +18,7 @@ from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.checks import check_below
 from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
+from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.ops.declare import Op, Rows
 from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
@@ -97,15 +97,6 @@ class ReferenceOps:
         best = logits.max(-1)
         return best.values, best.indices
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniform: np.ndarray,
-        best: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         del best  # the definition computes it
-        return sampling.sample(logits, temperature, top_k, top_p, min_p, uniform)
+        return sampling.sample(logits, params)

@@ -13,6 +13,7 @@ import torch
 from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.ops import SamplingOps
+from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.batch_constraints import batch_constraints
@@ -74,9 +75,8 @@ class Sampler:
         temperature = table.temperature[rows]
         if temperature.any():
             uniform = uniforms(table.seeds[rows], positions)
-            tokens = self._ops.sample(
-                logits, temperature, table.top_k[rows], table.top_p[rows], table.min_p[rows], uniform, best
-            )
+            params = DrawParams(temperature, table.top_k[rows], table.top_p[rows], table.min_p[rows], uniform)
+            tokens = self._ops.sample(logits, params, best)
         else:
             tokens = best[1]
         chosen = tokens.cpu().numpy()

@@ -1,5 +1,7 @@
 """The native sampler against its definition."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.sampling import library, logprobs, reference
+from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.native import NativeSampling
 from tests.kernels.test_sampling import columns
 
@@ -14,6 +17,11 @@ from tests.kernels.test_sampling import columns
 @pytest.fixture
 def sampling(native: NativeOps) -> NativeSampling:
     return NativeSampling(native.library, 1)
+
+
+def below_one(params: DrawParams) -> DrawParams:
+    """Keep u away from 1, where the token depends on the last bit of the total, and so on the order of summation."""
+    return dataclasses.replace(params, uniform=np.minimum(params.uniform, 1 - 1e-9))
 
 
 @pytest.mark.parametrize("vocab", [2, 7, 63, 64, 65, 129, 1000, 5003])
@@ -29,12 +37,10 @@ def test_native_equals_reference(sampling: NativeSampling, vocab: int, kind: str
     elif kind == "masked":
         logits[torch.from_numpy(rng.random((n, vocab)) < 0.7)] = -torch.inf
         logits[:, vocab // 2] = 0.0
-    *arguments, uniform = columns(rng, n, vocab)
-    # A hair under 1, the token is a matter of the last bit of the total, and so of the order of summation.
-    uniform = np.minimum(uniform, 1 - 1e-9)
-    got = sampling.sample(logits, *arguments, uniform)
-    assert got.tolist() == reference.sample(logits, *arguments, uniform).tolist()
-    last = sampling.sample(logits, *arguments, np.full(n, 1 - 2.0**-53))
+    params = below_one(columns(rng, n, vocab))
+    got = sampling.sample(logits, params)
+    assert got.tolist() == reference.sample(logits, params).tolist()
+    last = sampling.sample(logits, dataclasses.replace(params, uniform=np.full(n, 1 - 2.0**-53)))
     assert logits.gather(1, last.unsqueeze(1)).isfinite().all()
 
 
@@ -44,8 +50,8 @@ def test_a_nucleus_holds_at_least_one_token(sampling: NativeSampling) -> None:
     for top_k in (0, 2):
         for top_p in (0.0, 1e-45, 1e-30):
             columns = np.ones(1, np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32)
-            tokens = sampling.sample(logits, *columns, np.zeros(1, np.float32), np.full(1, 0.99))
-            assert tokens.tolist() == [1]
+            params = DrawParams(*columns, np.zeros(1, np.float32), np.full(1, 0.99))
+            assert sampling.sample(logits, params).tolist() == [1]
 
 
 def test_a_large_vocabulary(sampling: NativeSampling) -> None:
@@ -55,20 +61,19 @@ def test_a_large_vocabulary(sampling: NativeSampling) -> None:
     one = np.ones(n, np.float32)
     top_k = np.array([0, 0, 0, 3000, 50, 40_000] * 2, np.int32)
     top_p = np.array([0.1, 0.9, 0.999, 0.5, 1.0, 1.0] * 2, np.float32)
-    arguments = (logits, one, top_k, top_p, 0.001 * one, rng.random(n))
-    assert sampling.sample(*arguments).tolist() == reference.sample(*arguments).tolist()
+    params = DrawParams(one, top_k, top_p, 0.001 * one, rng.random(n))
+    assert sampling.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
 
 
 def test_threads_and_neighbours_change_nothing(native: NativeOps, sampling: NativeSampling) -> None:
     rng = np.random.default_rng(3)
     n, vocab = 40, 3001
     logits = torch.from_numpy(rng.normal(0, 2, (n, vocab)).astype(np.float32))
-    *arguments, uniform = columns(rng, n, vocab)
-    arguments.append(np.minimum(uniform, 1 - 1e-9))
-    together = NativeSampling(native.library, 3).sample(logits, *arguments)
-    alone = [sampling.sample(logits[i : i + 1], *(column[i : i + 1] for column in arguments)).item() for i in range(n)]
+    params = below_one(columns(rng, n, vocab))
+    together = NativeSampling(native.library, 3).sample(logits, params)
+    alone = [sampling.sample(logits[i : i + 1], params[i : i + 1]).item() for i in range(n)]
     assert together.tolist() == alone
-    assert together.tolist() == library.sample(logits, *arguments).tolist()
+    assert together.tolist() == library.sample(logits, params).tolist()
 
 
 @pytest.mark.parametrize("vocab", [2, 31, 32, 33, 65, 1003, 49_153])

@@ -5,17 +5,18 @@ import pytest
 import torch
 
 from pagoda.kernels.sampling import library, reference
+from pagoda.kernels.sampling.draw_params import DrawParams
 
 torch.set_num_threads(1)
 
 
-def columns(rng: np.random.Generator, n: int, vocab: int) -> tuple[np.ndarray, ...]:
+def columns(rng: np.random.Generator, n: int, vocab: int) -> DrawParams:
     temperature = rng.choice([0.0, 0.3, 1.0, 1.0, 5.0], n).astype(np.float32)
     top_k = rng.choice([0, 0, 1, 2, 5, vocab - 1, vocab + 7], n).astype(np.int32)
     top_p = rng.choice([1.0, 1.0, 0.001, 0.5, 0.9, 0.999], n).astype(np.float32)
     min_p = rng.choice([0.0, 0.0, 0.05, 0.5, 1.0], n).astype(np.float32)
     uniform = np.where(rng.random(n) < 0.1, 1 - 2.0**-53, rng.random(n))
-    return temperature, top_k, top_p, min_p, uniform
+    return DrawParams(temperature, top_k, top_p, min_p, uniform)
 
 
 @pytest.mark.parametrize("vocab", [2, 7, 127, 128, 129, 1000, 5003])
@@ -31,8 +32,8 @@ def test_batched_equals_reference(vocab: int, kind: str) -> None:
     elif kind == "masked":
         logits[torch.from_numpy(rng.random((n, vocab)) < 0.7)] = -torch.inf
         logits[:, vocab // 2] = 0.0
-    arguments = columns(rng, n, vocab)
-    assert library.sample(logits, *arguments).tolist() == reference.sample(logits, *arguments).tolist()
+    params = columns(rng, n, vocab)
+    assert library.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
 
 
 def test_wide_filters_are_widened_until_exact() -> None:
@@ -43,18 +44,18 @@ def test_wide_filters_are_widened_until_exact() -> None:
     top_k = np.array([0, 0, 0, 3000, 50, 4000], np.int32)
     top_p = np.array([0.1, 0.9, 0.999, 0.5, 1.0, 1.0], np.float32)
     uniform = rng.random(n)
-    arguments = (logits, one, top_k, top_p, 0 * one, uniform)
-    assert library.sample(*arguments).tolist() == reference.sample(*arguments).tolist()
+    params = DrawParams(one, top_k, top_p, 0 * one, uniform)
+    assert library.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rng = np.random.default_rng(3)
     n, vocab = 24, 3001
     logits = torch.from_numpy(rng.normal(0, 2, (n, vocab)).astype(np.float32))
-    arguments = columns(rng, n, vocab)
-    together = library.sample(logits, *arguments)
+    params = columns(rng, n, vocab)
+    together = library.sample(logits, params)
     for i in range(n):
-        alone = library.sample(logits[i : i + 1].clone(), *(column[i : i + 1] for column in arguments))
+        alone = library.sample(logits[i : i + 1].clone(), params[i : i + 1])
         assert alone.item() == together[i].item()
 
 
@@ -66,7 +67,8 @@ def test_definition_of_each_filter_by_hand() -> None:
         points = (np.arange(400) + 0.5) / 400
         many = logits.expand(len(points), -1)
         one = np.ones(len(points), np.float32)
-        out = reference.sample(many, one, (one * top_k).astype(np.int32), one * np.float32(top_p), one * min_p, points)
+        params = DrawParams(one, (one * top_k).astype(np.int32), one * np.float32(top_p), one * min_p, points)
+        out = reference.sample(many, params)
         return set(out.tolist())
 
     assert kept() == {0, 1, 2, 3}
@@ -84,7 +86,7 @@ def test_sampled_shares_follow_the_weights() -> None:
     n = logits.shape[0]
     uniform = reference.uniforms(np.full(n, 7, np.uint64), np.arange(n))
     one = np.ones(n, np.float32)
-    tokens = library.sample(logits, one, np.zeros(n, np.int32), one, 0 * one, uniform)
+    tokens = library.sample(logits, DrawParams(one, np.zeros(n, np.int32), one, 0 * one, uniform))
     shares = torch.bincount(tokens, minlength=4) / n
     assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.012)
 
@@ -104,4 +106,5 @@ def test_uniforms_are_a_pure_function_and_look_uniform() -> None:
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0]])
     zero = np.zeros(2, np.float32)
-    assert library.sample(logits, zero, zero.astype(np.int32), zero + 1, zero, zero.astype(float)).tolist() == [1, 0]
+    greedy = DrawParams(zero, zero.astype(np.int32), zero + 1, zero, zero.astype(float))
+    assert library.sample(logits, greedy).tolist() == [1, 0]

@@ -6,6 +6,7 @@ import torch
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import RowFork, RowInit
+from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import sample as sample_by_definition
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.select import select_ops
@@ -200,7 +201,7 @@ def sampled_by_definition(edited: np.ndarray, params: SamplingParams, seed: int,
     uniform = uniforms(np.array([seed], np.uint64), np.array([position]))
     logits = torch.from_numpy(edited.astype(np.float32)).unsqueeze(0)
     arrays = [np.array(column, dtype) for column, dtype in zip(columns, types, strict=True)]
-    return int(sample_by_definition(logits, *arrays, uniform)[0])
+    return int(sample_by_definition(logits, DrawParams(*arrays, uniform))[0])
 
 
 def assert_logprobs_of(logits: torch.Tensor, got: Sampled, wanted: np.ndarray) -> None:

@@ -8,6 +8,8 @@ vocabulary; top_k or top_p, a bounded `topk` instead of a sort, widened for the 
 import numpy as np
 import torch
 
+from pagoda.kernels.sampling.draw_params import DrawParams
+
 _CHUNK = 128  # vocabulary entries summed at a time when looking for the token that u points at
 _FIRST_CANDIDATES = 128
 _WIDER_CANDIDATES = 2048
@@ -23,40 +25,26 @@ def mask_logits(logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> No
 
 
 def sample(
-    logits: torch.Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniform: np.ndarray,
-    best: tuple[torch.Tensor, torch.Tensor] | None = None,
+    logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
     """See reference.sample. best: (values, ids) of `logits.max(-1)`, if the caller has them already."""
     largest, tokens = logits.max(-1) if best is None else best
-    random = temperature > 0
+    random = params.temperature > 0
     if not random.any():
         return tokens
     tokens = tokens.clone()
-    filtered = random & ((top_k > 0) | (top_p < 1))
+    filtered = random & ((params.top_k > 0) | (params.top_p < 1))
     plain = np.flatnonzero(random & ~filtered)
     if plain.size:
         index = torch.from_numpy(plain).to(logits.device)
-        weights = _weights(logits[index], largest[index], temperature[plain])
-        tokens[index] = _pick(_drop_small(weights, min_p[plain]), uniform[plain])
+        some = params[plain]
+        weights = _weights(logits[index], largest[index], some.temperature)
+        tokens[index] = _pick(_drop_small(weights, some.min_p), some.uniform)
     rows = np.flatnonzero(filtered)
-    width = max(_FIRST_CANDIDATES, int(2 * top_k[rows].max(initial=0)))
+    width = max(_FIRST_CANDIDATES, int(2 * params.top_k[rows].max(initial=0)))
     while rows.size:
         index = torch.from_numpy(rows).to(logits.device)
-        picked, settled = _sample_filtered(
-            logits[index],
-            largest[index],
-            temperature[rows],
-            top_k[rows],
-            top_p[rows],
-            min_p[rows],
-            uniform[rows],
-            width,
-        )
+        picked, settled = _sample_filtered(logits[index], largest[index], params[rows], width)
         tokens[index[settled]] = picked[settled]
         rows = rows[~settled.cpu().numpy()]
         width = _WIDER_CANDIDATES if width < _WIDER_CANDIDATES else logits.shape[1]
@@ -118,14 +106,7 @@ def _ranked(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _sample_filtered(
-    logits: torch.Tensor,
-    largest: torch.Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniform: np.ndarray,
-    width: int,
+    logits: torch.Tensor, largest: torch.Tensor, params: DrawParams, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample rows with top_k or top_p from their `width` best; return the tokens and which are settled (bool [S]).
 
@@ -133,21 +114,20 @@ def _sample_filtered(
     """
     vocab_size = logits.shape[1]
     values, ids = _ranked(logits, width)
-    weights = _weights(values, largest, temperature)
-    limit = torch.from_numpy(np.where(top_k > 0, top_k, vocab_size)).to(logits.device).unsqueeze(1)
+    weights = _weights(values, largest, params.temperature)
+    limit = torch.from_numpy(np.where(params.top_k > 0, params.top_k, vocab_size)).to(logits.device).unsqueeze(1)
     weights.masked_fill_(torch.arange(weights.shape[1], device=logits.device) >= limit, 0.0)
     num_kept = torch.clamp(limit, max=weights.shape[1])
-    if (top_p < 1).any():
+    if (params.top_p < 1).any():
         reached = weights.cumsum(1)
         total = reached[:, -1:]
-        whole = np.flatnonzero(
-            (top_k <= 0) & (top_p < 1)
-        )  # their total is that of the vocabulary, not of the candidates
+        # Without top_k, the total is that of the vocabulary, not of the candidates.
+        whole = np.flatnonzero((params.top_k <= 0) & (params.top_p < 1))
         if whole.size and width < vocab_size:
             index = torch.from_numpy(whole).to(logits.device)
-            full = _weights(logits[index], largest[index], temperature[whole])
+            full = _weights(logits[index], largest[index], params.temperature[whole])
             total = total.index_copy(0, index, _chunk_sums(full)[1][:, -1:])
-        share = _column(np.where(top_p < 1, top_p, np.inf), logits)
+        share = _column(np.where(params.top_p < 1, params.top_p, np.inf), logits)
         before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
         outside = before >= share * total
         weights.masked_fill_(outside, 0.0)
@@ -155,7 +135,7 @@ def _sample_filtered(
     settled = values.gather(1, num_kept - 1) > values[:, -1:]
     if width >= vocab_size:
         settled = torch.ones_like(settled)
-    _drop_small(weights, min_p)
+    _drop_small(weights, params.min_p)
     by_id, order = ids.sort(dim=1)
-    chosen = _pick(weights.gather(1, order), uniform)
+    chosen = _pick(weights.gather(1, order), params.uniform)
     return by_id.gather(1, chosen.unsqueeze(1)).squeeze(1), settled.squeeze(1)

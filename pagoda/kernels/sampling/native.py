@@ -7,6 +7,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.native.checks import check_logits
 from pagoda.kernels.native.library import NativeLibrary
+from pagoda.kernels.sampling.draw_params import DrawParams
 
 
 class NativeSampling:
@@ -26,25 +27,18 @@ class NativeSampling:
         return values, ids
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniform: np.ndarray,
-        best: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
         """See reference.sample. best: (values, ids) of `best_tokens`, if the caller has them already."""
         check_logits(logits)
         values, ids = self.best_tokens(logits) if best is None else best
         rows, vocab = logits.shape
         columns = (
-            np.ascontiguousarray(temperature, np.float32),
-            np.ascontiguousarray(top_k, np.int32),
-            np.ascontiguousarray(top_p, np.float32),
-            np.ascontiguousarray(min_p, np.float32),
-            np.ascontiguousarray(uniform, np.float64),
+            np.ascontiguousarray(params.temperature, np.float32),
+            np.ascontiguousarray(params.top_k, np.int32),
+            np.ascontiguousarray(params.top_p, np.float32),
+            np.ascontiguousarray(params.min_p, np.float32),
+            np.ascontiguousarray(params.uniform, np.float64),
         )
         tokens = torch.empty(rows, dtype=torch.int64)
         self._library["sample"](

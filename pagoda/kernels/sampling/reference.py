@@ -16,6 +16,8 @@ preemption, nor a draft that was verified at this position can change the token.
 import numpy as np
 import torch
 
+from pagoda.kernels.sampling.draw_params import DrawParams
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -51,28 +53,19 @@ def mask_logits(logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> No
         logits[draw, torch.from_numpy(~allowed).to(logits.device)] = -torch.inf
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniform: np.ndarray,
-) -> torch.Tensor:
+def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Return one token per row, int64 [S] on the device of `logits`.
 
     logits: float32 [S, V], finite or -inf (a forbidden token), at least one finite per row; not modified.
-    temperature: float32 [S], 0 is greedy.   top_k: int32 [S], 0 is off.   top_p: float32 [S] in (0, 1], 1 is off.
-    min_p: float32 [S] in [0, 1], 0 is off.   uniform: float64 [S] in [0, 1), unused by greedy rows.
     """
     tokens = [
         _sample_row(
             logits[i].double().cpu().numpy(),
-            float(temperature[i]),
-            int(top_k[i]),
-            float(top_p[i]),
-            float(min_p[i]),
-            float(uniform[i]),
+            float(params.temperature[i]),
+            int(params.top_k[i]),
+            float(params.top_p[i]),
+            float(params.min_p[i]),
+            float(params.uniform[i]),
         )
         for i in range(logits.shape[0])
     ]
