@@ -25,7 +25,7 @@ from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.answers import Timings
 from pagoda.server.errors import ApiError
-from pagoda.server.protocol import SamplingBody
+from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.streams import cancel_on_disconnect
 
 Prompt = str | list[int]

@@ -4,7 +4,8 @@ msgspec checks the types of single values while decoding, and stops at the first
 types cannot: it checks fields against each other, and counts and sizes against RequestLimits. Undeclared fields are
 rejected, so that nothing a caller asks for is silently ignored; unserved.py declares the fields of OpenAI and vLLM that
 are not supported, to say so. What several bodies share is apart: fields.py (what a body is, and its types of values),
-structure.py (the form of the output) and messages.py (conversations). answers.py declares the answers.
+sampling_body.py (how text is generated), structure.py (the form of the output) and messages.py (conversations).
+answers.py declares the answers.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,152 +15,18 @@ from msgspec import UNSET, Meta, UnsetType
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
-from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.server.fields import (
     Body,
     Flag,
-    Int32,
     NumLogprobs,
     OutputCount,
-    Priority,
     PromptOnlyCount,
-    RequestId,
-    Seed,
     TokenCount,
     TokenId,
 )
 from pagoda.server.messages import DESCRIBED_MESSAGES, Messages, NamedTool, Tool, check_chat, without_nulls
-from pagoda.server.structure import ResponseFormat, structure_of, structure_values
-from pagoda.server.unserved import Unserved, UnservedFields, check_chat_only, check_text_only, check_unserved
-
-
-class StreamOptions(Body, kw_only=True, frozen=True):
-    include_usage: Flag = False
-    continuous_usage_stats: Flag = False
-
-
-class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
-    """The fields common to chat and text completions."""
-
-    model: str | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    n: OutputCount | None = None
-    presence_penalty: float | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stream: Flag = False
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    user: str | None = None
-    # the engine's own
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Int32 | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: Flag = False
-    include_stop_str_in_output: Flag = False
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    skip_special_tokens: Flag = True
-    spaces_between_special_tokens: Flag = True
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    priority: Priority = 0
-    cache_salt: str | None = None
-    request_id: RequestId | None = None
-    return_token_ids: Flag = False
-    return_tokens_as_token_ids: Flag = False
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
-    return_timings: Flag = False
-    use_beam_search: Flag = False
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    # accepted because it does not affect the response
-    session_id: str | None = None
-
-    def check(self, limits: RequestLimits) -> None:
-        check_unserved(self)
-        limits.check_lists(self)
-        limits.check_names(model=self.model, user=self.user, session_id=self.session_id, cache_salt=self.cache_salt)
-        limits.check_values(structure_values(self))
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options: needs stream to be true", "stream_options")
-        if self.use_beam_search and self.stream:
-            raise RequestError(
-                "stream: a beam search has no output before it is done; set stream to false, or sample instead",
-                "stream",
-            )
-        for name, neutral in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
-            if not self.use_beam_search and getattr(self, name) not in neutral:
-                raise RequestError(f"{name}: needs use_beam_search to be true", name)
-
-    @property
-    def asked_tokens(self) -> tuple[str, int | None]:
-        """The longest answer asked for, and the name of the field that says so."""
-        raise NotImplementedError
-
-    @property
-    def num_outputs(self) -> int:
-        """How many outputs are generated for each prompt."""
-        return self.n or 1
-
-    def sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
-    ) -> SamplingParams:
-        """The engine's parameters. Raises RequestError for values out of range."""
-        given = {
-            "n": self.num_outputs,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "min_tokens": self.min_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "bad_words": self.bad_words,
-            "logit_bias": None if self.logit_bias is None else _token_bias(self.logit_bias),
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        return SamplingParams(
-            **{name: value for name, value in given.items() if value is not None},
-            max_tokens=max_tokens,
-            ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            spaces_between_special_tokens=self.spaces_between_special_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            structured_outputs=structure_of(self),
-            beam_search=self._beam_search,
-        )
-
-    @property
-    def _beam_search(self) -> BeamSearchOptions | None:
-        if not self.use_beam_search:
-            return None
-        penalty = 1.0 if self.length_penalty is None else self.length_penalty
-        return BeamSearchOptions(penalty, self.early_stopping or False)
-
-
-def _token_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise RequestError("logit_bias: keys must be token ids", "logit_bias") from None
+from pagoda.server.sampling_body import SamplingBody
+from pagoda.server.unserved import Unserved, check_chat_only, check_text_only
 
 
 class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):

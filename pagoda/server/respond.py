@@ -20,7 +20,7 @@ from pagoda.server.answers import Timings, Usage
 from pagoda.server.body import read_body
 from pagoda.server.generation import Generation, Prompt
 from pagoda.server.json_answer import JsonAnswer
-from pagoda.server.protocol import SamplingBody
+from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.streams import EventStream, cancel_on_disconnect, event
 from pagoda.server.usage import usage_of
