@@ -8,8 +8,6 @@ float16; sums are in float32. An op returns a new tensor. Every op gives each ro
 in the batch (the native kernels; the torch versions as far as torch's own library does).
 """
 
-from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Protocol
 
 from pagoda.ops.batch import AttentionMetadata, KVLayer
@@ -21,10 +19,8 @@ from pagoda.ops.declare import (
     LowRank,
     Out,
     Packed,
-    Part,
     Rows,
     Scalar,
-    Shapes,
     Slots,
     Table,
     declared_ops,
@@ -32,88 +28,23 @@ from pagoda.ops.declare import (
     op,
     view,
 )
+from pagoda.ops.shape_rules import (
+    check_cache_heads,
+    check_gate_up,
+    check_heads,
+    check_layer_norm,
+    check_low_rank,
+    check_moe,
+    check_norm,
+    check_rotary_write,
+    check_tables,
+    half_of_gate_up,
+    half_of_weight,
+    qkv_parts,
+)
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
 
 F32, I32, I64 = DType.F32, DType.I32, DType.I64
-
-
-def _half_of_gate_up(shapes: Shapes) -> tuple[int, ...]:
-    return (shapes["gate_up"][1] // 2,)
-
-
-def _half_of_weight(shapes: Shapes) -> tuple[int, ...]:
-    return (shapes["weight"][0] // 2,)
-
-
-def _check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """K and V must have the cache's heads; queries a multiple of them."""
-    kv_heads = shapes["cache"][1]
-    if shapes.get("k", (0, kv_heads))[1] != kv_heads or shapes.get("q", (0, kv_heads))[1] % kv_heads:
-        given = {name: shapes[name] for name in ("q", "k") if name in shapes}
-        raise ValueError(f"a cache of {kv_heads} KV heads does not fit {given}")
-
-
-def _check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    if shapes["gate_up"][1] % 2:
-        raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")
-
-
-def _check_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """Queries, K and V must have heads of one size, and queries a multiple of the others' heads."""
-    q, k = shapes["q"], shapes["k"]
-    if q[1] % k[1] or q[2] != k[2]:
-        raise ValueError(f"heads of q {q} do not fit those of k {k}")
-
-
-def _check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """cos and sin must have half a head per position."""
-    if shapes["cos"] != shapes["sin"] or 2 * shapes["cos"][1] != shapes["q"][2] or shapes["k"][2] != shapes["q"][2]:
-        raise ValueError(f"cos {shapes['cos']} and sin {shapes['sin']} do not fit q {shapes['q']} and k {shapes['k']}")
-
-
-def _check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    _check_tables(shapes, arguments)
-    _check_cache_heads(shapes, arguments)
-
-
-def _check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    experts, width, hidden = shapes["gate_up"]
-    top_k = arguments["top_k"]
-    if shapes["down"] != (experts, hidden, width // 2) or shapes["router_logits"][1] != experts:
-        raise ValueError(
-            f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}] and as many router "
-            f"logits, not {shapes['down']} and {shapes['router_logits']}"
-        )
-    if not isinstance(top_k, int) or not 1 <= top_k <= experts:
-        raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
-
-
-def _check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    _, rows, columns = shapes["table"]
-    if shapes["y"][1:] != (rows,) or shapes.get("x", (0, columns))[1:] != (columns,):
-        given = {name: shapes[name] for name in ("y", "x") if name in shapes}
-        raise ValueError(f"adapters of a layer [{rows}, {columns}] do not fit {given}")
-
-
-def _check_layer_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    if not shapes["weight"] == shapes["bias"] == shapes["x"][1:]:
-        raise ValueError(f"weight {shapes['weight']} and bias {shapes['bias']} do not fit x {shapes['x']}")
-
-
-def _check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """The weight must be as long as a head, or as all heads of a row."""
-    x = shapes["x"]
-    if shapes["weight"] not in (x[-1:], (prod(x[1:]),)):
-        raise ValueError(f"a norm of {shapes['weight']} does not fit x {shapes['x']}")
-
-
-def _qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Part]:
-    first_k = num_heads * head_dim
-    return (
-        Part(0, num_heads, head_dim),
-        Part(first_k, num_kv_heads, head_dim),
-        Part(first_k + num_kv_heads * head_dim, num_kv_heads, head_dim),
-    )
 
 
 class ForwardOps(Protocol):
@@ -140,7 +71,7 @@ class ForwardOps(Protocol):
         """int32 [T], [vocab, hidden] -> [T, hidden]; scale is rounded to the table's dtype first (Gemma does)."""
         ...
 
-    @op("norm", _check_norm, x=Rows(), weight=Table("x"), eps=Scalar.F32, unit_offset=Scalar.FLAG, out=like("x"))
+    @op("norm", check_norm, x=Rows(), weight=Table("x"), eps=Scalar.F32, unit_offset=Scalar.FLAG, out=like("x"))
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         """x [..., D] / rms(x) * weight [D], over the last dimension; unit_offset: * (1 + weight).
 
@@ -150,7 +81,7 @@ class ForwardOps(Protocol):
 
     @op(
         "norm",
-        _check_norm,
+        check_norm,
         x=Rows(contiguous=True),
         residual=Rows("x", like="x", contiguous=True),
         weight=Table("x"),
@@ -167,7 +98,7 @@ class ForwardOps(Protocol):
 
     @op(
         "norm",
-        _check_layer_norm,
+        check_layer_norm,
         x=Rows(contiguous=True),
         weight=Table("x"),
         bias=Table("x"),
@@ -180,7 +111,7 @@ class ForwardOps(Protocol):
 
     @op(
         "norm",
-        _check_layer_norm,
+        check_layer_norm,
         x=Rows(contiguous=True),
         residual=Rows("x", like="x", contiguous=True),
         weight=Table("x"),
@@ -202,7 +133,7 @@ class ForwardOps(Protocol):
 
     @op(
         "rotary",
-        _check_tables,
+        check_tables,
         q=Rows(),
         k=Rows("q"),
         positions=Rows(I32, below="cos"),
@@ -217,7 +148,7 @@ class ForwardOps(Protocol):
 
     @op(
         "kv_cache",
-        _check_cache_heads,
+        check_cache_heads,
         k=Rows(),
         v=Rows("k", like="k"),
         cache=Cache(writes=True),
@@ -229,7 +160,7 @@ class ForwardOps(Protocol):
 
     @op(
         "kv_cache",
-        _check_rotary_write,
+        check_rotary_write,
         q=Rows(),
         k=Rows("q"),
         v=Rows("k", like="k"),
@@ -256,7 +187,7 @@ class ForwardOps(Protocol):
 
     @op(
         "attention",
-        _check_cache_heads,
+        check_cache_heads,
         q=Rows(),
         cache=Cache(writes=False),
         metadata=Group(Slots.QUERIES, "cache"),
@@ -283,7 +214,7 @@ class ForwardOps(Protocol):
 
     @op(
         "attention",
-        _check_heads,
+        check_heads,
         q=Rows(),
         k=Rows("q"),
         v=Rows("k", like="k"),
@@ -310,17 +241,17 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
+    @op("activation", check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", half_of_gate_up))
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] (gate then up) -> silu(gate) * up, [T, I]."""
         ...
 
-    @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
+    @op("activation", check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", half_of_gate_up))
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] (gate then up) -> gelu_tanh(gate) * up, [T, I]."""
         ...
 
-    @op("activation", _check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", _half_of_gate_up))
+    @op("activation", check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", half_of_gate_up))
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] (gate then up) -> gelu(gate) * up, [T, I]; gelu with the error function."""
         ...
@@ -352,7 +283,7 @@ class ForwardOps(Protocol):
 
     @op(
         "moe",
-        _check_moe,
+        check_moe,
         x=Rows(),
         router_logits=Rows(),
         gate_up=Experts(of="x"),
@@ -381,7 +312,7 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @view("rows", _qkv_parts, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
+    @view("rows", qkv_parts, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
     def split_qkv(self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]; views where possible."""
         ...
@@ -398,7 +329,7 @@ class ForwardOps(Protocol):
 
     @op(
         "low_rank",
-        _check_low_rank,
+        check_low_rank,
         y=Rows(writes=True),
         x=Rows(),
         adapters=Rows(I32, below="table"),
@@ -415,7 +346,7 @@ class ForwardOps(Protocol):
 
     @op(
         "low_rank",
-        _check_low_rank,
+        check_low_rank,
         y=Rows(writes=True),
         token_ids=Rows(I32),
         adapters=Rows(I32, below="table"),
@@ -437,17 +368,17 @@ class ForwardOps(Protocol):
 class FusedOps(Protocol):
     """Ops that a recorded forward has in place of two others, with their bits. Models do not call them."""
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", _half_of_weight))
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", half_of_weight))
     def linear_silu_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """silu_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
         ...
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", _half_of_weight))
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", half_of_weight))
     def linear_gelu_tanh_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """gelu_tanh_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
         ...
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", _half_of_weight))
+    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", half_of_weight))
     def linear_gelu_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """gelu_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
         ...

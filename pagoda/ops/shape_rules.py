@@ -1,0 +1,85 @@
+"""Shapes in the op table: checks of arguments against each other, and the shapes of results that no argument has."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from pagoda.ops.declare import Part, Shapes
+
+
+def half_of_gate_up(shapes: Shapes) -> tuple[int, ...]:
+    return (shapes["gate_up"][1] // 2,)
+
+
+def half_of_weight(shapes: Shapes) -> tuple[int, ...]:
+    return (shapes["weight"][0] // 2,)
+
+
+def check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """K and V must have the cache's heads; queries a multiple of them."""
+    kv_heads = shapes["cache"][1]
+    if shapes.get("k", (0, kv_heads))[1] != kv_heads or shapes.get("q", (0, kv_heads))[1] % kv_heads:
+        given = {name: shapes[name] for name in ("q", "k") if name in shapes}
+        raise ValueError(f"a cache of {kv_heads} KV heads does not fit {given}")
+
+
+def check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if shapes["gate_up"][1] % 2:
+        raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")
+
+
+def check_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """Queries, K and V must have heads of one size, and queries a multiple of the others' heads."""
+    q, k = shapes["q"], shapes["k"]
+    if q[1] % k[1] or q[2] != k[2]:
+        raise ValueError(f"heads of q {q} do not fit those of k {k}")
+
+
+def check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """cos and sin must have half a head per position."""
+    if shapes["cos"] != shapes["sin"] or 2 * shapes["cos"][1] != shapes["q"][2] or shapes["k"][2] != shapes["q"][2]:
+        raise ValueError(f"cos {shapes['cos']} and sin {shapes['sin']} do not fit q {shapes['q']} and k {shapes['k']}")
+
+
+def check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    check_tables(shapes, arguments)
+    check_cache_heads(shapes, arguments)
+
+
+def check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    experts, width, hidden = shapes["gate_up"]
+    top_k = arguments["top_k"]
+    if shapes["down"] != (experts, hidden, width // 2) or shapes["router_logits"][1] != experts:
+        raise ValueError(
+            f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}] and as many router "
+            f"logits, not {shapes['down']} and {shapes['router_logits']}"
+        )
+    if not isinstance(top_k, int) or not 1 <= top_k <= experts:
+        raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
+
+
+def check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    _, rows, columns = shapes["table"]
+    if shapes["y"][1:] != (rows,) or shapes.get("x", (0, columns))[1:] != (columns,):
+        given = {name: shapes[name] for name in ("y", "x") if name in shapes}
+        raise ValueError(f"adapters of a layer [{rows}, {columns}] do not fit {given}")
+
+
+def check_layer_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if not shapes["weight"] == shapes["bias"] == shapes["x"][1:]:
+        raise ValueError(f"weight {shapes['weight']} and bias {shapes['bias']} do not fit x {shapes['x']}")
+
+
+def check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """The weight must be as long as a head, or as all heads of a row."""
+    x = shapes["x"]
+    if shapes["weight"] not in (x[-1:], (prod(x[1:]),)):
+        raise ValueError(f"a norm of {shapes['weight']} does not fit x {shapes['x']}")
+
+
+def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Part]:
+    first_k = num_heads * head_dim
+    return (
+        Part(0, num_heads, head_dim),
+        Part(first_k, num_kv_heads, head_dim),
+        Part(first_k + num_kv_heads * head_dim, num_kv_heads, head_dim),
+    )
