@@ -65,6 +65,13 @@ class LiveServer:
                 assert time.monotonic() < end, f"/health does not become {truth}"
                 time.sleep(0.005)
 
+    def wait_draining(self, timeout_s: float = 20.0) -> None:
+        """After a signal: until it was seen, and new requests are refused."""
+        end = time.monotonic() + timeout_s
+        while self.get("/health")[0] != 503:
+            assert time.monotonic() < end, "the server does not begin to drain"
+            time.sleep(0.005)
+
     def engine_pid(self) -> int:
         """The child of the API process that runs the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

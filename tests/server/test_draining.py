@@ -35,6 +35,14 @@ async def until_running(server: LiveServer, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
+async def until_draining(session: aiohttp.ClientSession) -> None:
+    """Wait until a signal has reached the server."""
+    end = time.monotonic() + 20
+    while (await reply(session, "/health"))[0] != 503:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
 def test_new_requests_get_503_until_the_last_one_ends(tmp_path: Path) -> None:
     async def main(server: LiveServer) -> None:
         async with aiohttp.ClientSession(server.url) as running, aiohttp.ClientSession(server.url) as kept:
@@ -43,7 +51,7 @@ def test_new_requests_get_503_until_the_last_one_ends(tmp_path: Path) -> None:
             await until_running(server, 2)
             assert (await reply(kept, "/v1/models"))[0] == 200
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
+            await until_draining(kept)
             assert not stream.done(), "too fast: nothing drains"
             async with aiohttp.ClientSession(server.url) as new:
                 for session in (kept, new):
@@ -125,8 +133,7 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
             stream = asyncio.create_task(lines(session, {**TEXT, "max_tokens": 1990}))
             await until_running(server, 1)
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
-            assert (await reply(session, "/health"))[0] == 503
+            await until_draining(session)
             server.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(server.process.wait, 5) is not None
             with pytest.raises(aiohttp.ClientError):
