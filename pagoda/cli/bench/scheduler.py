@@ -97,7 +97,7 @@ def bench_scheduler(
 
 def measure(num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60) -> SchedulerFigures:
     """Fill a scheduler with `num_seqs` requests of `prompt` random tokens; time `steps` steps in which all decode."""
-    # Before the last prompt is in, the first sequences decode already: room for those steps too.
+    # The first sequences decode before the last prompt is computed: their blocks must last for those steps, too.
     filling = -(-num_seqs * prompt // (MAX_BATCHED_TOKENS - num_seqs)) + 2
     num_blocks = num_seqs * ((prompt + steps + filling) // BLOCK_SIZE + 3) + 16
     scheduler = make_scheduler(num_seqs, num_blocks, caching)
@@ -110,16 +110,10 @@ def measure(num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60) ->
     schedule_s: list[float] = []
     update_s: list[float] = []
     while len(schedule_s) < steps:
-        before = time.perf_counter()
-        output = scheduler.schedule()
-        planned = time.perf_counter()
-        result = made_up(output)
-        received = time.perf_counter()
-        scheduler.update_from_output(output, result)
-        done = time.perf_counter()
+        output, of_schedule_s, of_update_s = timed_step(scheduler)
         if output.total_num_scheduled_tokens == len(output.rows) == num_seqs:
-            schedule_s.append(planned - before)
-            update_s.append(done - received)
+            schedule_s.append(of_schedule_s)
+            update_s.append(of_update_s)
     schedule_us, update_us = float(np.median(schedule_s)) * 1e6, float(np.median(update_s)) * 1e6
     return SchedulerFigures(
         "pagoda-scheduler",
@@ -152,13 +146,24 @@ def made_up(output: SchedulerOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(output.step, np.full((count, 1), 7, np.int32), np.ones(count, np.int32))
 
 
+def timed_step(scheduler: Scheduler) -> tuple[SchedulerOutput, float, float]:
+    """Run a step; return what it scheduled, and the seconds that `schedule` and `update_from_output` took."""
+    before = time.perf_counter()
+    output = scheduler.schedule()
+    planned = time.perf_counter()
+    result = made_up(output)
+    received = time.perf_counter()
+    scheduler.update_from_output(output, result)
+    return output, planned - before, time.perf_counter() - received
+
+
 def measure_curves(
     waiting: tuple[int, ...] = (0, 1_000, 10_000, 100_000),
     pools: tuple[int, ...] = (10_000, 100_000, 1_000_000, 4_000_000),
     num_running: int = 64,
     steps: int = 200,
 ) -> Iterator[CurvePoint]:
-    """Decode steps of a full house: first over the length of the waiting line, then over the size of the pool."""
+    """Time decode steps of a full batch: first over the number of waiting requests, then over the size of the pool."""
     cases = [(count, 10_000) for count in waiting] + [(0, blocks) for blocks in pools]
     for num_waiting, num_blocks in cases:
         yield _measure_point(num_waiting, num_blocks, num_running, steps)
@@ -173,15 +178,7 @@ def _measure_point(num_waiting: int, num_blocks: int, num_running: int, steps: i
     for request in requests:
         scheduler.add_request(request)
     added = time.perf_counter()
-    times: list[float] = []
-    for _ in range(steps + 2):
-        before = time.perf_counter()
-        output = scheduler.schedule()
-        planned = time.perf_counter()
-        result = made_up(output)
-        received = time.perf_counter()
-        scheduler.update_from_output(output, result)
-        times.append(planned - before + time.perf_counter() - received)
+    times = [sum(timed_step(scheduler)[1:]) for _ in range(steps + 2)]
     return CurvePoint(
         num_waiting,
         num_blocks,
@@ -207,7 +204,7 @@ def run_peer(python: Path | None, model: Path | None, sizes: tuple[int, ...]) ->
 
 
 def read_figures(path: Path) -> list[SchedulerFigures]:
-    """Figures printed earlier with --json, or by vLLM's script. Other lines are passed over."""
+    """Figures printed earlier with --json, or by vLLM's script. Other lines are skipped."""
     return [_parse(line) for line in path.read_text().splitlines() if line.startswith("{") and '"engine"' in line]
 
 
@@ -248,7 +245,7 @@ def _ratio_line(line: dict[str, object]) -> str:
     caching = "on " if line["prefix_caching"] else "off"
     return (
         f"{line['num_seqs']:5d} sequences, prefix caching {caching}: {line['compared_with']} takes "
-        f"{line['step_ratio']} times as long a step, {line['add_request_ratio']} times as long to add a request"
+        f"{line['step_ratio']} times as long per step, {line['add_request_ratio']} times as long to add a request"
     )
 
 
