@@ -7,7 +7,7 @@ instead replaces the policy "priority" with its own class, for this process only
 
 from collections.abc import Iterable
 
-from pagoda import LLM, SamplingParams
+from pagoda import LLM, RequestOutput, SamplingParams
 from pagoda.base.config import SchedulingPolicy
 from pagoda.core.policy import POLICIES
 from pagoda.core.request import Request
@@ -30,14 +30,18 @@ class ShortestPromptFirst:
         return self.key(waiting.facts) < self.key(running.facts)
 
 
+def started_at(output: RequestOutput) -> float:
+    assert output.metrics is not None
+    return output.metrics.first_scheduled_time or 0.0
+
+
 def main() -> None:
     POLICIES[SchedulingPolicy.PRIORITY] = ShortestPromptFirst
     prompts = ["one two three four five six seven eight", "one two three", "one two three four five", "one"]
     # One sequence at a time, so that the order shows.
     with LLM("smollm2-135m", scheduling_policy="priority", max_num_seqs=1, max_model_len=256) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4))
-    started = sorted(outputs, key=lambda output: output.metrics.first_scheduled_time)
-    for output in started:
+    for output in sorted(outputs, key=started_at):
         print(len(output.prompt_token_ids), "prompt tokens:", output.prompt)
 
 
