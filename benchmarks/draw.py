@@ -44,7 +44,7 @@ def main() -> None:
     axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
     axes.set_xticks(middles, [one["workload"].replace(", ", "\n") for one in comparisons])
     axes.set_ylabel("speed relative to the first peer")
-    axes.set_title(f"output tokens a second, {comparisons[0]['date']}, {comparisons[0]['machine']}", fontsize=8)
+    axes.set_title(f"output tokens/s, {comparisons[0]['date']}, {comparisons[0]['machine']}", fontsize=8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
     axes.legend(handles, names, fontsize=6, loc="upper left")
     figure.savefig(target, metadata={"Date": None})

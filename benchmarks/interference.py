@@ -4,7 +4,7 @@
 usage: interference.py WORKLOAD.json [--rounds 3] [--json] [any flag of `pagoda generate`]
 
 The requests that arrive first (all at second 0) are run alone, and then with those that come later, alternately. Their
-speed is output tokens a second, from each one's first token to its last; `kept` 0.7 says that they kept 70 % of it.
+speed is output tokens per second, from each one's first token to its last; `kept` 0.7 says that they kept 70 % of it.
 """
 
 import json
@@ -78,7 +78,7 @@ def main(
     figures = {
         "kept": round(kept, 3),
         "alone_tok_s": round(statistics.median(alone for alone, _ in pairs), 2),
-        "beside_tok_s": round(statistics.median(kept for _, kept in pairs), 2),
+        "with_prompts_tok_s": round(statistics.median(kept for _, kept in pairs), 2),
         "all_done_s": round(statistics.median(seconds), 2),
     }
     print(json.dumps(figures) if as_json else "  ".join(f"{key} {value}" for key, value in figures.items()))

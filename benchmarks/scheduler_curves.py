@@ -64,9 +64,13 @@ def draw(records: list[dict[str, Any]]) -> str:
         ]
 
     charts = [
-        ("µs a running sequence and step", "running sequences", by_engine("per_seq_us")),
+        ("µs per running sequence and step", "running sequences", by_engine("per_seq_us")),
         ("µs to add a 512-token request", "running sequences", by_engine("add_request_us")),
-        ("µs a step, 64 running", "waiting requests", [("step", [(p["num_waiting"], p["step_us"]) for p in waiting])]),
+        (
+            "µs per step, 64 running",
+            "waiting requests",
+            [("step", [(p["num_waiting"], p["step_us"]) for p in waiting])],
+        ),
         (
             "64 running, none waiting",
             "blocks in the pool",

@@ -179,7 +179,7 @@ def cli_page() -> str:
             server = " and the server" if any(p.name == "host" for p in shown) else ""
             part += f"\n\nIt takes the flags of the engine{server}, too: [settings.md](settings.md)."
         parts.append(part)
-    intro = "What each command does for you is told in [command-line.md](../howto/command-line.md)."
+    intro = "What each command is for is described in [command-line.md](../howto/command-line.md)."
     last = "## Planned\n\nThese commands are listed, say what they wait for, and exit with code 2.\n\n"
     return _page("Command line", intro, *parts, last + _table(("command", "what it will do"), planned))
 

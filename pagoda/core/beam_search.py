@@ -40,7 +40,7 @@ class BeamToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A beam that goes on.   slot: index of the sequence that computes it.   score: sum of its log-probabilities."""
+    """A beam that continues.   slot: index of the sequence that computes it.   score: sum of its log-probabilities."""
 
     slot: int
     score: float
@@ -62,7 +62,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The sequence `slot` goes on as the beam of `source` (which may be itself), followed by `token_id`."""
+    """The sequence `slot` continues as the beam of `source` (which may be itself), followed by `token_id`."""
 
     slot: int
     source: int
@@ -82,10 +82,10 @@ class BeamSearch:
     """The beams of one request.
 
     The rules are those of transformers' `generate(num_beams=width, do_sample=False)`. Of all continuations of all
-    beams, the `width` best that do not end go on. One that ends is kept if it is among the `width` best of the step.
+    beams, the `width` best that do not end continue. One that ends is kept if it is among the `width` best of the step.
     The `width` best that were kept are the result. Sums are float64; of equal scores, the better beam's comes first.
 
-    live: beams that go on, best first.   finished: hypotheses, best first.
+    live: beams that continue, best first.   finished: hypotheses, best first.
     """
 
     def __init__(self, request: Request, max_tokens: int) -> None:
@@ -148,7 +148,7 @@ class BeamSearch:
         return [places[at] for at in order.tolist()], sums[order].tolist()
 
     def _end_of(self, token_id: int) -> RequestStatus | None:
-        """Return how a hypothesis ends with this token, or None if it goes on."""
+        """Return how a hypothesis ends with this token, or None if it continues."""
         if token_id in self._eos or token_id in self._stops:
             return RequestStatus.FINISHED_STOPPED
         return RequestStatus.FINISHED_LENGTH_CAPPED if self._length >= self._max_tokens else None
@@ -157,7 +157,7 @@ class BeamSearch:
         return score / float(length) ** self._length_penalty
 
     def _assign_slots(self, beams: list[tuple[Beam, float, BeamToken]]) -> list[Extension]:
-        """Continue each beam in its own slot; its further continuations get slots of beams that do not go on."""
+        """Continue each beam in its own slot; its further continuations get slots of beams that do not continue."""
         in_use = {parent.slot for parent, _, _ in beams}
         spare = [slot for slot in range(self._width) if slot not in in_use]
         extensions: list[Extension] = []
@@ -170,7 +170,7 @@ class BeamSearch:
         return extensions
 
     def _cannot_improve(self) -> bool:
-        """Whether no beam that goes on can become better than the hypotheses, as far as `early_stopping` looks."""
+        """Whether no beam that continues can become better than the hypotheses, as far as `early_stopping` looks."""
         if len(self.finished) < self._width:
             return False
         if self._early_stopping is True:

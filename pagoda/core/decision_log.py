@@ -43,7 +43,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Preempted so that `for_request` can go on (itself, if it was its own victim).
+    """Preempted so that `for_request` can continue (itself, if it was its own victim).
 
     mode: "recompute" or "swap".   lost_tokens: must be computed again.   freed_blocks: what that freed.
     """

@@ -18,7 +18,7 @@ class GrammarMatcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it cannot go on, or ""; it does not recover."""
+        """Why it cannot continue, or ""; it does not recover."""
         ...
 
     def advance(self, token_ids: Sequence[int]) -> None:

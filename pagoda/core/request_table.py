@@ -182,7 +182,7 @@ class RequestTable:
     def expect_tokens(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> None:
         """The next token of `rows`, planned and not yet back, counts as known.
 
-        Not of rows with drafts: where those go on depends on how many are accepted. Nor of beams.
+        Not of rows with drafts: where those continue depends on how many are accepted. Nor of beams.
         """
         if self._expect_tokens:
             self._num_pending[self._predictable(rows, drafts)] += 1

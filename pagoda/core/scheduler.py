@@ -160,7 +160,7 @@ class Scheduler:
     def finish_sequence(
         self, request_id: str, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> dict[int, EngineCoreOutputs]:
-        """End one sequence (a stop string was found in its text); the others go on. Nothing, if it has ended.
+        """End one sequence (a stop string was found in its text); the others continue. Nothing, if it has ended.
 
         A beam search ends as a whole.
         """

@@ -28,7 +28,7 @@ class RowInit:
     """Everything a worker needs to run a row that it does not know (or no longer knows).
 
     token_ids: int32 [num_tokens], prompt then output.   num_computed: tokens whose KV is in the cache already.
-    block_ids: per KV group, int32 [num_blocks]; 0 is the null block (freed behind a window).
+    block_ids: per KV group, int32 [num_blocks]; 0 is the null block (freed: out of the window).
     sequence: its index in the request.   seed: of this sequence (request seed + index).
     cache_salt: of its request; what is learnt from this row's text may only be used for rows with the same salt.
     """
@@ -66,7 +66,7 @@ class BeamRows:
     """Beams that were chosen since the last step, as parallel arrays int32 [m].
 
     rows[i] has the tokens before positions[i], and the block tables, that sources[i] had before this step (itself, or
-    another row of its request, which goes on too), and tokens[i] at positions[i], whatever was sampled there.
+    another row of its request, which continues too), and tokens[i] at positions[i], whatever was sampled there.
     """
 
     rows: np.ndarray = field(default_factory=lambda: NO_INTS)
@@ -76,7 +76,7 @@ class BeamRows:
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """(source, row) where a row goes on as another one."""
+        """(source, row) where a row continues as another one."""
         return [
             (source, row)
             for source, row in zip(self.sources.tolist(), self.rows.tolist(), strict=True)
@@ -173,7 +173,6 @@ class SchedulerOutput:
     encoder_freed: tuple[str, ...] = ()
     num_common_prefix_blocks: tuple[int, ...] = ()
     num_lookahead_slots: int = 0
-    running_queue_size: int = 0
     preempted_ids: tuple[str, ...] = ()
     finished_ids: tuple[str, ...] = ()  # ended since the last SchedulerOutput, aborts included; sent once
     ignored: tuple[Finish, ...] = ()

@@ -71,7 +71,6 @@ class StepPlan:
     encoder_freed: tuple[str, ...] = ()
     num_common_prefix_blocks: tuple[int, ...] = ()
     num_lookahead_slots = 0
-    num_running = 0
 
     def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
         self.step = step
@@ -180,7 +179,6 @@ def build_output(plan: StepPlan) -> SchedulerOutput:
         encoder_freed=plan.encoder_freed,
         num_common_prefix_blocks=plan.num_common_prefix_blocks,
         num_lookahead_slots=plan.num_lookahead_slots,
-        running_queue_size=plan.num_running,
         preempted_ids=notices.preempted_ids,
         finished_ids=notices.finished_ids,
         ignored=notices.ignored,

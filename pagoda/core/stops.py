@@ -68,7 +68,7 @@ class End:
 
 
 def find_end(request: Request, output_len: int, tokens: list[int], length_limit: int) -> End | None:
-    """Find where `tokens`, generated after `output_len` others, end a sequence; None if it goes on.
+    """Find where `tokens`, generated after `output_len` others, end a sequence; None if it continues.
 
     Token by token: eos, stop tokens, then length. Below min_tokens only the length ends anything.
     """

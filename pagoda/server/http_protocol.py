@@ -46,7 +46,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     server_limits.max_header_bytes: a request head may exceed this by at most one read; then 431.
         The same limit holds for bytes between the parts of a chunked body and for its trailers, which are dropped: 400.
-        A body that goes on after its response is read up to max_body_bytes, then the connection closes.
+        A body that continues after its response is read up to max_body_bytes, then the connection closes.
     server_timeouts.header_timeout_s: time for a request's head to arrive, from the start of the connection, or from
         when uvicorn would close an idle one. Then 408, or just a close if nothing was received. A client still sending
         its body that long after the response is also disconnected. There is no timeout while responding.

@@ -89,7 +89,7 @@ class DeviceTable:
                 self.token_ids[row, ends[row] - len(drafts) : ends[row]] = drafts
 
     def _go_on(self, beams: BeamRows) -> None:
-        """Copy tokens and block tables of beams that go on in other rows too, then write the chosen tokens."""
+        """Copy tokens and block tables of beams that continue in other rows too, then write the chosen tokens."""
         for source, row in beams.copies:
             end = self.num_tokens[source]
             self.token_ids[row, :end] = self.token_ids[source, :end]

@@ -97,7 +97,7 @@ def test_rule_120_lookahead_is_counted_with_the_known_tokens() -> None:
 @pytest.mark.parametrize(
     ("names", "drafted", "scheduled", "num_preemptions"),
     [("ab", "a", {"a": 4}, 1), ("ab", "b", {"a": 1}, 1), ("a", "a", {"a": 1}, 0)],
-    ids=["of a newer request", "of itself", "of nobody"],
+    ids=["preempts a newer request", "preempts itself", "drops its drafts"],
 )
 def test_drafts_without_a_free_block_cause_a_preemption(
     names: str, drafted: str, scheduled: dict[str, int], num_preemptions: int
@@ -194,7 +194,7 @@ def test_rule_127_abort_in_every_queue() -> None:
     while not rig.swapped:
         rig.step()
     rig.add("c", 4)
-    rig.abort("a", "b", "c", "nobody", "a")
+    rig.abort("a", "b", "c", "unknown", "a")
     assert (rig.running, rig.swapped, rig.waiting) == ([], [], [])
     assert rig.free == 5
     assert rig.scheduler.num_free_host_blocks == 8

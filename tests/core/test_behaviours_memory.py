@@ -101,7 +101,7 @@ def test_rule_074_n_outputs_take_one_prefill_and_have_the_same_text() -> None:
 def test_rule_075_unknown_sequences_and_requests_are_ignored() -> None:
     rig = Rig()
     rig.add("a", 4)
-    rig.abort("nobody", "a", "a")
+    rig.abort("unknown", "a", "a")
     rig.abort("a")
     assert rig.scheduler.finish_sequence("a", 0, RequestStatus.FINISHED_STOPPED) == {}
     assert rig.free == 16
@@ -334,7 +334,7 @@ def test_rule_100_window_blocks_are_freed_by_computed_positions() -> None:
     assert rig.blocks("a") == [4]
     rig.deliver(first)
     rig.plan()
-    assert rig.blocks("a") == [6]  # 8 tokens are processed: none of them is behind the window of 8
+    assert rig.blocks("a") == [6]  # 8 tokens are processed: all of them are in the window of 8
 
 
 def test_rule_102_a_window_hit_needs_a_run_at_its_end() -> None:

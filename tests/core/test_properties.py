@@ -288,7 +288,7 @@ def test_siblings_that_resume_together_need_no_encoder() -> None:
 
 
 def test_siblings_that_lost_their_first_token_find_the_window_they_need() -> None:
-    """They compute the last prompt block again: what that attends to must not have been freed behind the window."""
+    """They compute the last prompt block again: what that attends to must not have been freed."""
     setting = Setting(
         SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=24, long_prefill_token_threshold=5),
         CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),

@@ -315,7 +315,7 @@ class Traffic:
             for table, mirrored in zip(kv.tables_of(number), row.tables, strict=True):
                 entries = table.tolist()
                 named.update(block for block in entries if block)
-                # A worker keeps entries behind a window, and a fork's copy of slots reserved for its source alone.
+                # A worker keeps entries that a window has left, and a fork's copy of its source's reserved slots.
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
         assert self.scheduler.num_free_blocks == self.setting.num_blocks - len(named)

@@ -10,7 +10,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks.make_random_model import SHAPES, make
 from pagoda.engine.tokenizers.byte_letters import BYTE_LETTERS
 
-FIRST_BYTE = 3  # after <unk>, <s> and </s>
 EOS = 2
 WORDS = ("Ġthe", "name", "true", "false", '":', "Ġ{", '",', "12")
 VOCAB = 272  # wider than the tokenizer's

@@ -10,7 +10,6 @@ from tests.hostile.routes import PLANNED, READ_ONLY, ROUTES
 
 GOOD = write(TEXT.body)
 LONG = write({**TEXT.body, "max_tokens": 500, "ignore_eos": True})
-LONG_STREAM = write({**TEXT.body, "max_tokens": 500, "ignore_eos": True, "stream": True})
 PATH = TEXT.path
 
 _CONTENT_TYPES = (

@@ -158,7 +158,7 @@ def test_memory_outside_a_row_is_never_read(fast: Ops, dtype: torch.dtype, int8_
             tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
     for step in ([(0, 70)], [(0, 12)]):
         assert torch.equal(clean.step(step, 0.1), dirty.step(step, 0.1))
-    # The window has left the first blocks behind: their ids are taken away.
+    # The window has left the first blocks: their ids are removed.
     for paged in (clean, dirty):
         paged.tables[0][:3] = [0, 0, 0]
     last = clean.step([(0, 1)], 0.1, window=20), dirty.step([(0, 1)], 0.1, window=20)

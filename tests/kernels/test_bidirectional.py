@@ -83,7 +83,7 @@ def test_bits_depend_on_the_row_alone(native: NativeOps, shape: tuple, dtype: to
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_harms_no_other_row(fast: Ops, bad: float) -> None:
+def test_nan_and_inf_affect_no_other_row(fast: Ops, bad: float) -> None:
     shape = (4, 2, 64, 0, 0.0)
     rows = rows_of(shape, (19, 40, 7), BF16)
     clean = attend(fast, shape, rows)

@@ -393,7 +393,7 @@ class TwinScheduler:
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
         if phased and request.num_prompt_tokens > self.config.max_num_batched_tokens:
             return "never"
-        # Sequences that return share the first one's prompt blocks; a hit would not hold those behind a window.
+        # Sequences that return share the first one's prompt blocks; a hit would not hold those that a window has left.
         whole = len(state.alive) > 1 and state.forked and self.memory.has_windows
         cached, hits = (0, nothing) if whole else self.memory.hit(request, sequence.tokens)
         want = self._capped(state, cached, known - cached)

@@ -82,7 +82,7 @@ def print_breakdown(rows: list[Part], num_steps: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("part", "seconds", "share", "ms a step")
+    table = Table("part", "seconds", "share", "ms per step")
     for row in rows:
         table.add_row(row["part"], f"{row['secs']:.3f}", f"{row['share']:.1%}", f"{row['secs'] / num_steps * 1e3:.3f}")
     Console().print(table)

@@ -14,8 +14,8 @@ from pagoda.core.request_table import RequestTable
 class BlockAllocator:
     """One device pool under the tables of all KV groups. The only writer of the tables' columns.
 
-    `extend_rows` (whole batches, numpy) and `extend_row` (one row; the definition) first free what fell behind a
-    window, then copy a shared tail block that is about to be written, then allocate new blocks.
+    `extend_rows` (whole batches, numpy) and `extend_row` (one row; the definition) first free what a window has
+    left, then copy a shared tail block that is about to be written, then allocate new blocks.
 
     common_changed: set when a table changed in a way that may shorten the prefix common to all rows.
     """
@@ -146,7 +146,7 @@ class BlockAllocator:
         return allocated
 
     def reserve(self, rows: np.ndarray) -> None:
-        """Note up to where `rows` can go on without the KV manager."""
+        """Note up to where `rows` can continue without the KV manager."""
         tables = self._tables
         until = tables.num_blocks[rows] * self._block_size - self._sizing.num_lookahead_slots
         for group in self.windows:
@@ -154,7 +154,7 @@ class BlockAllocator:
         tables.reserved_until[rows] = until
 
     def _free_passed(self, row: int) -> None:
-        """Free the blocks that fell behind a window. Only complete steps count: those in flight read the others."""
+        """Free the blocks that a window has left. Only complete steps count: those in flight read the others."""
         tables = self._tables
         done = int(self._table.num_computed[row] - self._table.num_in_flight[row])
         for group in self.windows:
@@ -271,7 +271,7 @@ class BlockAllocator:
             )
 
     def _check_writers(self, rows: np.ndarray) -> None:
-        """No row goes on writing to a block that others reference without the manager being asked first."""
+        """No row continues to write to a block that others reference without the manager being asked first."""
         tables, num_computed = self._tables, self._table.num_computed[rows]
         tail = num_computed // self._block_size
         inside = (tail < tables.num_blocks[rows]) & (num_computed % self._block_size != 0)

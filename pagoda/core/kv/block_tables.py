@@ -11,7 +11,7 @@ class BlockTables:
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block.
     num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
     num_cross_blocks: int32 [rows], entries used in those that do not.
-    num_released: per KV group, int32 [rows], leading blocks freed behind a window.
+    num_released: per KV group, int32 [rows], leading blocks freed because the window has left them.
     reserved_until: int32 [rows]: while a step ends at or below this position, the row needs nothing from the KV
         manager: no block, no copy, nothing to free. Steps without events compare this column and look no further.
     """

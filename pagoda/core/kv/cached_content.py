@@ -14,7 +14,7 @@ from pagoda.core.request_table import RequestTable
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What the prefix cache has of a sequence: `num_tokens` tokens, in `blocks` (per KV group; 0: behind a window)."""
+    """Tokens of a sequence that the prefix cache has, and their `blocks` (per KV group; 0: out of the window)."""
 
     num_tokens: int
     blocks: tuple[list[int], ...]

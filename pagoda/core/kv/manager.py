@@ -181,7 +181,7 @@ class KVCacheManager:
         if self._content.enabled:
             self._counters.count_lookup(int(self._table.num_tokens[row]), prefix.num_tokens, resumed=resumed)
 
-    # A row goes on
+    # A row continues
 
     def allocate_slots(self, rows: np.ndarray, ends: np.ndarray) -> bool:
         """Make room for the tokens of `rows` up to `ends`. Return False, and do nothing, if blocks may be short."""

@@ -17,7 +17,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class KVGroup:
     """One KV group, with what follows from the pool's settings.
 
-    max_held: most blocks a row of this group holds at once (windows free what is behind them), 0 for no limit.
+    max_held: most blocks a row of this group holds at once (windows free the blocks they leave), 0 for no limit.
     grows: whether its table grows with the sequence (all groups except cross attention).
     """
 
@@ -49,7 +49,7 @@ class KVGroup:
         return min(required, self.max_held) if capped and self.max_held else required
 
     def passes_next_at(self, num_released: np.ndarray) -> np.ndarray:
-        """Computed tokens at which the block after the first `num_released` falls behind the window."""
+        """Computed tokens at which the block after the first `num_released` leaves the window."""
         return (num_released + 1) * self.block_size + self.spec.window - 1
 
 

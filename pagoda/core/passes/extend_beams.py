@@ -1,4 +1,4 @@
-"""ExtendBeams: when a step is complete, let each request's best beams go on, and end searches that are done."""
+"""ExtendBeams: when a step is complete, let each request's best beams continue, and end searches that are done."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -40,11 +40,12 @@ class BeamResults:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtendBeams:
-    """A beam's row lacks no token until it is known which beams go on: so it is not planned further meanwhile, and the
-    beams of a request need not be computed in the same step. Nothing is emitted before the search is done.
+    """Moves rows and blocks as BeamSearch decides. Nothing is scheduled for a beam's row until it is known which beams
+    continue, so the beams of a request need not be computed in the same step. Nothing is emitted before the search is
+    done.
 
     The number of rows stays the same: a beam with several continuations keeps its row for the best of them, and the
-    others take the rows of beams that do not go on, sharing its blocks (copied when they are written to).
+    others take the rows of beams that do not continue, sharing its blocks (copied when they are written to).
     """
 
     table: RequestTable
@@ -109,7 +110,7 @@ class ExtendBeams:
         self.batch.changed(rows=False)
 
     def _copy(self, request: RequestState, extension: Extension) -> None:
-        """The beam of one row goes on in another one too."""
+        """The beam of one row continues in another one too."""
         source, sequence = request.sequences[extension.source], request.sequences[extension.slot]
         self.kv.free(sequence.row)
         self.kv.forget_sequence(sequence)

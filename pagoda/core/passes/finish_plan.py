@@ -67,7 +67,6 @@ class FinishPlan:
         plan.encoder_freed = self.encoder.take_evicted()
         plan.num_common_prefix_blocks = self.kv.num_common_prefix_blocks(self.batch.running.rows)
         plan.num_lookahead_slots = self.kv.sizing.num_lookahead_slots
-        plan.num_running = len(self.batch.requests)
 
     def _row_init(self, entry: Entry) -> RowInit:
         sequence = self.table.owner(entry.row)

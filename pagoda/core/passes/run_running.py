@@ -86,7 +86,7 @@ class RunRunning:
                 end = end_of_known
                 continue
             if self._has_outgrown_pool(request, end_of_known):
-                message = f"the KV cache has {self.kv.num_blocks} blocks: too few for this request to go on"
+                message = f"the KV cache has {self.kv.num_blocks} blocks: too few for this request to continue"
                 rows = set(request.rows)
                 finishes = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
                 for other in rows.difference(request.rows):  # a beam search ends as a whole
@@ -102,7 +102,7 @@ class RunRunning:
         return True
 
     def _has_outgrown_pool(self, request: RequestState, end: int) -> bool:
-        """No preemption can help: even alone, the row could not go on."""
+        """No preemption can help: even alone, the row could not continue."""
         if self.kv.sizing.blocks_for_request(end, request.facts.encoder_len) > self.kv.num_blocks:
             return True
         return len(self.batch.requests) == 1 and len(request.unfinished) > 1

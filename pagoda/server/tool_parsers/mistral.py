@@ -64,7 +64,7 @@ class MistralParser:
         return True
 
     def _take_list(self, parsed: Parsed) -> bool:
-        """Take the JSON that the text begins with, as content if it is not a list of calls; False if it goes on."""
+        """Take the JSON that the text begins with, as content if it is not a list of calls; False if it continues."""
         begin = len(self._text) - len(self._text.lstrip())
         try:
             values, end = self._decoder.raw_decode(self._text, begin)

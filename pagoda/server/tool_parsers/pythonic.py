@@ -51,7 +51,7 @@ class PythonicParser:
         return parsed
 
     def _take_list(self) -> Parsed:
-        """Take the list of calls that the text begins with; nothing if it goes on, and as content anything else."""
+        """Take the list of calls that the text begins with; nothing if it continues, and as content anything else."""
         parsed = Parsed()
         try:
             parsed.calls, end = read_calls(self._text)
