@@ -42,7 +42,7 @@ def main() -> None:
     with LLM("smollm2-135m", scheduling_policy="priority", max_num_seqs=1, max_model_len=256) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4))
     for output in sorted(outputs, key=started_at):
-        print(len(output.prompt_token_ids), "prompt tokens:", output.prompt)
+        print(len(output.prompt_token_ids or []), "prompt tokens:", output.prompt)
 
 
 if __name__ == "__main__":
