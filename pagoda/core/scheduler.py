@@ -83,8 +83,9 @@ class Scheduler:
         # max_num_seqs rows.
         self.max_rows = config.max_num_seqs * max(config.pipeline_depth, 1)
         has_windows, is_async = any(group.is_window for group in sizing.groups), config.async_scheduling
+        has_encoder = config.encoder_budget > 0
         self._table = table = RequestTable(
-            self.max_rows, max_model_len, track_in_flight=has_windows, expect_tokens=is_async
+            self.max_rows, max_model_len, track_in_flight=has_windows or has_encoder, expect_tokens=is_async
         )
         self._kv = kv = KVCacheManager(table, sizing, num_blocks, num_host_blocks, cache, config, counters)
         self._in_flight = in_flight = StepsInFlight()

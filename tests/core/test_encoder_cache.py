@@ -3,9 +3,11 @@
 import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.encoder import EncoderInputs
 from pagoda.core.encoder.cache import EncoderCache
 from pagoda.core.request import MediaItem, Request
 from pagoda.core.request_state import RequestState
+from pagoda.core.request_table import RequestTable
 
 
 def state(name: str, *items: tuple[str, int, int]) -> RequestState:
@@ -70,3 +72,21 @@ def test_a_cancelled_encoder_run_passes_to_the_next_holder_or_is_dropped() -> No
     assert cache.release_planned_run(two, "x") is None
     assert cache.num_free_tokens == 8
     assert not cache.touch(one, 0)
+
+
+def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() -> None:
+    table = RequestTable(2, 40, track_in_flight=True)
+    inputs = EncoderInputs(table, 8, 8, encoder_decoder=False, whole_items=False)
+    request = state("r", ("x", 4, 3))
+    for row in (0, 1):
+        inputs.enter(request, row)
+    cache = inputs._cache
+    cache.add(request, 0)
+    both = np.array([0, 1], np.int32)
+    table._num_computed[:] = (7, 7)
+    table._num_in_flight[:] = (0, 2)  # the second row's last chunk is not back
+    inputs.complete(both)
+    assert cache.num_reclaimable_tokens == 5
+    table._num_in_flight[:] = 0
+    inputs.complete(both[1:])
+    assert cache.num_reclaimable_tokens == 8

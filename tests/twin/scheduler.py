@@ -545,7 +545,8 @@ class TwinScheduler:
             if entry.epoch == entry.state.epoch:
                 entry.sequence.in_flight -= entry.new
                 if entry.state.status == "running" and not self.encoder_decoder:
-                    self.encoder.release(entry.state, entry.sequence.computed - entry.sequence.placeholders)
+                    started = [one for one in entry.state.alive if one.started]
+                    self.encoder.release(entry.state, min(one.computed - one.in_flight for one in started))
         for entry in step.sampling:
             state, sequence = entry.state, entry.sequence
             if state.status == "gone" or entry.epoch < state.drop_before:

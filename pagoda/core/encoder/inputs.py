@@ -109,18 +109,25 @@ class EncoderInputs(ChunkLimit):
             self._rows[row] = request
 
     def complete(self, rows: np.ndarray) -> None:
-        """A step of `rows` is complete: outputs whose items are computed are no longer needed."""
+        """A step of `rows` is complete: outputs whose items are computed are no longer needed.
+
+        Siblings that compute their prompt again need an output until the last of them has passed its item.
+        """
         if not self._rows:
             return
         for row in [row for row in self._rows if (rows == row).any()]:
             request = self._rows[row]
-            done = int(self._table.num_computed[row] - self._table.num_pending[row])
+            done = self._num_done(row)
             if self.encoder_decoder:
                 self._cache.drop_all(request)
             else:
-                self._cache.drop_passed(request, done)
+                siblings = (other for other, of in self._rows.items() if of is request)
+                self._cache.drop_passed(request, min(self._num_done(other) for other in siblings))
             if self.encoder_decoder or done >= max(item.offset + item.length for item in request.facts.media):
                 del self._rows[row]  # it needs no encoder any more: like all others, it is planned by numpy
+
+    def _num_done(self, row: int) -> int:
+        return int(self._table.num_computed[row] - self._table.num_in_flight[row])
 
     def has_media_ahead(self, row: int) -> bool:
         """Whether the row still needs encoder outputs, which it loses when it leaves the running batch."""
