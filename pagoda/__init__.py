@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from pagoda.base.lora import LoRARequest as LoRARequest
     from pagoda.base.outputs import BeamSearchOutput as BeamSearchOutput
     from pagoda.base.outputs import BeamSearchSequence as BeamSearchSequence
+    from pagoda.base.outputs import ClassificationOutput as ClassificationOutput
     from pagoda.base.outputs import CompletionOutput as CompletionOutput
     from pagoda.base.outputs import EmbeddingOutput as EmbeddingOutput
     from pagoda.base.outputs import Logprob as Logprob
+    from pagoda.base.outputs import PoolingOutput as PoolingOutput
     from pagoda.base.outputs import PoolingRequestOutput as PoolingRequestOutput
     from pagoda.base.outputs import RequestMetrics as RequestMetrics
     from pagoda.base.outputs import RequestOutput as RequestOutput
+    from pagoda.base.outputs import ScoringOutput as ScoringOutput
     from pagoda.base.pooling import PoolingParams as PoolingParams
     from pagoda.base.sampling_params import BeamSearchParams as BeamSearchParams
     from pagoda.base.sampling_params import SamplingParams as SamplingParams
@@ -46,7 +49,10 @@ _HOMES = {
         "Logprob",
         "RequestMetrics",
         "PoolingRequestOutput",
+        "PoolingOutput",
         "EmbeddingOutput",
+        "ClassificationOutput",
+        "ScoringOutput",
         "BeamSearchOutput",
         "BeamSearchSequence",
     ),

@@ -152,6 +152,7 @@ def _make_executor(
             pin_threads=pin_threads,
             drafting=setup.drafting,
             adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
+            pooling=setup.tasks.plan,
         )
     )
     return InProcessExecutor(worker, overlap=scheduler_options(setup.config, setup.drafting).pipeline_depth > 1)

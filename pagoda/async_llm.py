@@ -12,17 +12,33 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.lora import LoRARequest
-from pagoda.base.outputs import PoolingRequestOutput, RequestOutput
-from pagoda.base.planned import planned
-from pagoda.base.pooling import PoolingParams
+from pagoda.base.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.input_processor import build_input_processor
+from pagoda.engine.inputs.params_preparer import Params
+from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
 from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, text_of
+from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.outputs.pooled import (
+    classification_output,
+    embedding_output,
+    pooling_output,
+    scoring_output,
+    vector_of,
+)
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.wire import EngineStats
@@ -232,21 +248,80 @@ class AsyncLLM:
             engine.unload_adapter(lora)
         return lora is not None
 
-    # ---- planned
+    # ---- pooling
 
-    async def embed(self, prompt: Prompt, *, pooling_params: PoolingParams | None = None) -> PoolingRequestOutput:
-        """Planned: raises NotSupportedError."""
-        raise planned("embed")
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield once: what the model makes of the prompt's hidden states, as an array; see LLM.encode."""
+        params = with_task(pooling_params or PoolingParams(), pooling_task)
+        yield pooling_output(await self._pooled(prompt, params, request_id, priority, cache_salt))
 
-    async def classify(self, prompt: Prompt, *, pooling_params: PoolingParams | None = None) -> PoolingRequestOutput:
-        """Planned: raises NotSupportedError."""
-        raise planned("classify")
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling_params: PoolingParams | None = None,
+        prompt_name: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> PoolingRequestOutput[EmbeddingOutput]:
+        """Return the prompt's embedding; see LLM.embed."""
+        plan = (await self._started()).input_processor.limits.tasks.plan
+        params = with_task(pooling_params or PoolingParams(), "embed")
+        prompt = with_instruction(prompt, instruction_of(plan, prompt_name))
+        return embedding_output(await self._pooled(prompt, params, request_id, priority, cache_salt))
+
+    async def classify(
+        self,
+        prompt: Prompt,
+        *,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> PoolingRequestOutput[ClassificationOutput]:
+        """Return the class probabilities of the prompt."""
+        params = with_task(pooling_params or PoolingParams(), "classify")
+        return classification_output(await self._pooled(prompt, params, request_id, priority, cache_salt))
 
     async def score(
         self, data_1: str, data_2: str, /, *, pooling_params: PoolingParams | None = None
-    ) -> PoolingRequestOutput:
-        """Planned: raises NotSupportedError."""
-        raise planned("score")
+    ) -> PoolingRequestOutput[ScoringOutput]:
+        """Return how well two texts match; see LLM.score."""
+        inputs = (await self._started()).input_processor
+        first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
+        scoring = await asyncio.to_thread(Scoring, first, second, pooling_params, inputs)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._pooled(prompt, params))
+                for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
+            ]
+        outputs = [task.result() for task in tasks]
+        return scoring_output(outputs, scoring.scores([vector_of(output) for output in outputs])[0])
+
+    async def _pooled(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Return the finished output of a request to pool."""
+        outputs = self._run(OutputKind.FINAL_ONLY, prompt, params, request_id, priority, cache_salt, None)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                return output
+        raise AssertionError("a request ends with an output")
 
     # ---- inside
 
@@ -285,7 +360,7 @@ class AsyncLLM:
         self,
         kind: OutputKind,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        params: Params | None,
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
@@ -293,7 +368,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         check_prompt(prompt, None)
         engine = await self._started()
-        params = sampling_params if sampling_params is not None else SamplingParams()
+        params = params if params is not None else SamplingParams()
         lora = await engine.find_adapter(lora_request) if lora_request is not None else None
         request = await engine.prepare(prompt, params, request_id, priority=priority, cache_salt=cache_salt, lora=lora)
         has_tokens = False
@@ -311,7 +386,12 @@ async def _load(config: EngineConfig) -> AsyncEngine:
     """Load a model into this process, on threads, without blocking the event loop."""
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(
-        build_input_processor, setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len
+        build_input_processor,
+        setup.config,
+        setup.files,
+        setup.spec.vocab_size,
+        setup.max_model_len,
+        tasks=setup.tasks,
     )
     client = ThreadClient(lambda: build_engine_core(setup))
     inputs.limits.fit((await client.start()).max_model_len)

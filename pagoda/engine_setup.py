@@ -2,14 +2,15 @@
 
 import dataclasses
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
-from pagoda.base.config_fit import fit_defaults, note_given, pipeline_depth
+from pagoda.base.config_fit import fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -18,6 +19,7 @@ from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.models.base import Model
 from pagoda.worker.memory import KVCapacity, available_memory, plan_capacity
 from pagoda.worker.speculation.setup import DraftSetup, resolve_drafting
 
@@ -34,6 +36,7 @@ class EngineSetup:
     config: with all defaults filled in.   groups: of layers that share a block table.
     dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8").   device: "cpu" or "cuda".
     max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
+    tasks: what the model can be asked for.
     """
 
     config: EngineConfig
@@ -45,6 +48,7 @@ class EngineSetup:
     device: str
     max_model_len: int
     drafting: DraftSetup | None = None
+    tasks: ModelTasks = field(default_factory=ModelTasks)
 
     @property
     def is_packed(self) -> bool:
@@ -74,7 +78,9 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     model = read_model(files)
     spec = model.spec
     device = _device_name(config.parallel)
-    config, max_model_len = fit_defaults(config, _max_model_len(config, spec), device)
+    tasks = _tasks(config, model)
+    config = config if tasks.is_causal else fit_whole_prompts(config)
+    config, max_model_len = fit_defaults(config, _max_model_len(config, spec, tasks.plan.max_seq_length), device)
     dtype = _dtype(_asked_dtype(config, device), spec.torch_dtype, device)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     if kv_dtype not in (dtype, "int8") and device == "cpu" and config.parallel.kernels in ("auto", "native"):
@@ -90,7 +96,18 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         parallel=dataclasses.replace(config.parallel, device=device),
     )
     drafting = resolve_drafting(config, spec, dtype, _is_packed(config, device), max_model_len)
-    return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len, drafting)
+    if drafting is not None and not tasks.generates:
+        raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
+    return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len, drafting, tasks)
+
+
+def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
+    """Return what the model can be asked for, with the pooling that the settings choose."""
+    tasks = model.tasks
+    if config.model.pooling_type == "auto":
+        return tasks
+    plan = dataclasses.replace(tasks.plan, kind=PoolingKind(config.model.pooling_type))
+    return dataclasses.replace(tasks, plan=plan)
 
 
 def weights_in_memory(setup: EngineSetup) -> int:
@@ -193,10 +210,11 @@ def _asked_dtype(config: EngineConfig, device: str) -> str:
     return config.model.dtype
 
 
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+def _max_model_len(config: EngineConfig, spec: ModelSpec, max_seq_length: int | None) -> int:
+    """max_seq_length: what the model's pooling was made for, if anything."""
     asked = config.model.max_model_len
     if asked is None:
-        return spec.max_position
+        return min(spec.max_position, max_seq_length or spec.max_position)
     if not 1 <= asked <= spec.max_position:
         raise ConfigError(f"max_model_len={asked} must be in 1 .. {spec.max_position}, the model's own limit")
     return asked

@@ -14,29 +14,43 @@ from pagoda.base.errors import CapacityError, RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import (
     BeamSearchOutput,
+    ClassificationOutput,
     CompletionOutput,
+    EmbeddingOutput,
+    PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
 )
-from pagoda.base.planned import planned
-from pagoda.base.pooling import PoolingParams
+from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.input_processor import build_input_processor
+from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
 from pagoda.engine.inputs.prompts import (
     Prompt,
     TokensPrompt,
+    as_prompts,
     check_conversation,
     check_prompt,
+    for_each,
     is_one_conversation,
     is_one_prompt,
     text_of,
 )
+from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.output_stream import OutputStream
 from pagoda.engine.outputs.beam_outputs import beams_of
 from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.outputs.pooled import (
+    classification_output,
+    embedding_output,
+    pooling_output,
+    scoring_output,
+    vector_of,
+)
 from pagoda.engine.shared_engine import Call, SharedEngine
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -73,7 +87,9 @@ class LLM:
             options["model"] = model
         setup = resolve_engine(EngineConfig.for_engine(**options))
         # The tokenizer first, so that its errors are reported before loading the weights.
-        inputs = build_input_processor(setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len)
+        inputs = build_input_processor(
+            setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len, tasks=setup.tasks
+        )
         core = build_engine_core(setup)
         inputs.limits.fit(core.facts.max_model_len)
         self._begin(LLMEngine(core, inputs))
@@ -132,12 +148,7 @@ class LLM:
         RequestError or CapacityError if it is the only one; otherwise its output has `error` set and finish_reason
         "error", and the others are served. Ctrl-C aborts this call's requests; the LLM stays usable.
         """
-        if not isinstance(prompts, str | Mapping) and not hasattr(prompts, "__len__"):
-            raise RequestError(f"prompts is {type(prompts).__name__}, expected a prompt or a list of them", "prompt")
-        each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
-        for index, prompt in enumerate(each):
-            check_prompt(prompt, index if len(each) > 1 else None)
-        return self._generate(each, sampling_params, use_tqdm, priority, lora_request)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -173,7 +184,7 @@ class LLM:
         lora_request: AdapterChoice,
     ) -> list[RequestOutput]:
         """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
-        params = _for_each(sampling_params, len(each))
+        params = for_each(sampling_params, len(each), SamplingParams, "sampling_params")
         adapters = _adapter_for_each(lora_request, len(each))
         if priority is not None and len(priority) != len(each):
             raise RequestError(f"{len(priority)} priorities for {len(each)} prompts", "priority")
@@ -309,7 +320,26 @@ class LLM:
     def _find_adapter(self, given: LoRARequest | None) -> LoraRef | None:
         return None if given is None else self.engine.input_processor.find_adapter(given)
 
-    # ---- planned
+    # ---- pooling
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the model makes of each prompt's hidden states, as arrays, in the order of the prompts.
+
+        prompts: as in `generate`.   pooling_params: for all prompts, or one for each.
+        pooling_task: "embed", "classify", "score" or "token_embed" (a vector per token); None: what the model is for.
+        truncate_prompt_tokens: see PoolingParams; replaces the value there.
+        Raises RequestError, which names the prompt, if one of them cannot be served or the model cannot do the task.
+        """
+        outputs = self._pool(prompts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm)
+        return [pooling_output(output) for output in outputs]
 
     def embed(
         self,
@@ -317,20 +347,29 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_name: str | None = None,
         use_tqdm: bool = True,
-    ) -> list[PoolingRequestOutput]:
-        """Planned: raises NotSupportedError."""
-        raise planned("embed")
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Return the embedding of each prompt, in their order; arguments and errors as in `encode`.
+
+        prompt_name: the model's instruction to put in front of each text, such as "query"; by default the one that the
+        model's files name, if they do.
+        """
+        instruction = instruction_of(self.engine.input_processor.limits.tasks.plan, prompt_name)
+        outputs = self._pool(prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, instruction)
+        return [embedding_output(output) for output in outputs]
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[PoolingRequestOutput]:
-        """Planned: raises NotSupportedError."""
-        raise planned("classify")
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return the class probabilities of each prompt, in their order; arguments and errors as in `encode`."""
+        outputs = self._pool(prompts, pooling_params, "classify", truncate_prompt_tokens, use_tqdm)
+        return [classification_output(output) for output in outputs]
 
     def score(
         self,
@@ -341,23 +380,55 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
-    ) -> list[PoolingRequestOutput]:
-        """Planned: raises NotSupportedError."""
-        raise planned("score")
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return how well each pair of texts matches: what a cross-encoder says, or the cosine of their embeddings.
 
+        data_1: one text, paired with each of data_2, or as many as there are in data_2.   errors: as in `encode`.
+        """
+        first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
+        params = with_truncation(pooling_params or PoolingParams(), truncate_prompt_tokens)
+        with self._shared.entered():
+            scoring = Scoring(first, second, params, self.engine.input_processor)
+        outputs = self._run_all(scoring.prompts, scoring.params, use_tqdm)
+        scores = scoring.scores([vector_of(output) for output in outputs])
+        return [
+            scoring_output([outputs[at] for at in scoring.prompts_of(pair)], score) for pair, score in enumerate(scores)
+        ]
 
-def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
-        raise RequestError(
-            f"sampling_params is {type(params).__name__}, expected SamplingParams or a list of them", "sampling_params"
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: PoolingTask | None,
+        truncate: int | None,
+        use_tqdm: bool,
+        instruction: str = "",
+    ) -> list[RequestOutput]:
+        each = as_prompts(prompts)
+        given = for_each(params, len(each), PoolingParams, "pooling_params")
+        return self._run_all(
+            [with_instruction(prompt, instruction) for prompt in each],
+            [with_truncation(with_task(one, task), truncate) for one in given],
+            use_tqdm,
         )
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
-    return params
+
+    def _run_all(self, each: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests to pool, all or none. Raises RequestError for the first that cannot be served."""
+        with self._shared.entered():
+            call = Call()
+            outputs: dict[str, RequestOutput] = {}
+            ids = [str(next(self._numbers)) for _ in each]
+            try:
+                for index, (request_id, prompt) in enumerate(zip(ids, each, strict=True)):
+                    try:
+                        self._shared.add(call, request_id, prompt, params[index], OutputKind.FINAL_ONLY)
+                    except RequestError as error:
+                        where = f"prompts[{index}]: " if len(each) > 1 else ""
+                        raise RequestError(f"{where}{error}", error.param) from None
+                self._collect(call, outputs, use_tqdm)
+            finally:
+                self._shared.drop(call)
+        return [outputs[request_id] for request_id in ids]
 
 
 def _adapter_for_each(given: AdapterChoice, count: int) -> Sequence[LoRARequest | None]:

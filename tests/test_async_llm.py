@@ -14,7 +14,7 @@ from pagoda import (
     LLM,
     AsyncLLM,
     ConfigError,
-    NotSupportedError,
+    PoolingParams,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -78,7 +78,8 @@ def test_chats() -> None:
 
 
 def test_both_classes_have_the_same_methods_with_the_same_arguments() -> None:
-    names = {"generate", "chat", "stream", "stream_chat", "beam_search", "embed", "classify", "score", "close"}
+    names = {"generate", "chat", "stream", "stream_chat", "beam_search", "encode", "embed", "classify"}
+    names |= {"score", "close"}
     for name in (*names, "get_tokenizer"):
         assert callable(getattr(LLM, name))
         assert callable(getattr(AsyncLLM, name))
@@ -160,25 +161,38 @@ def test_a_forked_child_gets_an_error() -> None:
     run(test)
 
 
-def test_planned_methods_name_what_is_missing() -> None:
+def test_pooled_prompts_on_both_classes() -> None:
     async def test(llm: AsyncLLM) -> None:
-        for call in (
-            llm.embed("a"),
-            llm.classify("a"),
-            llm.score("a", "b"),
-        ):
-            with pytest.raises(NotSupportedError, match="is planned and not available yet: "):
-                await call
+        embedded = await llm.embed("one")
+        assert len(embedded.outputs.embedding) == embedded.outputs.hidden_size == 8
+        results = [output async for output in llm.encode("one", pooling_task="embed")]
+        assert len(results) == 1
+        assert results[0].outputs.data.tolist() == embedded.outputs.embedding
+        assert (await llm.score("one", "one")).outputs.score == pytest.approx(1, abs=1e-5)
+        with pytest.raises(RequestError, match="does not support classify; it supports generate, embed, score"):
+            await llm.classify("one")
+        assert await asyncio.gather(*(llm.embed("one") for _ in range(3)))
 
     run(test)
     with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
-        for method, arguments in (
-            (llm.embed, ("a",)),
-            (llm.classify, ("a",)),
-            (llm.score, ("a", "b")),
+        first, second = llm.embed(["one", "two"])
+        assert first.outputs.embedding != second.outputs.embedding
+        assert llm.encode("one", pooling_task="embed")[0].outputs.data.tolist() == first.outputs.embedding
+        scores = [output.outputs.score for output in llm.score("one", ["two", "one"])]
+        expected = sum(a * b for a, b in zip(first.outputs.embedding, second.outputs.embedding, strict=True))
+        assert scores == pytest.approx([expected, 1], abs=1e-5)
+        assert llm.score(["one", "two"], ["one", "two"])[1].outputs.score == pytest.approx(1, abs=1e-5)
+        for call, message in (
+            (lambda: llm.classify("one"), "this model does not support classify"),
+            (lambda: llm.score(["a", "b"], "c"), "data_1: 2 texts cannot be paired with 1"),
+            (lambda: llm.score(5, "c"), "data_1 is int, expected a string"),  # type: ignore[arg-type]
+            (lambda: llm.embed(["a", ""]), r"prompts\[1\]: the prompt is empty"),
+            (lambda: llm.embed("a", pooling_params=SamplingParams()), "pooling_params is SamplingParams"),  # type: ignore[arg-type]
+            (lambda: llm.embed("a", pooling_params=PoolingParams(task="classify")), "PoolingParams has 'classify'"),
+            (lambda: llm.embed("a", prompt_name="query"), "prompt_name: 'query' is unknown"),
         ):
-            with pytest.raises(NotImplementedError, match=f"{method.__name__} is planned and not available yet: "):
-                method(*arguments)
+            with pytest.raises(RequestError, match=message):
+                call()
 
 
 def test_options_are_checked_when_it_is_made() -> None:

@@ -83,6 +83,15 @@ def test_lora() -> None:
     assert lines[3] == "removed: True"
 
 
+def test_embeddings() -> None:
+    lines = run("embeddings.py").splitlines()
+    assert lines[0] == "576 dimensions, length 1.000"
+    assert "Paris" in lines[1]  # the nearest of the three
+    scores = [float(line.split()[0]) for line in lines[1:4]]
+    assert scores == sorted(scores, reverse=True)
+    assert "Paris" in lines[4]
+
+
 def test_policy() -> None:
     lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
     assert len(lengths) == 4

@@ -67,6 +67,13 @@ class ModelConfig:
     max_model_len: Annotated[
         int | None, Setting("Longest prompt plus output, in tokens.", unset="the model's own limit")
     ] = None
+    pooling_type: Annotated[
+        str,
+        Setting(
+            "Hidden states that embeddings are made of; auto: as the model's files say, or else the last token's.",
+            words=("auto", "cls", "last", "mean"),
+        ),
+    ] = "auto"
     seed: Annotated[int | None, Setting("Seed that makes sampled output repeatable.", unset="random")] = None
     chat_template: Annotated[
         str | None, Setting("Jinja file or text to use as the chat template.", unset="the model's own")

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from pagoda.base.config import PARTS, EngineConfig, SchedulingMode
+from pagoda.base.errors import ConfigError
 from pagoda.base.setting import default_of
 
 logger = logging.getLogger("pagoda")
@@ -65,6 +66,26 @@ def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple
             max_model_len = budget
     config = dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, **changes))
     return _fit_kernels(config) if device == "cpu" else config, max_model_len
+
+
+def fit_whole_prompts(config: EngineConfig) -> EngineConfig:
+    """Return the config for a model whose tokens attend to all others: prompts are not cut, and nothing is cached.
+
+    Raises ConfigError if either was asked for.
+    """
+    given = config.given or ()
+    asked = {
+        "enable_chunked_prefill": config.scheduler.enable_chunked_prefill,
+        "enable_prefix_caching": config.cache.enable_prefix_caching,
+    }
+    for name, is_on in asked.items():
+        if is_on and name in given:
+            raise ConfigError(f"{name}: the tokens of this model attend to the whole prompt; leave {name} out")
+    return dataclasses.replace(
+        config,
+        scheduler=dataclasses.replace(config.scheduler, enable_chunked_prefill=False),
+        cache=dataclasses.replace(config.cache, enable_prefix_caching=False),
+    )
 
 
 def _fit_kernels(config: EngineConfig) -> EngineConfig:

@@ -1,7 +1,7 @@
 """The outputs returned to callers, with the field names of vLLM."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class RequestMetrics:
 class RequestOutput:
     """A request's output so far, or only the new part if deltas were requested.
 
-    error: why a request could not be served, or None.
+    error: why a request could not be served, or None.   pooled: the result of a pooling request, a float32 array.
     """
 
     request_id: str
@@ -66,6 +66,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
+    pooled: Any = None
 
 
 @dataclass(slots=True)
@@ -95,13 +96,53 @@ class BeamSearchOutput:
 
 
 @dataclass(slots=True)
-class EmbeddingOutput:
-    embedding: list[float]
+class PoolingOutput:
+    """data: float32 array; [size] for one vector, [prompt tokens, size] for one per token."""
+
+    data: Any
 
 
 @dataclass(slots=True)
-class PoolingRequestOutput:
+class EmbeddingOutput:
+    """embedding: one number per dimension."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """probs: one per class, in the order of the model's labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: of a pair of texts; a cosine, or what a cross-encoder returns."""
+
+    score: float
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[T]):
+    """The result of a prompt that was pooled.   outputs: what the called method returns for each prompt.
+
+    num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    """
+
     request_id: str
-    outputs: EmbeddingOutput
+    outputs: T
     prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
     finished: bool = True

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from pagoda.base.errors import RequestError
 from pagoda.base.param_values import read_optional_integer, refuse
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed"]
@@ -48,6 +49,34 @@ class PoolingPlan:
         if self.embeds or len(self.labels) == 1:
             found.append("score")
         return tuple(sorted(found, key=TASKS.index))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTasks:
+    """What a model can be asked for.
+
+    plan: how it pools.   generates: whether it has a head for tokens.   embedding_size: elements of an embedding.
+    is_causal: False: a token attends to all tokens, so that a prompt is computed in one chunk and nothing is cached.
+    """
+
+    plan: PoolingPlan = field(default_factory=PoolingPlan)
+    generates: bool = True
+    is_causal: bool = True
+    embedding_size: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(("generate",) if self.generates else ()), *self.plan.tasks)
+
+    def check(self, task: str) -> None:
+        """Raise RequestError, which names what the model supports, if that does not include `task`."""
+        if task not in self.names:
+            raise RequestError(f"this model does not support {task}; it supports {', '.join(self.names)}", "model")
+
+    def reads_prefix_cache(self, params: "PoolingParams") -> bool:
+        """Return whether the pooling can do without the hidden states of cached tokens."""
+        is_last = self.plan.kind is PoolingKind.LAST and params.task != "token_embed"
+        return is_last and self.is_causal and not params.skip_reading_prefix_cache
 
 
 @dataclass(frozen=True, slots=True)

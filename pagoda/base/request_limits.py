@@ -53,6 +53,7 @@ class RequestLimits:
         int, _limit("characters in a JSON schema, grammar, regular expression or list of choices")
     ] = 262_144
     prompts: Annotated[int, _limit("prompts in one completion request")] = 1_024
+    inputs: Annotated[int, _limit("texts in one request for embeddings, scores or classes")] = 2_048
     outputs: Annotated[int, _limit("outputs of one completion request (prompts times `n`)")] = 1_024
     max_logprobs: Annotated[
         int,

@@ -10,6 +10,7 @@ _NOTHING_CAPTURED = "no CUDA graph is captured and nothing is compiled for a mod
 _ONE_PROCESS = "one process computes the whole model; leave it out"
 _NO_MEDIA = "models that read images, audio or video are not supported yet"
 _DETECTED = "it is recognised from the model's files; leave it out"
+_TASKS = "what a model can do follows from its files, and requests of all its tasks run in one engine; leave it out"
 _CONFIG_FILE = "edit config.json in a local copy of the model"
 _CORS = "{cors_origins} allows an origin; methods and headers are not restricted"
 _SPECULATIVE = "use {speculative_config}"
@@ -34,9 +35,11 @@ VLLM_ANSWERS = {
     "rope_theta": _CONFIG_FILE,
     "generation_config": "generation_config.json is not read: send sampling parameters with each request",
     "override_generation_config": "send sampling parameters with each request",
-    "task": "every supported model generates text; leave it out",
-    "runner": "every supported model generates text; leave it out",
-    "convert": "every supported model generates text; leave it out",
+    "task": _TASKS,
+    "runner": _TASKS,
+    "convert": _TASKS,
+    "pooler_config": "use {pooling_type}; normalize is a field of each request",
+    "override_pooler_config": "use {pooling_type}; normalize is a field of each request",
     "logits_processors": "use logit_bias, allowed_token_ids or structured outputs in the request",
     "logits_processor_pattern": "use logit_bias, allowed_token_ids or structured outputs in the request",
     "limit_mm_per_prompt": _NO_MEDIA,

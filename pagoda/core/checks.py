@@ -107,5 +107,5 @@ def check_config(
         )
     if num_blocks < 1:
         raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")
-    if not any(group.kind is not KVGroupKind.CROSS for group in kv_groups):
-        raise ConfigError("a model needs at least one full or window KV group")
+    if kv_groups and all(group.kind is KVGroupKind.CROSS for group in kv_groups):
+        raise ConfigError("a model with KV needs at least one full or window KV group")

@@ -19,7 +19,7 @@ from pagoda.engine.async_text import AsyncText
 from pagoda.engine.clients.core_client import EngineCoreClient
 from pagoda.engine.inputs.adapters import AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.inputs.params_preparer import PreparedParams
+from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.outputs.logprob_entries import PromptLogprobs
 from pagoda.engine.outputs.mailbox import Mailbox
@@ -101,7 +101,7 @@ class AsyncEngine:
     async def prepare(
         self,
         prompt: Prompt,
-        params: SamplingParams | PreparedParams,
+        params: Params | PreparedParams,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -118,7 +118,8 @@ class AsyncEngine:
         """
         arrival_time_s = self._clock.now()
         self.input_processor.check_before_tokenising(prompt, params)
-        token_ids = await self.text.token_ids_of(prompt, add_special_tokens, key)
+        keep = self.input_processor.num_kept(params)
+        token_ids = await self.text.token_ids_of(prompt, add_special_tokens, key, keep)
         if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
             params = await self.text.prepare_params(params, key)
         request_id = request_id if request_id is not None else uuid.uuid4().hex

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.fair_threads import FairThreads
 from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.inputs.params_preparer import PreparedParams
+from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, text_of
+from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.templates.job import InProcessRenderer
 from pagoda.engine.templates.pool import TemplatePool
@@ -47,8 +49,10 @@ class AsyncText:
         self._inputs.close()
         self._compilers.shutdown()
 
-    async def prepare_params(self, params: SamplingParams, key: str = "") -> PreparedParams:
+    async def prepare_params(self, params: Params, key: str = "") -> PreparedParams:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
+        if not isinstance(params, SamplingParams):
+            return self._inputs.params.prepare(params)
         num_chars = sum(map(len, params.bad_words))
         self._inputs.limits.of_request.check_lists(params)
 
@@ -63,15 +67,33 @@ class AsyncText:
             return await self._threads.run(key, num_chars, prepare)
         return self._inputs.params.prepare(params)
 
-    async def token_ids_of(self, prompt: Prompt, add_special_tokens: bool = True, key: str = "") -> Any:
-        """Return the prompt's token ids (a sequence or array), not yet validated. Raises RequestError."""
+    async def token_ids_of(
+        self, prompt: Prompt, add_special_tokens: bool = True, key: str = "", keep: int | None = None
+    ) -> Any:
+        """Return the prompt's token ids (a sequence or array), not yet validated. Raises RequestError.
+
+        keep: see PromptEncoder.token_ids_of.
+        """
         text = text_of(prompt)
         token_ids_of = self._inputs.prompts.token_ids_of
         if text is not None and self._is_long(text):
             return await self._threads.run(
-                key, len(text), lambda cancellation: token_ids_of(prompt, add_special_tokens, cancellation)
+                key, len(text), lambda cancellation: token_ids_of(prompt, add_special_tokens, cancellation, keep)
             )
-        return token_ids_of(prompt, add_special_tokens)
+        return token_ids_of(prompt, add_special_tokens, keep=keep)
+
+    async def plan_scores(
+        self, first: Sequence[str], second: Sequence[str], params: PoolingParams, names: tuple[str, str], key: str = ""
+    ) -> Scoring:
+        """Return which prompts give the scores of pairs of texts; see Scoring. Raises RequestError."""
+        num_chars = sum(map(len, first)) + sum(map(len, second))
+
+        def plan(cancellation: Cancellation | None = None) -> Scoring:
+            return Scoring(first, second, params, self._inputs, names, cancellation)
+
+        if num_chars < self._inputs.tokenizer.inline_chars:
+            return plan()
+        return await self._threads.run(key, num_chars, plan)
 
     async def render_chat(
         self,

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
-from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor
 
@@ -24,7 +24,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         kind: OutputKind = OutputKind.FINAL_ONLY,
         *,
         priority: int = 0,

@@ -16,8 +16,8 @@ from types import FrameType
 
 from pagoda.base.errors import PagodaError, UsageError, WorkerDied
 from pagoda.base.outputs import RequestOutput
-from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef
+from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
@@ -91,13 +91,13 @@ class SharedEngine:
         call: Call,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         kind: OutputKind,
         priority: int = 0,
         lora: LoraRef | None = None,
     ) -> None:
         """Queue a request whose outputs go to `call`. If it raises RequestError or CapacityError, nothing is queued."""
-        prompt = self._tokenized(prompt)
+        prompt = self._tokenized(prompt, params)
         with self._commanding():
             self._owners[request_id] = call
             call.live.add(request_id)
@@ -175,13 +175,12 @@ class SharedEngine:
     def _is_usable(self) -> bool:
         return not self._closed and self._failure is None and os.getpid() == self._pid
 
-    def _tokenized(self, prompt: Prompt) -> Prompt:
+    def _tokenized(self, prompt: Prompt, params: Params) -> Prompt:
         """Tokenise a text before locking the engine if other calls are running, so that their steps continue."""
         if isinstance(prompt, str) and len(self._inside) > 1:
-            return {
-                "prompt": prompt,
-                "prompt_token_ids": list(self.engine.input_processor.prompts.token_ids_of(prompt)),
-            }
+            inputs = self.engine.input_processor
+            token_ids = inputs.prompts.token_ids_of(prompt, keep=inputs.num_kept(params))
+            return {"prompt": prompt, "prompt_token_ids": list(token_ids)}
         return prompt
 
     @contextlib.contextmanager

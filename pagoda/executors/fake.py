@@ -46,12 +46,15 @@ def _tokens(digests: np.ndarray, seeds: np.ndarray, vocab_size: int) -> np.ndarr
     return ((mixed >> np.uint64(33)) % np.uint64(vocab_size)).astype(np.int32)
 
 
+FAKE_EMBEDDING_SIZE = 8
+
+
 class FakeExecutor:
     """Returns tokens that depend only on the row's tokens, seed and adapter, not on the batch or schedule.
 
     `fake_token` is the token of a row without an adapter; the digest of an adapter changes the seed.
 
-    It keeps a DeviceTable, like a worker. Does not support logprobs and pooling.
+    It keeps a DeviceTable, like a worker. Does not support logprobs. A pooled prompt gets a random vector.
     step_s: duration of a step, which sleeps.   speculator: proposes drafts after each step.
     grammars: a token that a grammar forbids is replaced by one that it allows.
     """
@@ -105,10 +108,10 @@ class FakeExecutor:
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         speculator = self._speculator
         if speculator is None:
-            return self._compute(output)
+            return self._with_pooled(self._compute(output), output)
         speculator.begin_step()
         speculator.apply(output, self._table)
-        result = self._compute(output)
+        result = self._with_pooled(self._compute(output), output)
         if output.is_empty:
             return result
         drafts = speculator.finish_step(output, self._table, result.num_sampled, {})
@@ -144,6 +147,20 @@ class FakeExecutor:
         """Return the next token of each row, int32 [num_rows]."""
         seeds = self._table.seeds[rows] ^ self._adapter_seeds[rows]
         return _tokens(self._digests[rows], seeds, self._vocab_size)
+
+    def _with_pooled(self, result: ModelRunnerOutput, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Add vectors of unit length that depend on the tokens of the prompts that end in this step."""
+        table, ends = self._table, output.start + output.num_new
+        if not table.wants_states[output.rows].any():
+            return result
+        pooled: dict[int, np.ndarray] = {}
+        for row, end in zip(output.rows.tolist(), ends.tolist(), strict=True):
+            params = table.pooling[row]
+            if params is not None and end == table.num_prompt[row]:
+                size = params.dimensions or FAKE_EMBEDDING_SIZE
+                vector = np.random.default_rng(int(self._digests[row])).standard_normal(size)
+                pooled[row] = (vector / np.sqrt(np.dot(vector, vector))).astype(np.float32)
+        return replace(result, pooled=pooled)
 
     def _constrain(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
         """Replace tokens that a grammar forbids, in place. Return the rows whose grammar has failed, and why."""

@@ -91,3 +91,42 @@ class Attention(Module):
             q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
         attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap)
         return self.o_proj(ops, attended), residual
+
+
+class TwoSidedAttention(Attention):
+    """The same without KV: every token attends to all tokens of its prompt, or to those less than `window` away."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Heads,
+        rotary: Rotary,
+        window: int = 0,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, heads, rotary, window, scale, softcap, qkv_bias, out_bias)
+        self.kv = None
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        heads = self.heads
+        q, k, v = ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
+        if self.q_norm is not None:
+            q = self.q_norm(ops, q)
+        if self.k_norm is not None:
+            k = self.k_norm(ops, k)
+        q, k = ops.rotary(q, k, batch.positions, self.rotary.cos, self.rotary.sin)
+        attended = ops.bidirectional_attention(q, k, v, batch.metadata[0], self.scale, self.window, self.softcap)
+        if last:
+            attended, residual = (ops.select_rows(rows, batch.tail.index) for rows in (attended, residual))
+        return self.o_proj(ops, attended), residual

@@ -115,12 +115,16 @@ class ServerMetrics:
             self._params_n.observe(request.sampling.n)
             self._params_max_tokens.observe(request.sampling.max_tokens or 0)
         self._e2e.observe(now_s - request.arrival_time_s)
-        if times is None or times.first_token_time is None:
+        if times is None:
             return
-        self._decode.observe(now_s - times.first_token_time)
-        if times.first_scheduled_time is not None:
+        first_s = times.first_token_time
+        if first_s is not None:
+            self._decode.observe(now_s - first_s)
+        elif request.pooling is not None:
+            first_s = times.finished_time  # its prompt is all that is computed
+        if first_s is not None and times.first_scheduled_time is not None:
             self._queue.observe(times.first_scheduled_time - times.arrival_time)
-            self._prefill.observe(times.first_token_time - times.first_scheduled_time)
+            self._prefill.observe(first_s - times.first_scheduled_time)
             self._inference.observe(now_s - times.first_scheduled_time)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -152,6 +156,8 @@ class RequestObserver:
             if part.finish_reason is not None and part.index in self._open:
                 self._open.discard(part.index)
                 metrics.on_finish(part.finish_reason)
+        if delta.pooled is not None:
+            metrics.on_prompt(self._request.num_prompt_tokens, delta.num_cached_tokens or 0)
         if count:
             if not self.num_output_tokens:
                 metrics.on_first_token(now_s - self._request.arrival_time_s)

@@ -9,7 +9,7 @@ from typing_extensions import TypeVar
 from pagoda.base.model_spec import ModelSpec
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.naming import HF, Naming, gguf_naming
+from pagoda.models.naming import BARE, HF, Naming, gguf_naming
 
 
 class TreeConfig(Protocol):
@@ -42,7 +42,7 @@ class Architecture(Generic[ConfigT]):
     hf_names: tuple[str, ...]
     model: Callable[[ConfigT], Model]
     read: Callable[[ConfigReader], ConfigT]
-    hf: tuple[Naming, ...] = (HF,)
+    hf: tuple[Naming, ...] = (HF, BARE)
     gguf_name: str | None = None
     experts: bool = False
     gguf: Naming = field(default_factory=gguf_naming)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pagoda.base.model_spec import ModelSpec
-from pagoda.base.pooling import PoolingPlan
+from pagoda.base.pooling import ModelTasks, PoolingPlan
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.layers.module import Module
 from pagoda.ops.batch import ForwardBatch, KVLayer
@@ -43,6 +43,12 @@ class Model(Module):
     def compute_logits(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result [S, hidden] -> float32 [S, vocab]."""
         raise NotImplementedError
+
+    @property
+    def tasks(self) -> ModelTasks:
+        """What the model can be asked for."""
+        size = self.dense[-1].size if self.dense else self.spec.hidden_size
+        return ModelTasks(self.pooling, self.generates, self.is_causal, size)
 
     def embed(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
         """Pooled hidden states [S, hidden] -> embeddings [S, size], not yet normalised, in the same dtype."""

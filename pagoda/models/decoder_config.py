@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.activation import Activation
 from pagoda.layers.attention import Heads
 from pagoda.layers.moe import ExpertsConfig
@@ -26,6 +27,8 @@ class DecoderConfig:
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
     attention_scale: multiplies scores.   softcaps: 0 is off.   unit_offset_norms: norms multiply by 1 + weight.
     experts: of the layers with experts.   dense_layers: indices of the layers with an MLP instead.
+    head: how a classification head pools, and its labels.
+    bidirectional: tokens attend to later ones, too; the model generates nothing.
     """
 
     spec: ModelSpec
@@ -43,6 +46,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     experts: ExpertsConfig = _NO_EXPERTS
     dense_layers: frozenset[int] = frozenset()
+    head: PoolingPlan | None = None
+    bidirectional: bool = False
 
     @property
     def heads(self) -> Heads:

@@ -1,5 +1,7 @@
 """Gemma 3, text: five layers with a window to one with full attention, q and k normed, four norms a layer.
 
+EmbeddingGemma is one whose tokens attend to both sides.
+
 Multimodal checkpoints (`text_config`) are served as text models; their vision tower is not loaded.
 """
 
@@ -20,7 +22,7 @@ from pagoda.models.decoder_config import (
     windows_by_layer_types,
 )
 from pagoda.models.llama import Llama, LlamaLayer, attention_of
-from pagoda.models.naming import HF, Naming, gguf_naming
+from pagoda.models.naming import BARE, HF, Naming, gguf_naming
 from pagoda.models.read_rope import read_rope_parameters
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
@@ -88,8 +90,10 @@ def read(config: ConfigReader) -> DecoderConfig:
         config = ConfigReader({**inherited, **text.values}, text.origin)
     set_values = {key: value for key, value in config.values.items() if value is not None}
     config = ConfigReader({**_DEFAULTS, **set_values}, config.origin)
-    config.refuse("use_bidirectional_attention")
-    spec = read_spec(config, "gemma3", config.integer("max_position_embeddings"), _layer_windows(config), True)
+    bidirectional = config.flag("use_bidirectional_attention", False)
+    spec = read_spec(
+        config, "gemma3", config.integer("max_position_embeddings"), _layer_windows(config, bidirectional), True
+    )
     attention_bias = config.flag("attention_bias", False)
     return DecoderConfig(
         spec=spec,
@@ -104,14 +108,18 @@ def read(config: ConfigReader) -> DecoderConfig:
         unit_offset_norms=True,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
+        bidirectional=bidirectional,
     )
 
 
-def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
+def _layer_windows(config: ConfigReader, bidirectional: bool) -> tuple[int, ...]:
     pattern = config.integer("_sliding_window_pattern", config.integer("sliding_window_pattern"))
     num_layers = config.num_layers()
     by_pattern = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
-    return windows_by_layer_types(config, config.texts("layer_types") or by_pattern, config.integer("sliding_window"))
+    window = config.integer("sliding_window")
+    if bidirectional:  # the setting counts both sides; less than this many tokens away on either
+        window = window // 2 + 1
+    return windows_by_layer_types(config, config.texts("layer_types") or by_pattern, window)
 
 
 def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_theta: float) -> RopeConfig:
@@ -143,6 +151,7 @@ GEMMA3 = Architecture(
         HF,
         Naming(substitutions=((r"^model\.", "model.language_model."),)),
         Naming(substitutions=((r"^", "language_model."),)),
+        BARE,
     ),
     gguf_name="gemma3",
     gguf=gguf_naming(

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pagoda.layers.attention import Attention
+from pagoda.base.pooling import PoolingKind, PoolingPlan
+from pagoda.layers.attention import Attention, TwoSidedAttention
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import LMHead
@@ -24,7 +25,8 @@ from pagoda.ops.tensor import Tensor
 
 def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention:
     """Return the attention of layer `index`."""
-    return Attention(
+    kind = TwoSidedAttention if config.bidirectional else Attention
+    return kind(
         config.spec.hidden_size,
         config.heads,
         rotary,
@@ -97,6 +99,9 @@ class Llama(Model):
         tied = self.model.embed_tokens if spec.tie_embeddings else None
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, tied, config.logit_softcap)
         self.kv_groups = place_kv(self)
+        if config.bidirectional:
+            self.is_causal = self.generates = False
+            self.pooling = PoolingPlan(PoolingKind.MEAN)
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         return self.model(ops, batch, kv)

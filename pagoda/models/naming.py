@@ -59,6 +59,8 @@ class Naming:
 
 
 HF = Naming()
+BARE = Naming(substitutions=((r"^model\.", ""),))
+"""Of a checkpoint that was saved without its head, as embedding models are."""
 
 _GGUF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _GGUF_LAYER = {

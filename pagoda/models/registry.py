@@ -9,6 +9,7 @@ from pagoda.models.mistral import MISTRAL
 from pagoda.models.mixtral import MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
 from pagoda.models.olmoe import OLMOE
+from pagoda.models.pooled_decoder import pooled_variants
 from pagoda.models.qwen2 import QWEN2
 from pagoda.models.qwen3 import QWEN3
 from pagoda.models.qwen3_moe import QWEN3_MOE
@@ -29,7 +30,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 BY_HF_NAME: Registry[Architecture] = Registry(
-    "model architecture", {name: architecture for architecture in ARCHITECTURES for name in architecture.hf_names}
+    "model architecture",
+    {
+        **{name: variant for decoder in ARCHITECTURES for name, variant in pooled_variants(decoder).items()},
+        **{name: architecture for architecture in ARCHITECTURES for name in architecture.hf_names},
+    },
 )
 BY_GGUF_NAME: Registry[tuple[Architecture, ...]] = Registry(
     "GGUF architecture",

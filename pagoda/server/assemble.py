@@ -35,6 +35,7 @@ async def build_state(
         setup.spec.vocab_size,
         setup.max_model_len,
         encoding_limits=EncodingLimits(config.server.server_timeouts.tokenizer_timeout_s),
+        tasks=setup.tasks,
     )
     facts = await starting
     inputs.limits.fit(facts.max_model_len)

@@ -15,6 +15,8 @@ from pagoda.server.answers import ANSWERS
 from pagoda.server.fields import Body
 from pagoda.server.json_structure import check_structure
 from pagoda.server.messages import ChatMessage
+from pagoda.server.pooling_answers import POOLING_ANSWERS
+from pagoda.server.pooling_bodies import POOLING_BODIES
 from pagoda.server.protocol import REQUEST_BODIES
 
 B = TypeVar("B", bound=Body)
@@ -77,7 +79,7 @@ def described_body(kind: type[Body]) -> dict[str, Any]:
 
 def json_schemas() -> dict[str, Any]:
     """Return the OpenAPI schema components of all request bodies and answers, by name."""
-    kinds = [*REQUEST_BODIES, ChatMessage, *ANSWERS]
+    kinds = [*REQUEST_BODIES, *POOLING_BODIES, ChatMessage, *ANSWERS, *POOLING_ANSWERS]
     return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
 
 

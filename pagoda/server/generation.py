@@ -10,7 +10,8 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,13 +19,18 @@ from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, Request
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.inputs.params_preparer import Params, PreparedParams
+from pagoda.engine.inputs.prompts import Prompt as EnginePrompt
+from pagoda.engine.inputs.prompts import text_of
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.answers import Timings
 from pagoda.server.errors import ApiError
+from pagoda.server.live_ids import LiveIds
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.streams import cancel_on_disconnect
 
@@ -32,6 +38,40 @@ Prompt = str | list[int]
 
 _PROMPTS_PER_TURN = 16
 """Prompts of one HTTP request to prepare or start per turn of the event loop, so that others are not delayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsToPrepare:
+    """The prompts of one HTTP request before they are tokenised.
+
+    params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
+    """
+
+    prompts: Sequence[EnginePrompt]
+    params: Sequence[Params]
+    names: Sequence[str]
+    priority: int
+    cache_salt: str | None
+    lora: LoraRef | None
+    add_special_tokens: bool
+
+    @property
+    def num_chars(self) -> int:
+        """Characters to tokenise."""
+        first = self.params[0]
+        words = first.bad_words if isinstance(first, SamplingParams) else ()
+        return sum(map(len, words)) + sum(len(text_of(prompt) or "") for prompt in self.prompts)
+
+    @property
+    def has_grammar(self) -> bool:
+        first = self.params[0]
+        return isinstance(first, SamplingParams) and first.structured_outputs is not None
+
+
+def _most_tokens(request: Request) -> int:
+    """Return the tokens of a request when it has generated all that it may."""
+    most_output = (request.sampling.max_tokens or 0) * request.num_seqs if request.sampling is not None else 0
+    return request.num_prompt_tokens + most_output
 
 
 class Generation:
@@ -87,7 +127,7 @@ class Generation:
                     now_s = time.perf_counter()
                     is_first = not observed.num_output_tokens
                     self.num_output_tokens += observed.on_delta(delta, now_s)
-                    if is_first and observed.num_output_tokens:
+                    if (is_first and observed.num_output_tokens) or delta.pooled is not None:
                         self.num_cached_tokens += delta.num_cached_tokens or 0
                     self.last[index] = delta
                     if delta.finished and delta.error is not None:
@@ -156,46 +196,6 @@ class Generation:
         return noted
 
 
-class LiveIds:
-    """Ids of running generations, by API key. Different keys may use the same id, and cannot see each other's.
-
-    The engine's ids are per prompt, made of the key's digest, the request's id and the prompt's number.
-    """
-
-    def __init__(self) -> None:
-        self._engine_ids: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._prompts: dict[tuple[str, str], str] = {}
-
-    def __contains__(self, id_of_key: tuple[str, str]) -> bool:
-        return id_of_key in self._engine_ids or id_of_key in self._prompts
-
-    @contextlib.contextmanager
-    def reserve(self, key: str, request_id: str, num_prompts: int) -> Iterator[tuple[str, ...]]:
-        """Reserve an id during the block; yield the engine's id of each prompt. Raises ApiError (400) if in use."""
-        names = [f"{request_id}-{index}" for index in range(num_prompts)] if num_prompts > 1 else []
-        for name in (request_id, *names):
-            if (key, name) in self:
-                raise ApiError(400, f"request id {name!r} is in use", "request_id")
-        prefix = f"{key}/" if key else ""
-        engine_ids = {name: f"{prefix}{name}" for name in names or [request_id]}
-        self._engine_ids[key, request_id] = tuple(engine_ids.values())
-        self._prompts.update({(key, name): engine_ids[name] for name in names})
-        try:
-            yield tuple(engine_ids.values())
-        finally:
-            del self._engine_ids[key, request_id]
-            for name in names:
-                del self._prompts[key, name]
-
-    def find(self, request_ids: Sequence[str] | None, key: str | None) -> list[tuple[str, tuple[str, ...]]]:
-        """Return (id, engine ids) of the running requests or single prompts with these ids. None: all requests."""
-        if request_ids is None:
-            return [(name, ids) for (owner, name), ids in self._engine_ids.items() if key in (None, owner)]
-        wanted = set(request_ids)
-        named = [*self._engine_ids.items(), *((name, (one,)) for name, one in self._prompts.items())]
-        return [(name, ids) for (owner, name), ids in named if name in wanted and key in (None, owner)]
-
-
 class Generator:
     """Starts generations on one AsyncEngine."""
 
@@ -234,56 +234,77 @@ class Generator:
         lora: the adapter to use.   add_special_tokens: add those that the tokenizer puts around a text prompt.
         Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied.
         """
-        if self.llm.died is not None:
-            raise self.llm.died
         self._check_lengths(body, params)
-        self.admission.check_size(len(prompts) * params.n)
         key = http.scope["state"]["key"]
         salt = self._salt(key, body.cache_salt)
+        asked = PromptsToPrepare(prompts, [params] * len(prompts), (), body.priority, salt, lora, add_special_tokens)
+        return await self._begin(http, asked, request_id, len(prompts) * params.n)
+
+    async def begin_pooling(
+        self,
+        http: HttpRequest,
+        prompts: Sequence[EnginePrompt],
+        params: Sequence[PoolingParams],
+        names: Sequence[str],
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoraRef | None = None,
+        add_special_tokens: bool = True,
+    ) -> Generation:
+        """`begin` for prompts to pool.   params, names: of each prompt; names are what errors call them."""
+        salt = self._salt(http.scope["state"]["key"], cache_salt)
+        asked = PromptsToPrepare(prompts, params, names, priority, salt, lora, add_special_tokens)
+        return await self._begin(http, asked, request_id, len(prompts))
+
+    async def _begin(
+        self, http: HttpRequest, asked: "PromptsToPrepare", request_id: str, num_outputs: int
+    ) -> Generation:
+        if self.llm.died is not None:
+            raise self.llm.died
+        self.admission.check_size(num_outputs)
+        key = http.scope["state"]["key"]
         with contextlib.ExitStack() as place:
-            engine_ids = place.enter_context(self._live.reserve(key, request_id, len(prompts)))
-            preparing = self._prepare(prompts, params, engine_ids, body.priority, salt, lora, add_special_tokens, key)
-            texts = [*params.bad_words, *(prompt for prompt in prompts if isinstance(prompt, str))]
+            engine_ids = place.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
+            preparing = self._prepare(asked, engine_ids, key)
             # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
             inline_chars = self.llm.input_processor.tokenizer.inline_chars
-            is_long = sum(map(len, texts)) >= inline_chars or params.structured_outputs is not None
+            is_long = asked.num_chars >= inline_chars or asked.has_grammar
             requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
-            asked = sum(r.num_prompt_tokens + (r.sampling.max_tokens or 0) * r.num_seqs for r in requests if r.sampling)
             try:
-                place.enter_context(self.admission.admit(len(prompts) * params.n, asked, key))
+                place.enter_context(self.admission.admit(num_outputs, sum(map(_most_tokens, requests)), key))
             except Refusal as refusal:
                 self.metrics.on_refusal(refusal.reason)
                 raise
             return Generation(self, http, request_id, requests, place.pop_all())
 
-    async def _prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        engine_ids: Sequence[str],
-        priority: int,
-        salt: str | None,
-        lora: LoraRef | None,
-        add_special_tokens: bool,
-        key: str,
-    ) -> list[Request]:
-        prepared = await self.llm.text.prepare_params(params, key)
+    async def _prepare(self, asked: "PromptsToPrepare", engine_ids: Sequence[str], key: str) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
+        prepared: dict[int, PreparedParams] = {}  # by identity: most prompts share their parameters
         num_prompt_tokens = 0
-        for prompt, engine_id in zip(prompts, engine_ids, strict=True):
-            request = await self.llm.prepare(
-                prompt,
-                prepared,
-                request_id=engine_id,
-                priority=priority,
-                cache_salt=salt,
-                lora=lora,
-                add_special_tokens=add_special_tokens,
-                key=key,
-            )
+        for index, (prompt, params, engine_id) in enumerate(zip(asked.prompts, asked.params, engine_ids, strict=True)):
+            if id(params) not in prepared:
+                prepared[id(params)] = await self.llm.text.prepare_params(params, key)
+            try:
+                request = await self.llm.prepare(
+                    prompt,
+                    prepared[id(params)],
+                    request_id=engine_id,
+                    priority=asked.priority,
+                    cache_salt=asked.cache_salt,
+                    lora=asked.lora,
+                    add_special_tokens=asked.add_special_tokens,
+                    key=key,
+                )
+            except RequestError as error:
+                if error.param != "prompt" or not asked.names:
+                    raise
+                name = asked.names[index]
+                raise RequestError(f"{name}: {str(error).removeprefix('prompt: ')}", name) from None
             requests.append(request)
-            if params.prompt_logprobs is not None:
+            if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
                 num_prompt_tokens += request.num_prompt_tokens
                 num_entries = params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
                 limits.check("answer_prompt_logprobs", num_entries, "prompt_logprobs")

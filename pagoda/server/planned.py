@@ -23,11 +23,6 @@ class PlannedRoute:
 
 
 PLANNED = (
-    PlannedRoute("embeddings", ("/v1/embeddings",)),
-    PlannedRoute("scoring", ("/v1/score", "/score")),
-    PlannedRoute("reranking", ("/v1/rerank", "/v2/rerank", "/rerank")),
-    PlannedRoute("pooling", ("/pooling",)),
-    PlannedRoute("classification", ("/classify",)),
     PlannedRoute("the responses API", ("/v1/responses",)),
     PlannedRoute("the messages API", ("/v1/messages",)),
     PlannedRoute("files", ("/v1/files",)),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 
 from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
 from pagoda.core.request import LoraRef
 from pagoda.engine.clients.process_client import ProcessClient
@@ -43,6 +44,11 @@ class ServerState:
     engine: ProcessClient | None = None
     drain: Drain = field(default_factory=Drain)
     started_at: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tasks(self) -> ModelTasks:
+        """What the model can be asked for."""
+        return self.generator.llm.input_processor.limits.tasks
 
     def adapter_of(self, name: str | None) -> LoraRef | None:
         """Return the adapter that requests for this model use, or None for the model itself.

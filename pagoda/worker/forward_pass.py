@@ -7,6 +7,7 @@ from typing import Protocol, cast
 import torch
 
 from pagoda.base.model_spec import ModelSpec
+from pagoda.base.pooling import PoolingPlan
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.kernels.native_ops import NativeOps
@@ -33,6 +34,14 @@ class ForwardPass(Protocol):
     def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
 
     @property
+    def pooling(self) -> PoolingPlan: ...
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model has logits."""
+        ...
+
+    @property
     def num_token_types(self) -> int:
         """See Model."""
         ...
@@ -50,6 +59,17 @@ class ForwardPass(Protocol):
 
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Return rows of `forward`'s result: index int64 [S] -> [S, hidden]."""
+        ...
+
+    def embed(self, pooled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return embeddings of pooled states, not yet normalised: float32 [S, hidden] -> [S, size].
+
+        dtype: in which the model computes.
+        """
+        ...
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the classification head: [S, hidden] in the model's dtype -> float32 [S, labels]."""
         ...
 
 
@@ -71,6 +91,14 @@ class EagerForward:
         return self.model.kv_groups
 
     @property
+    def pooling(self) -> PoolingPlan:
+        return self.model.pooling
+
+    @property
+    def generates(self) -> bool:
+        return self.model.generates
+
+    @property
     def num_token_types(self) -> int:
         return self.model.num_token_types
 
@@ -88,6 +116,14 @@ class EagerForward:
 
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.select_rows(hidden, index))
+
+    def embed(self, pooled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not self.model.dense:
+            return pooled
+        return cast(torch.Tensor, self.model.embed(self.ops, pooled.to(dtype)))
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.model.classify(self.ops, pooled))
 
 
 class ReplayedForward(EagerForward):

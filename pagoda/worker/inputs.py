@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from pagoda.base.pooling import PoolingKind
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.pooler import PooledChunk
 
 _ALIGN = 16  # bytes: alignment of each tensor in the bulk copy
 
@@ -19,14 +21,14 @@ _ALIGN = 16  # bytes: alignment of each tensor in the bulk copy
 class StepInputs:
     """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
 
-    batch: the model's input; its logits_index has the draws' positions, then those of `prompt_rows`, then the last
-        position of each of `pooled_rows`, all as indices into the batch's tail.
+    batch: the model's input; its logits_index has the draws' positions, then those of `prompt_rows`, then those of
+        `pooled`, all as indices into the batch's tail.
     draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
     draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
     num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
     takes_all_logits: logits_index is every token of the tail in order.
     prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
-    pooled_rows: rows to pool, whose prompt ends in this step.
+    pooled: chunks of the prompts to pool.
     logits_adapters: int32, the adapter's slot for each of logits_index; None if no row of the step has an adapter.
     """
 
@@ -38,7 +40,7 @@ class StepInputs:
     num_draws: np.ndarray
     takes_all_logits: bool
     prompt_rows: tuple[tuple[int, int, int], ...]
-    pooled_rows: tuple[int, ...]
+    pooled: tuple[PooledChunk, ...]
     logits_adapters: torch.Tensor | None = None
 
 
@@ -47,11 +49,13 @@ def build_inputs(
     output: SchedulerOutput,
     device: torch.device,
     adapters: np.ndarray | None = None,
+    pooling: PoolingKind = PoolingKind.LAST,
     num_token_types: int = 0,
 ) -> StepInputs:
     """Gather the step's inputs. `output` must not be empty and must have been applied to `table`.
 
     adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
+    pooling: which hidden states pooled rows need.
     num_token_types: of a model that takes token types, else 0.
     """
     rows = output.rows
@@ -77,7 +81,7 @@ def build_inputs(
     if not tables:  # a model without KV still needs to know where rows begin
         tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
     draws = _draws(output, query_start, seq_lens)
-    extra, prompt_rows, pooled_rows = _extra_logits(table, output, query_start)
+    extra, prompt_rows, pooled = _extra_logits(table, output, query_start, pooling)
     logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
 
     everything = _Queries(query_start, seq_lens, tables)
@@ -115,7 +119,7 @@ def build_inputs(
         num_draws=draws.num,
         takes_all_logits=all_in_order,
         prompt_rows=prompt_rows,
-        pooled_rows=pooled_rows,
+        pooled=pooled,
         logits_adapters=logits_adapters,
     )
 
@@ -201,14 +205,14 @@ def _draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarra
 
 
 def _extra_logits(
-    table: DeviceTable, output: SchedulerOutput, query_start: np.ndarray
-) -> tuple[np.ndarray, tuple[tuple[int, int, int], ...], tuple[int, ...]]:
-    """Return the positions needed in addition to the draws': of prompt logprobs, then the last of pooled prompts."""
+    table: DeviceTable, output: SchedulerOutput, query_start: np.ndarray, pooling: PoolingKind
+) -> tuple[np.ndarray, tuple[tuple[int, int, int], ...], tuple[PooledChunk, ...]]:
+    """Return the positions needed in addition to the draws': of prompt logprobs, then of pooled prompts."""
     rows = output.rows
     prompt_rows: list[tuple[int, int, int]] = []
-    pooled_rows: list[int] = []
+    pooled: list[PooledChunk] = []
     index: list[np.ndarray] = []
-    wanted = np.flatnonzero(table.wants_states[rows])
+    wanted = np.flatnonzero(table.wants_states[rows]).tolist()
     for i in wanted:
         row, first = int(rows[i]), int(output.start[i])
         count = min(first + int(output.num_new[i]), int(table.num_prompt[row]) - 1) - first
@@ -216,13 +220,17 @@ def _extra_logits(
             prompt_rows.append((row, first, count))
             index.append(np.arange(query_start[i], query_start[i] + count, dtype=np.int64))
     for i in wanted:
-        row = int(rows[i])
-        ends_here = output.start[i] + output.num_new[i] == table.num_prompt[row]
-        if table.pooling[row] is not None and ends_here:
-            pooled_rows.append(row)
-            index.append(np.array([query_start[i + 1] - 1], np.int64))
+        row, start = int(rows[i]), int(output.start[i])
+        params = table.pooling[row]
+        if params is None:
+            continue
+        chunk = PooledChunk.of(pooling, params, row, start, int(output.num_new[i]), int(table.num_prompt[row]))
+        if chunk.count or chunk.ends:
+            pooled.append(chunk)
+            begin = int(query_start[i]) + chunk.first - start
+            index.append(np.arange(begin, begin + chunk.count, dtype=np.int64))
     positions = np.concatenate(index) if index else np.empty(0, np.int64)
-    return positions, tuple(prompt_rows), tuple(pooled_rows)
+    return positions, tuple(prompt_rows), tuple(pooled)
 
 
 def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import WorkerDied
+from pagoda.base.pooling import PoolingPlan
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
@@ -16,6 +17,7 @@ from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
 from pagoda.worker.inputs import StepInputs, build_inputs
+from pagoda.worker.pooler import Pooler
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.step_times import StepTimes
@@ -41,10 +43,12 @@ class ModelRunner:
         speculator: Speculator | None = None,
         grammars: GrammarRows | None = None,
         adapters: Adapters | None = None,
+        pooling: PoolingPlan | None = None,
     ) -> None:
         """speculator: proposes drafts after each step; None if nothing drafts.
 
         grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
+        pooling: in place of the model's own.
         """
         self._forward = forward
         self._table = table
@@ -54,6 +58,7 @@ class ModelRunner:
         self._speculator = speculator
         self._grammars = grammars
         self._adapters = adapters
+        self._pooler = Pooler(forward, pooling)
         self.times = StepTimes()
 
     @torch.inference_mode()
@@ -67,7 +72,9 @@ class ModelRunner:
         one = np.ones(1, np.int32)
         output = SchedulerOutput(0, nothing_yet, nothing_yet, one, nothing_yet, nothing_yet, 1)
         inputs = build_inputs(self._table, output, self._device, num_token_types=self._forward.num_token_types)
-        self._forward.compute_logits(self._forward.forward(inputs.batch, self._cache.layers))
+        hidden = self._forward.forward(inputs.batch, self._cache.layers)
+        if self._forward.generates:
+            self._forward.compute_logits(hidden)
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -85,7 +92,9 @@ class ModelRunner:
             duration_s = time.perf_counter() - begin_s
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
-        inputs = build_inputs(self._table, output, self._device, slots, self._forward.num_token_types)
+        inputs = build_inputs(
+            self._table, output, self._device, slots, self._pooler.kind, self._forward.num_token_types
+        )
         masks: Future[GrammarMasks] | None = None
         if self._grammars is not None:  # filled while the forward runs
             masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)
@@ -99,7 +108,11 @@ class ModelRunner:
         if self._adapters is not None:
             failed |= self._adapters.failed(output.rows)
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-        pooled = self._pool(inputs, hidden)
+        pooled: dict[int, np.ndarray] = {}
+        if inputs.pooled:
+            first = hidden.shape[0] - sum(chunk.count for chunk in inputs.pooled)
+            pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, hidden[first:])
+            failed |= without_result
         drafts: dict[int, np.ndarray] = {}
         if self._speculator is not None:
             drafts = self._draft(self._speculator, output, num_sampled, failed)
@@ -143,6 +156,7 @@ class ModelRunner:
                 self._grammars.apply(output)
             if self._adapters is not None:
                 self._adapters.apply(output)
+            self._pooler.apply(output)
             self._table.apply(output)
         except Exception as error:
             raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error
@@ -216,19 +230,6 @@ class ModelRunner:
             )
             offset += count
         return found
-
-    def _pool(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, np.ndarray]:
-        """Return the last hidden state of prompts that end in this step, truncated and normalised as requested."""
-        pooled: dict[int, np.ndarray] = {}
-        offset = hidden.shape[0] - len(inputs.pooled_rows)
-        for i, row in enumerate(inputs.pooled_rows):
-            params = self._table.pooling[row]
-            assert params is not None
-            vector = hidden[offset + i].float()[: params.dimensions]
-            if params.normalize:
-                vector = torch.nn.functional.normalize(vector, dim=0)
-            pooled[row] = vector.cpu().numpy()
-        return pooled
 
 
 def accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) -> np.ndarray:

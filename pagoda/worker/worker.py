@@ -9,6 +9,7 @@ import torch
 from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import CapacityError, PagodaError, RequestError, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
+from pagoda.base.pooling import PoolingPlan
 from pagoda.core.grammar import GrammarBackend
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -43,6 +44,7 @@ class WorkerConfig:
     num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
     max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
     grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
+    pooling: in place of the model's own.
     """
 
     files: ModelFiles
@@ -60,6 +62,7 @@ class WorkerConfig:
     pin_threads: bool = False
     drafting: DraftSetup | None = None
     adapters: AdapterLimits | None = None
+    pooling: PoolingPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,9 @@ class Worker:
                 grammars,
                 adapters,
             )
-        self._runner = ModelRunner(forward, table, cache, device.device, Sampler(ops), speculator, grammars, adapters)
+        self._runner = ModelRunner(
+            forward, table, cache, device.device, Sampler(ops), speculator, grammars, adapters, config.pooling
+        )
         self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",

@@ -30,6 +30,11 @@ def next_token(seed: int, tokens: list[int], vocab: int) -> int:
     return zlib.crc32(np.asarray([seed, *tokens], np.int64).tobytes()) % vocab
 
 
+def pooled_vector(tokens: list[int]) -> list[int]:
+    """What the model makes of a whole prompt that is pooled."""
+    return [zlib.crc32(np.asarray(tokens, np.int64).tobytes()) % 65521, len(tokens)]
+
+
 def logprobs_after(tokens: list[int], vocab: int) -> np.ndarray:
     """What the model says of every token after `tokens`: float32 [vocab]. Not normalised; beams do not need it."""
     codes = [zlib.crc32(np.asarray([*tokens, token], np.int64).tobytes()) for token in range(vocab)]
@@ -38,7 +43,10 @@ def logprobs_after(tokens: list[int], vocab: int) -> np.ndarray:
 
 @dataclass
 class Row:
-    """A row as the worker knows it.   num_logprobs: most likely tokens that it returns; 0 for none."""
+    """A row as the worker knows it.   num_logprobs: most likely tokens that it returns; 0 for none.
+
+    is_pooled: it gives a vector when its prompt is computed, and no tokens.
+    """
 
     request_id: str
     seed: int
@@ -51,6 +59,7 @@ class Row:
     cross_written: bool = False
     names: list[Name] = field(default_factory=list)  # of KV at each position
     num_logprobs: int = 0
+    is_pooled: bool = False
 
     def name_at(self, position: int, tokens: list[int]) -> Name:
         """What the KV at `position` is computed from: the prefix before it, and the token or media there."""
@@ -83,6 +92,7 @@ class ExactWorker:
         self.host: dict[int, list[Name | None]] = {}
         self.rows: dict[int, Row] = {}
         self.encoded: set[str] = set()
+        self.pooled_from: dict[str, tuple[int, int]] = {}  # request -> positions whose states it has, begin and end
         self.last_step = 0
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -100,6 +110,8 @@ class ExactWorker:
         self._apply_delta(output)
         for fork in output.forks:
             self._fork(fork.src, fork.dst, fork.seed)
+        for request_id in output.finished_ids:
+            self.pooled_from.pop(request_id, None)
         for item in output.encoder_freed:
             self.encoded.discard(item)
         for run in output.encoder_runs:
@@ -139,6 +151,7 @@ class ExactWorker:
             init.num_prompt_tokens,
         )
         row.cross_written = init.num_computed > 0
+        row.is_pooled = init.pooling is not None
         if init.sampling is not None and init.sampling.beam_search is not None:
             row.num_logprobs = num_beam_candidates(init.sampling, init.eos_token_ids)
         self.rows[init.row] = row
@@ -282,7 +295,24 @@ class ExactWorker:
             counts[place] = len(said)
             row.tokens = row.tokens + said
         columns = self._logprobs(output, counts)
-        return ModelRunnerOutput(output.step, sampled, counts, logprobs=columns, duration_s=0.01)
+        pooled = self._pool(output)
+        return ModelRunnerOutput(output.step, sampled, counts, logprobs=columns, pooled=pooled, duration_s=0.01)
+
+    def _pool(self, output: SchedulerOutput) -> dict[int, np.ndarray]:
+        """Return the vectors of prompts that end, and after them from which position on their states were computed."""
+        found: dict[int, np.ndarray] = {}
+        for number, start, new in zip(
+            output.rows.tolist(), output.start.tolist(), output.num_new.tolist(), strict=True
+        ):
+            row = self.rows[number]
+            if not row.is_pooled:
+                continue
+            begin, end = self.pooled_from.get(row.request_id, (start, start))
+            begin = begin if end == start else start
+            self.pooled_from[row.request_id] = (begin, start + new)
+            if start + new == row.num_prompt:
+                found[number] = np.array([*pooled_vector(row.tokens), begin], np.float32)
+        return found
 
     def _logprobs(self, output: SchedulerOutput, counts: np.ndarray) -> LogprobColumns | None:
         """Of beams; they have no drafts. Other rows get zeros."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem
@@ -133,6 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         skip=st.sampled_from([False, False, True]),
         penalty=st.sampled_from([0.0, 1.0, 1.0, -1.0]),
         early=st.sampled_from([False, True, "never"]),
+        is_pooled=st.sampled_from([False, False, False, True]),
         places=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 2)), max_size=2),
     )
     def arrive(
@@ -150,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         skip: bool,
         penalty: float,
         early: bool | Literal["never"],
+        is_pooled: bool,
         places: list[tuple[int, int, int]],
     ) -> None:
         setting = self.traffic.setting
@@ -176,7 +179,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = make_request(
             self.count,
             prompt,
-            sampling,
+            None if is_pooled else sampling,
+            pooling=PoolingParams() if is_pooled else None,
             priority=priority,
             lora=lora,
             cache_salt=salt,

@@ -13,7 +13,7 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
-from tests.core.exact_worker import ExactWorker, logprobs_after, next_token
+from tests.core.exact_worker import ExactWorker, logprobs_after, next_token, pooled_vector
 from tests.core.plain_beam_search import plain_beam_search
 from tests.twin import TwinScheduler
 
@@ -55,7 +55,8 @@ class Received:
 def truth_of(request: Request, sequence: int, max_model_len: int) -> list[int]:
     """The output of one sequence, as if it were alone in the world."""
     sampling = request.sampling
-    assert sampling is not None
+    if sampling is None:
+        return []
     tokens = [int(token) for token in request.prompt_token_ids]
     output: list[int] = []
     limit = min(sampling.max_tokens or max_model_len, max_model_len - len(tokens))
@@ -272,6 +273,7 @@ class Traffic:
             del tokens[:count]
             assert received.tokens == received.truth[: len(received.tokens)], f"{key} has other tokens in this schedule"
         assert not tokens
+        self._receive_pooled(outputs)
         for key, finish in ends.items():
             received = self.received[key]
             assert received.finish is None, f"{key} ended twice"
@@ -280,6 +282,21 @@ class Traffic:
                 assert received.tokens == received.truth, f"{key} ended early: {finish}"
         for key in ends:
             self._check_request_done(key[0])
+
+    def _receive_pooled(self, outputs: EngineCoreOutputs) -> None:
+        """A request to pool ends with its vector, and with nothing else unless it has an error."""
+        for handle, vector in outputs.pooled.items():
+            request = self.requests[self.id_of[handle]]
+            *values, begin = vector.tolist()
+            assert request.pooling is not None
+            assert request.request_id not in self.aborted
+            assert values == pooled_vector(request.prompt_token_ids.tolist())
+            assert begin == 0 or request.reads_prefix_cache, "some states were not computed in one go"
+            assert outputs.num_cached_tokens[handle] == 0 or request.reads_prefix_cache
+        for finish in outputs.finishes:
+            if self.requests[self.id_of[finish.handle]].pooling is not None and finish.message is None:
+                has_vector = finish.handle in outputs.pooled
+                assert has_vector == (finish.status is RequestStatus.FINISHED_STOPPED), finish
 
     def _check_request_done(self, request_id: str) -> None:
         sequences = [received for (owner, _), received in self.received.items() if owner == request_id]

@@ -9,6 +9,7 @@ import numpy as np
 
 from pagoda.base.clock import SystemClock
 from pagoda.base.config import CacheConfig
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
 from pagoda.core.kv_specs import KVGroupSpec
@@ -27,11 +28,13 @@ class Answers:
     """tokens: (request id, sequence) -> emitted tokens.   finishes: the same key -> Finish.
 
     logprobs: the same key -> the log-probabilities of those tokens, where the step has any.
+    pooled: request id -> vector.
     """
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finishes: dict[tuple[str, int], Finish] = field(default_factory=dict)
     logprobs: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    pooled: dict[str, np.ndarray] = field(default_factory=dict)
     num_steps: int = 0
 
     def take(self, outputs: EngineCoreOutputs, ids: Sequence[str]) -> None:
@@ -43,6 +46,7 @@ class Answers:
             if outputs.logprobs is not None:
                 self.logprobs.setdefault(key, []).extend(outputs.logprobs.logprobs[at : at + count, 0].tolist())
             at += count
+        self.pooled |= {ids[handle]: vector for handle, vector in outputs.pooled.items()}
         for finish in outputs.finishes:
             key = (ids[finish.handle], finish.sequence)
             assert key not in self.finishes, f"{key} ends twice"
@@ -50,12 +54,17 @@ class Answers:
 
 
 def request(
-    number: int, prompt: Sequence[int], sampling: SamplingParams, seed: int = 0, eos: tuple[int, ...] = ()
+    number: int,
+    prompt: Sequence[int],
+    params: SamplingParams | PoolingParams,
+    seed: int = 0,
+    eos: tuple[int, ...] = (),
 ) -> Request:
     return Request(
         f"r{number}",
         np.array(prompt, np.int32),
-        sampling,
+        params if isinstance(params, SamplingParams) else None,
+        params if isinstance(params, PoolingParams) else None,
         handle=number,
         seed=seed,
         eos_token_ids=eos,

@@ -12,6 +12,7 @@ import torch
 
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef
@@ -32,12 +33,24 @@ FIRST_FILLER_SEED = 1_000_000
 
 @dataclass(frozen=True)
 class Watched:
-    """A request whose every bit is compared. Branch b of it draws with seed + b, and by that seed it is known."""
+    """A request whose every bit is compared. Branch b of it draws with seed + b, and by that seed it is known.
+
+    skips_prefix: its prompt is not looked up in the prefix cache.
+    """
 
     prompt: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int
     adapter: LoraRef | None = None
+    skips_prefix: bool = False
+
+    @property
+    def num_seqs(self) -> int:
+        return self.params.n if isinstance(self.params, SamplingParams) else 1
+
+    @property
+    def is_search(self) -> bool:
+        return isinstance(self.params, SamplingParams) and self.params.beam_search is not None
 
 
 @dataclass
@@ -46,16 +59,19 @@ class Trace:
 
     logits: (seed, position of the token that was drawn) -> digest of the logits' bits.   tokens: seed -> emitted.
     prompt_logprobs: seed -> the bytes of the prompt's columns: token ids, logprobs, ranks.
+    pooled: seed -> the bytes of the vector of a prompt that is pooled.
     """
 
     logits: dict[tuple[int, int], bytes] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    pooled: dict[int, bytes] = field(default_factory=dict)
 
     def clear(self) -> None:
         self.logits.clear()
         self.tokens.clear()
         self.prompt_logprobs.clear()
+        self.pooled.clear()
 
 
 class TappedSampler:
@@ -151,7 +167,8 @@ def play(core: EngineCore, trace: Trace, script: Script) -> None:
         while order and (script.arrivals[order[0]] <= step or not core.has_unfinished_requests()):
             number = order.pop(0)
             each = script.requests[number]
-            core.add_request(replace(request(number, each.prompt, each.params, each.seed), lora=each.adapter))
+            added = request(number, each.prompt, each.params, each.seed)
+            core.add_request(replace(added, lora=each.adapter, skip_prefix_read=each.skips_prefix))
         if step in leaves:
             core.abort([leaves[step]])
         if step in script.resets:
@@ -173,6 +190,9 @@ def _take(core: EngineCore, trace: Trace, script: Script) -> None:
             before = trace.prompt_logprobs.get(seed, (b"", b"", b""))
             columns = (told.token_ids.tobytes(), told.logprobs.tobytes(), told.ranks.tobytes())
             trace.prompt_logprobs[seed] = tuple(old + new for old, new in zip(before, columns, strict=True))
+        for handle, vector in outputs.pooled.items():
+            assert script.requests[handle].seed not in trace.pooled, "pooled twice"
+            trace.pooled[script.requests[handle].seed] = vector.tobytes()
         for finish in outputs.finishes:
             assert finish.message is None, finish.message
 
@@ -182,7 +202,7 @@ def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping
 
     The beams of a search need each other: they are one request.
     """
-    num_beams = max((each.params.n for each in watched if each.params.beam_search is not None), default=1)
+    num_beams = max((each.num_seqs for each in watched if each.is_search), default=1)
     alone_options = {
         "threads": 1,
         "max_num_seqs": num_beams,
@@ -191,10 +211,10 @@ def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping
     }
     core, trace = make_engine(model, Counter(), {**options, **alone_options})
     for each in watched:
-        if each.params.beam_search is not None:
+        if each.is_search or isinstance(each.params, PoolingParams):
             play(core, trace, Script([each], [0], {}, set()))
             continue
-        for sequence in range(each.params.n):
+        for sequence in range(each.num_seqs):
             params = _single(each.params)
             play(core, trace, Script([replace(each, params=params, seed=each.seed + sequence)], [0], {}, set()))
     core.shutdown()
@@ -211,6 +231,10 @@ def differences(expected: Trace, got: Trace, requests: Sequence[Watched]) -> lis
     found: list[str] = []
     for each in requests:
         if each.seed >= FIRST_FILLER_SEED:
+            continue
+        if got.pooled.get(each.seed) != expected.pooled.get(each.seed):
+            found.append(f"seed {each.seed}, prompt of {len(each.prompt)}: vectors differ")
+        if isinstance(each.params, PoolingParams):
             continue
         for seed in range(each.seed, each.seed + each.params.n):
             tokens = expected.tokens[seed]

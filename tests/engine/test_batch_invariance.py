@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.make_random_model import SHAPES, make
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.request import LoraRef
 from pagoda.loading.model_files import ModelFiles
@@ -50,6 +51,8 @@ KINDS = [
     SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.2, frequency_penalty=0.5, ignore_eos=True),
     SamplingParams(temperature=0.7, min_p=0.05, max_tokens=6, prompt_logprobs=2, logprobs=2, ignore_eos=True),
     SamplingParams(n=2, max_tokens=16, ignore_eos=True, beam_search=BeamSearchOptions()),
+    PoolingParams(task="embed"),
+    PoolingParams(task="token_embed", normalize=False),
 ]
 
 
@@ -61,7 +64,9 @@ def watched_requests(vocab_size: int, lengths: list[int]) -> list[Watched]:
     for i, length in enumerate(lengths):
         own = rng.integers(3, vocab_size, length).tolist()
         prompt = (head + own)[:length] if i % 2 else own
-        found.append(Watched(prompt, KINDS[i % len(KINDS)], 10 * i))
+        params = KINDS[i % len(KINDS)]
+        skips = isinstance(params, PoolingParams) and params.task == "token_embed"
+        found.append(Watched(prompt, params, 10 * i, skips))
     return found
 
 
@@ -164,6 +169,19 @@ def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
         assert counts["most rows"] == size
         assert not differences(expected, trace, requests), size
     core.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["cls", "mean"])
+def test_schedules_of_other_poolings(llama: Path, kind: str) -> None:
+    """They need more than the last hidden state: what chunks leave is kept over preemptions and swaps."""
+    options: dict[str, object] = {"dtype": "bfloat16", "pooling_type": kind}
+    asked = [replace(each, params=PoolingParams(task="embed"), skips_prefix=True) for each in tiny_watched()]
+    watched = [each if i % 4 == 3 else asked[i] for i, each in enumerate(tiny_watched())]
+    expected = alone(llama, watched, {"max_model_len": MAX_MODEL_LEN, "num_blocks": 100, **options})
+    assert len(set(expected.pooled.values())) >= (15 if kind == "mean" else 8)  # prompts may begin alike
+    counts = check(llama, watched, expected, options, range(700, 710), VOCAB)
+    missing = {"chunks", "swapped", "preempted"} - set(+counts)
+    assert not missing, counts
 
 
 def test_windows_and_several_groups(mixed: Path) -> None:

@@ -24,6 +24,10 @@ _SAMPLING = (
     ),
     *("stream_options.continuous_usage_stats", "response_format.type", "response_format.json_schema", "no_such_field"),
 )
+_POOLING = (
+    *("model", "user", "truncate_prompt_tokens", "priority", "cache_salt", "request_id", "add_special_tokens"),
+    "no_such_field",
+)
 _CHAT = (
     *("messages", "messages.0", "messages.0.role", "messages.0.content", "messages.0.content.0", "messages.0.name"),
     *("messages.0.content.0.text", "messages.0.content.0.type", "messages.0.tool_calls", "messages.0.tool_call_id"),
@@ -68,6 +72,23 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "/detokenize", {"tokens": [1, 2, 3]}, ("tokens", "tokens.0", "model", "skip_special_tokens", "no_such_field")
     ),
+    Route(
+        "/v1/embeddings",
+        {"input": "Hi"},
+        ("input", "input.0", "input.0.0", "encoding_format", "dimensions", "normalize", "prompt_name", *_POOLING),
+    ),
+    Route("/pooling", {"input": "Hi"}, ("input", "input.0", "task", "use_activation", "dimensions", *_POOLING)),
+    Route("/classify", {"input": "Hi"}, ("input", "input.0", "use_activation", *_POOLING)),
+    Route(
+        "/v1/score",
+        {"text_1": "Hi", "text_2": ["a", "b"]},
+        ("text_1", "text_1.0", "text_2", "text_2.0", "queries", "documents", "data_1", *_POOLING),
+    ),
+    Route(
+        "/v1/rerank",
+        {"query": "Hi", "documents": ["a", {"text": "b"}]},
+        ("query", "documents", "documents.0", "documents.1.text", "top_n", "return_documents", *_POOLING),
+    ),
     Route("/abort_requests", {"request_ids": ["a"]}, ("request_ids", "request_ids.0", "no_such_field")),
     Route("/reset_prefix_cache", {}, ("reset_running_requests",)),
     Route(
@@ -82,9 +103,8 @@ ROUTES: tuple[Route, ...] = (
 PLANNED: tuple[Route, ...] = tuple(
     Route(path, {"model": "smollm2-135m", "input": "Hi"}, ("model", "input", "messages", "no_such_field"))
     for path in (
-        *("/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify", "/v1/responses", "/v1/messages"),
-        *("/v1/messages/count_tokens", "/v1/files", "/v1/batches", "/v1/audio/transcriptions"),
-        "/v1/audio/translations",
+        *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/files", "/v1/batches"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations"),
     )
 )
 

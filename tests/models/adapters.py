@@ -60,6 +60,7 @@ class RowsWithAdapters:
     def __init__(self, forward: EagerForward, slots: Sequence[int]) -> None:
         self._forward, self._slots = forward, torch.tensor(slots, dtype=torch.int32)
         self.spec, self.kv_groups = forward.spec, forward.kv_groups
+        self.pooling, self.generates = forward.pooling, forward.generates
         self.num_token_types = forward.num_token_types
         self._tail = torch.empty(0, dtype=torch.int32)
 
@@ -75,3 +76,9 @@ class RowsWithAdapters:
 
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return self._forward.select_rows(hidden, index)
+
+    def embed(self, pooled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._forward.embed(pooled, dtype)
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self._forward.classify(pooled)

@@ -40,6 +40,24 @@ def test_openai_completions_models_and_extra_fields(client: openai.OpenAI) -> No
     assert [c.index for c in answer.choices] == [0, 1]
 
 
+def test_openai_embeddings_as_numbers_and_as_bytes(client: openai.OpenAI) -> None:
+    """The package asks for base64 unless it is told otherwise, and decodes it."""
+    texts = ["The sky is blue.", "Bread"]
+    packed = client.embeddings.create(model=MODEL, input=texts)
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    assert [item.index for item in packed.data] == [0, 1]
+    for one, other in zip(packed.data, plain.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
+        assert sum(value * value for value in one.embedding) == pytest.approx(1, abs=1e-5)
+    assert packed.data[0].embedding != packed.data[1].embedding
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens > 2
+    short = client.embeddings.create(model=MODEL, input=[[5, 6, 7], [8]], dimensions=3)
+    assert [len(item.embedding) for item in short.data] == [3, 3]
+    assert short.usage.prompt_tokens == 4
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model=MODEL, input="a", dimensions=100_000)
+
+
 def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=MODEL, prompt="x", temperature=-3)

@@ -41,7 +41,8 @@ def test_openai_package__chats_streams_and_raises(saw: dict[str, Any]) -> None:
 
 def test_openai_retries__never_repeats_what_is_not_available(saw: dict[str, Any]) -> None:
     """Each is a 501 whose X-Should-Retry says no; the client would send any other 5xx three times."""
-    for name in ("embeddings", "responses", "files"):
+    assert saw["embeddings"] == {"status": 200, "sent": 1}
+    for name in ("responses", "files"):
         assert saw[name] == {"status": 501, "sent": 1}, name
     assert saw["response_format"] == {"status": 200, "sent": 1}
 

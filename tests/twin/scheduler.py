@@ -468,9 +468,13 @@ class TwinScheduler:
 
     def _record(self) -> Record:
         sampling: list[Planned] = []
+        pooling: list[Planned] = []
         for entry in list(self.planned):
             state, sequence = entry.state, entry.sequence
-            entry.samples = sequence.computed >= len(sequence.tokens) + sequence.placeholders
+            is_complete = sequence.computed >= len(sequence.tokens) + sequence.placeholders
+            entry.samples = is_complete and state.request.pooling is None
+            if is_complete and not entry.samples:
+                pooling.append(entry)
             if entry.samples:
                 sampling.append(entry)
                 if not state.forked:
@@ -480,7 +484,7 @@ class TwinScheduler:
         if self.config.async_scheduling:
             for entry in sampling:
                 entry.sequence.placeholders += 1 + len(entry.drafts)
-        step = Step(self.step_number, self.planned, sampling, self.has_prompt)
+        step = Step(self.step_number, self.planned, sampling, self.has_prompt, pooling)
         if self.planned:
             self.in_flight.append(step)
         record: Record = {
@@ -572,6 +576,10 @@ class TwinScheduler:
                     self._end(state)
                 else:
                     self._end_sequence(sequence)
+        for entry in step.pooling:
+            if entry.state.status != "gone" and entry.epoch >= entry.state.drop_before:
+                finished[self._name(entry.state, entry.sequence)] = "stop"
+                self._end(entry.state)
         return self._with_deferred({"emitted": emitted, "finished": finished})
 
     def _with_deferred(self, record: Record) -> Record:

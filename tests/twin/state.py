@@ -73,12 +73,16 @@ class Planned:
 
 @dataclass(eq=False)
 class Step:
-    """What was planned together. `sampling`: every sequence that gets a token, fresh forks included."""
+    """What was planned together. `sampling`: every sequence that gets a token, fresh forks included.
+
+    pooling: sequences of requests to pool whose prompts end here.
+    """
 
     number: int
     planned: list[Planned]
     sampling: list[Planned]
     has_prompt: bool
+    pooling: list[Planned] = field(default_factory=list)
 
     @property
     def requests(self) -> list[TwinRequest]:

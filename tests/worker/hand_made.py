@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pagoda.base.model_spec import ModelSpec
-from pagoda.base.pooling import PoolingParams
+from pagoda.base.pooling import PoolingParams, PoolingPlan
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
@@ -77,7 +77,11 @@ class PagedSumModel:
     broken_token: a row that ends with this token gets NaN.
     """
 
-    def __init__(self, broken_token: int = -1) -> None:
+    dense = ()
+    generates = True
+
+    def __init__(self, broken_token: int = -1, pooling: PoolingPlan | None = None) -> None:
+        self.pooling = pooling or PoolingPlan()
         self.kv_groups = (KVGroupSpec(shape=KVShape(1, 2, 2)),)
         self.num_token_types = 0
         self.spec = ModelSpec("paged_sum", VOCAB, 1, 1, 1, 1, 1, 2, 4096, (0,))

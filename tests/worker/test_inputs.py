@@ -11,6 +11,7 @@ from pagoda.kernels.native.arguments import new_group
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs, bulk_copy
+from pagoda.worker.pooler import PooledChunk
 from tests.worker.hand_made import i32, row_init, step
 
 CPU = torch.device("cpu")
@@ -194,7 +195,7 @@ def test_prompt_logprobs_and_pooling_ask_for_more_positions() -> None:
     inputs = build_inputs(table, output, CPU)
     assert inputs.num_logits == 1
     assert inputs.prompt_rows == ((0, 2, 3),)  # position 5 is the last: it has no next prompt token
-    assert inputs.pooled_rows == (1,)  # row 2 is not through its prompt
+    assert inputs.pooled == (PooledChunk(1, 2, 1, True, True),)  # row 2 is not through its prompt
     assert asked(inputs) == [3, 0, 1, 2, 6]
     assert inputs.batch.tail.index.tolist() == [0, 1, 2, 3, 6]
     check_tail(table, output, inputs)

@@ -140,13 +140,18 @@ class CommitOutputs:
             if sequence is not None and not sequence.is_finished:
                 finishes += self._fail(sequence, message)
         pooled: dict[int, dict[int, np.ndarray]] = {}
+        if result.pooled:
+            first += self.outbox.take_first_outputs(np.fromiter(result.pooled, np.int32, len(result.pooled)))
         for row, vector in result.pooled.items():
             sequence = table.sequence_of[row]
-            if sequence is not None and sequence.row == row:
-                facts = sequence.request.facts
-                finish = self.lifecycle.finish(sequence, RequestStatus.FINISHED_STOPPED)
-                finishes.append((facts.client_index, finish))
-                pooled.setdefault(facts.client_index, {})[facts.handle] = vector
+            if sequence is None or sequence.is_finished:
+                continue
+            facts = sequence.request.facts
+            if not sequence.request.has_output:  # it was preempted or parked while in flight; its vector is complete
+                first.append(self.outbox.note_first_output(sequence.request))
+            finish = self.lifecycle.finish(sequence, RequestStatus.FINISHED_STOPPED)
+            finishes.append((facts.client_index, finish))
+            pooled.setdefault(facts.client_index, {})[facts.handle] = vector
         self.counters.generation_tokens += int(num_kept.sum())
         outputs = _kept_outputs(table, rows, result, num_kept)
         by_client = self._by_client(outputs, clients[num_kept > 0], None, finishes, first)

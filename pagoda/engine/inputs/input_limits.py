@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pagoda.base.errors import RequestError
+from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
 
 
@@ -12,6 +13,7 @@ class InputLimits:
 
     vocab_size: exclusive upper bound of token ids.   max_model_len: prompt plus output, in tokens.
     max_num_seqs: largest n.   of_request: bounds of the counts and sizes that callers control.
+    tasks: what the model can be asked for.
     """
 
     vocab_size: int
@@ -19,6 +21,7 @@ class InputLimits:
     max_num_seqs: int
     max_logprobs: int = 20
     of_request: RequestLimits = field(default_factory=RequestLimits)
+    tasks: ModelTasks = field(default_factory=ModelTasks)
 
     def fit(self, max_model_len: int) -> None:
         """Set max_model_len to the engine's, which may be lower than the one given at construction."""

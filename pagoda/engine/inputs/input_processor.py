@@ -10,6 +10,7 @@ import numpy as np
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
+from pagoda.base.pooling import ModelTasks, PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
 from pagoda.core.request import LoraRef, Request
@@ -17,7 +18,7 @@ from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.chat_prompts import ChatPrompts
 from pagoda.engine.inputs.input_limits import InputLimits
-from pagoda.engine.inputs.params_preparer import ParamsPreparer, PreparedParams, check_type
+from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.templates.job import InProcessRenderer, Renderer
@@ -71,7 +72,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         *,
         arrival_time_s: float,
         priority: int = 0,
@@ -80,7 +81,7 @@ class InputProcessor:
     ) -> Request:
         """Tokenise and validate a prompt and its parameters. Raises RequestError."""
         self.check_before_tokenising(prompt, params)
-        token_ids = self.prompts.token_ids_of(prompt)
+        token_ids = self.prompts.token_ids_of(prompt, keep=self.num_kept(params))
         return self.make_request(
             request_id,
             token_ids,
@@ -91,20 +92,30 @@ class InputProcessor:
             lora=lora,
         )
 
-    def check_before_tokenising(self, prompt: Prompt, params: SamplingParams | PreparedParams) -> None:
+    def num_kept(self, params: Params | PreparedParams) -> int | None:
+        """Return how many tokens from its start a prompt to pool keeps, None for all.
+
+        A prompt of generated text keeps tokens from its end instead; `make_request` cuts that.
+        """
+        given = params.params if isinstance(params, PreparedParams) else params
+        if not isinstance(given, PoolingParams) or given.truncate_prompt_tokens is None:
+            return None
+        return self.limits.max_model_len if given.truncate_prompt_tokens == -1 else given.truncate_prompt_tokens
+
+    def check_before_tokenising(self, prompt: Prompt, params: Params | PreparedParams) -> None:
         """Raise RequestError for params of a wrong type or beyond their limits, and for a text that cannot fit."""
         if isinstance(params, PreparedParams):
             params = params.params
         else:
             self.params.check_lists(params)
         if params.truncate_prompt_tokens is None:
-            self.prompts.check_length(text_of(prompt))
+            self.prompts.check_length(text_of(prompt), num_output=int(isinstance(params, SamplingParams)))
 
     def make_request(
         self,
         request_id: str,
         token_ids: Sequence[int] | np.ndarray,
-        params: SamplingParams | PreparedParams,
+        params: Params | PreparedParams,
         *,
         arrival_time_s: float,
         priority: int = 0,
@@ -121,18 +132,24 @@ class InputProcessor:
         if cache_salt is not None:
             _check_salt(cache_salt)
             bounds.check_names(cache_salt=cache_salt)
-        prompt_ids = self.prompts.checked_ids(token_ids, given.truncate_prompt_tokens)
-        prepared = params if isinstance(params, PreparedParams) else self.params.prepare(params)
-        sampling = self.params.fit(prepared.params, len(prompt_ids))
+        if isinstance(given, SamplingParams):
+            prompt_ids = self.prompts.checked_ids(token_ids, given.truncate_prompt_tokens)
+        else:
+            prompt_ids = self.prompts.checked_ids(token_ids, None, num_output=0)
+        ready = (params if isinstance(params, PreparedParams) else self.params.prepare(params)).params
+        sampling = self.params.fit(ready, len(prompt_ids)) if isinstance(ready, SamplingParams) else None
+        pooling = ready if isinstance(ready, PoolingParams) else None
         self._next_handle += 1
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt_ids,
             sampling=sampling,
+            pooling=pooling,
+            skip_prefix_read=pooling is not None and not self.limits.tasks.reads_prefix_cache(pooling),
             arrival_time_s=arrival_time_s,
             priority=_normal_priority(priority),
             handle=self._next_handle,
-            seed=self._seed(given.seed),
+            seed=self._seed(sampling.seed) if sampling is not None else 0,
             eos_token_ids=self._eos_token_ids,
             lora=lora,
             cache_salt=cache_salt,
@@ -197,10 +214,11 @@ def build_input_processor(
     max_model_len: int,
     template_limits: TemplateLimits | None = None,
     encoding_limits: EncodingLimits | None = None,
+    tasks: ModelTasks | None = None,
 ) -> InputProcessor:
     """Build a model's input processor from its tokenizer. Chat templates are rendered in a separate process.
 
-    encoding_limits: of each text, if the tokenizer is not known to be fast.
+    encoding_limits: of each text, if the tokenizer is not known to be fast.   tasks: what the model can be asked for.
     Raises ConfigError if the tokenizer or its chat template cannot be used.
     """
     tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template, encoding_limits)
@@ -211,6 +229,7 @@ def build_input_processor(
         config.scheduler.max_num_seqs,
         model.request_limits.max_logprobs,
         model.request_limits,
+        tasks or ModelTasks(),
     )
     adapters = None
     if model.lora.enable_lora:

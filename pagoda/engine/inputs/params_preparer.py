@@ -1,15 +1,20 @@
-"""ParamsPreparer: validate sampling parameters against the model and the engine's limits."""
+"""ParamsPreparer: validate a request's parameters against the model and the engine's limits."""
 
 import dataclasses
 from dataclasses import dataclass
 
 from pagoda.base.errors import RequestError
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.beam_search import num_beam_candidates
 from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.pooling_inputs import check_pooling
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
+
+Params = SamplingParams | PoolingParams
+"""What is to be done with a prompt: generate text, or pool its hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class PreparedParams:
     params: with bad words as token ids; lengths are still as the caller gave them.
     """
 
-    params: SamplingParams
+    params: Params
 
 
 class ParamsPreparer:
@@ -38,19 +43,24 @@ class ParamsPreparer:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
 
-    def check_lists(self, params: SamplingParams) -> None:
+    def check_lists(self, params: Params) -> None:
         """Raise RequestError for params of another type, and for lists that are too long to be looked at."""
         check_type(params)
+        if not isinstance(params, SamplingParams):
+            return
         self._limits.of_request.check_lists(params)
         self._limits.of_request.check_bad_words_ids(params.bad_words_token_ids)
 
-    def prepare(self, params: SamplingParams, cancellation: Cancellation | None = None) -> PreparedParams:
+    def prepare(self, params: Params, cancellation: Cancellation | None = None) -> PreparedParams:
         """Validate against the model, and tokenise bad words: what need not be repeated for each prompt.
 
         cancellation: ends the work early; then raises Cancelled.   Raises RequestError.
         """
         self.check_lists(params)
         limits = self._limits
+        if isinstance(params, PoolingParams):
+            return PreparedParams(check_pooling(params, limits.tasks))
+        limits.tasks.check("generate")
         if params.n > limits.max_num_seqs:
             raise RequestError(f"n={params.n} is more than max_num_seqs, which is {limits.max_num_seqs}", "n")
         for name in ("logprobs", "prompt_logprobs"):
@@ -110,6 +120,6 @@ class ParamsPreparer:
 
 
 def check_type(params: object) -> None:
-    """Raise RequestError if these are not SamplingParams."""
-    if not isinstance(params, SamplingParams):
+    """Raise RequestError if these are not a request's parameters."""
+    if not isinstance(params, SamplingParams | PoolingParams):
         raise RequestError(f"sampling_params is {type(params).__name__}, expected SamplingParams", "sampling_params")

@@ -23,9 +23,16 @@ class PromptEncoder:
         self._limits = limits
 
     def token_ids_of(
-        self, prompt: Prompt, add_special_tokens: bool = True, cancellation: Cancellation | None = None
+        self,
+        prompt: Prompt,
+        add_special_tokens: bool = True,
+        cancellation: Cancellation | None = None,
+        keep: int | None = None,
     ) -> Sequence[int] | np.ndarray:
-        """Return the prompt's token ids, not yet validated. Raises RequestError if it is not a prompt."""
+        """Return the prompt's token ids, not yet validated. Raises RequestError if it is not a prompt.
+
+        keep: this many, from the start; of a text, the special tokens around it are all kept.
+        """
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 prompt = prompt["prompt_token_ids"]
@@ -34,9 +41,13 @@ class PromptEncoder:
             else:
                 raise RequestError(f"a prompt object needs prompt or prompt_token_ids, got {sorted(prompt)}", "prompt")
         if isinstance(prompt, str):
-            return self.encode(prompt, add_special_tokens, cancellation)
+            token_ids = self.encode(prompt, add_special_tokens, cancellation)
+            if keep is None or len(token_ids) <= keep:
+                return token_ids
+            after = self._tokenizer.facts.added.after if add_special_tokens else ()
+            return [*token_ids[: max(keep - len(after), 0)], *after][:keep]
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
-            return prompt
+            return prompt if keep is None else prompt[:keep]
         raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", "prompt")
 
     def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
@@ -45,18 +56,20 @@ class PromptEncoder:
         check_encodable("prompt", text)
         return self._tokenizer.encode(text, add_special_tokens, cancellation)
 
-    def checked_ids(self, token_ids: Sequence[int] | np.ndarray, truncate: int | None) -> np.ndarray:
+    def checked_ids(
+        self, token_ids: Sequence[int] | np.ndarray, truncate: int | None, num_output: int = 1
+    ) -> np.ndarray:
         """Return the validated prompt: int32 [num_prompt_tokens]. Raises RequestError.
 
-        truncate: as SamplingParams.truncate_prompt_tokens.
+        truncate: as SamplingParams.truncate_prompt_tokens.   num_output: tokens for which there must be room.
         """
-        limits = self._limits
+        limits, most = self._limits, self._limits.max_model_len - num_output
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
         if truncate is not None:
-            token_ids = token_ids[-(limits.max_model_len - 1 if truncate == -1 else truncate) :]
-        if len(token_ids) >= limits.max_model_len:
-            raise self._too_long(f"{len(token_ids)} tokens")
+            token_ids = token_ids[-(most if truncate == -1 else truncate) :]
+        if len(token_ids) > most:
+            raise self._too_long(f"{len(token_ids)} tokens", num_output)
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError("a prompt is a string or a flat list of integer token ids", "prompt")
@@ -68,23 +81,25 @@ class PromptEncoder:
             )
         return ids.astype(np.int32)
 
-    def check_length(self, text: str | None) -> None:
-        """Raise RequestError for a text that certainly has too many tokens, without tokenising it."""
+    def check_length(self, text: str | None, num_output: int = 1) -> None:
+        """Raise RequestError for a text that certainly has too many tokens, without tokenising it.
+
+        num_output: tokens for which there must be room.
+        """
         bound = self._tokenizer.facts.length_bound
         if text is None or bound is None:
             return
-        most = self._limits.max_model_len
-        if len(text) <= most:
+        most = self._limits.max_model_len - num_output
+        if len(text) <= self._limits.max_model_len:
             return
         # A text beyond the bound on its size is refused anyway, before it is tokenised.
         looked_at = text[: self._limits.of_request.text_bytes + 1]
-        if bound.min_tokens(looked_at, enough=most) >= most:
-            raise self._too_long(f"at least {most} tokens ({len(text)} characters)")
+        if bound.min_tokens(looked_at, enough=most + 1) > most:
+            raise self._too_long(f"at least {most + 1} tokens ({len(text)} characters)", num_output)
 
-    def _too_long(self, size: str) -> RequestError:
-        most = self._limits.max_model_len
+    def _too_long(self, size: str, num_output: int) -> RequestError:
+        most = f"max_model_len is {self._limits.max_model_len}" + (", output included" if num_output else "")
         return RequestError(
-            f"the prompt has {size}, but max_model_len is {most}, output included; "
-            "shorten it, or set truncate_prompt_tokens",
+            f"the prompt has {size}, but {most}; shorten it, or set truncate_prompt_tokens",
             "prompt",
         )

@@ -1,10 +1,12 @@
 """The types of prompts; tell one prompt (or conversation) from a list of them, and name mistakes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
+
+P = TypeVar("P")
 
 
 class TextPrompt(TypedDict):
@@ -73,6 +75,35 @@ def check_prompt(prompt: Any, index: int | None) -> None:
         if isinstance(prompt[0], Mapping) and "role" in prompt[0]:
             raise RequestError(f"{name} is a list of chat messages: pass them to chat", "prompt")
         raise RequestError(f"{name} is a list of {type(prompt[0]).__name__}, expected a list of token ids", "prompt")
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """Return one prompt or several as a list. Raises RequestError as `check_prompt` does."""
+    if not isinstance(prompts, str | Mapping) and not hasattr(prompts, "__len__"):
+        raise RequestError(f"prompts is {type(prompts).__name__}, expected a prompt or a list of them", "prompt")
+    each = [prompts] if is_one_prompt(prompts) else list(prompts)
+    for index, prompt in enumerate(each):
+        check_prompt(prompt, index if len(each) > 1 else None)
+    return each
+
+
+def for_each(params: Any, count: int, kind: type[P], name: str) -> Sequence[P]:
+    """Return parameters for each of `count` prompts, given as None, one for all, or a list.
+
+    kind: what they must be.   name: of the argument. Raises RequestError.
+    """
+    if params is None:
+        params = kind()
+    if isinstance(params, kind):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise RequestError(f"{name} is {type(params).__name__}, expected {kind.__name__} or a list of them", name)
+    if len(params) != count:
+        raise RequestError(f"{len(params)} {name} for {count} prompts", name)
+    for index, one in enumerate(params):
+        if not isinstance(one, kind):
+            raise RequestError(f"{name}[{index}] is {type(one).__name__}, expected {kind.__name__}", name)
+    return params
 
 
 def check_conversation(messages: Any, index: int | None) -> None:

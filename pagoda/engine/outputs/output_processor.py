@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
@@ -98,6 +100,9 @@ class OutputProcessor:
                 state.fail(PROMPT_LOGPROBS, error)
                 touched[handle] = state
                 done.failed.append(state.request.request_id)
+        for handle, vector in outputs.pooled.items():
+            if (state := self._by_handle.get(handle)) is not None:
+                state.pooled = vector  # its request ends in the same step
         token_ids = outputs.token_ids.tolist()
         at = 0
         for handle, index, count in zip(
@@ -175,6 +180,7 @@ class _RequestState:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
+        self.pooled: np.ndarray | None = None
         asked = request.sampling.prompt_logprobs if request.sampling is not None else None
         self.prompt_logprobs: PromptLogprobs | None = None
         if asked is not None:
@@ -222,4 +228,5 @@ class _RequestState:
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
+            pooled=self.pooled,
         )

@@ -60,13 +60,27 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The ids that a tokenizer adds to a text, and to a pair of texts.
+
+    before, after: around a text.   pair_before, between, pair_after: around the texts of a pair.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    pair_before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    pair_after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """The properties of a model's tokenizer.
 
     vocab_size: largest id + 1.   eos_token_ids: ids that end an output, the main one first.
     special_token_ids: ids that skip_special_tokens removes from the text.
     special_names: text of bos_token, eos_token, ...
-    length_bound: upper bound of the text per token, if known.
+    length_bound: upper bound of the text per token, if known.   added: what `encode` adds to a text.
     """
 
     vocab_size: int
@@ -77,6 +91,7 @@ class TokenizerFacts:
     special_names: Mapping[str, str] = field(default_factory=dict[str, str])
     marks: SpecialMarks = field(default_factory=SpecialMarks)
     length_bound: TokenLengthBound | None = None
+    added: SpecialTokens = SpecialTokens()
 
 
 class LibraryTokenizer:
@@ -226,7 +241,31 @@ def make_facts(
     marked = {*special, *eos_ids} | ({bos_id} if bos_id is not None else set())
     marks = SpecialMarks(token.content for token_id, token in added.items() if token_id in marked)
     template = _template_of(template_text, special_names, marks) if template_text else None
-    return TokenizerFacts(size, bos_id, eos_ids, special, template, special_names, marks, token_length_bound(backend))
+    bound, added_to_text = token_length_bound(backend), _special_tokens(backend)
+    return TokenizerFacts(size, bos_id, eos_ids, special, template, special_names, marks, bound, added_to_text)
+
+
+def _special_tokens(backend: tokenizers.Tokenizer) -> SpecialTokens:
+    """Find out what the post-processor adds: encode a probe with and without it."""
+    try:
+        text = backend.encode("a", add_special_tokens=False).ids
+        single, pair = backend.encode("a").ids, backend.encode("a", "a").ids
+    except BaseException as error:  # loading reports a tokenizer that cannot encode
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        return SpecialTokens()
+    places = [at for at in range(len(pair)) if text and pair[at : at + len(text)] == text]
+    first = next((at for at in range(len(single)) if text and single[at : at + len(text)] == text), None)
+    if first is None or len(places) < 2:
+        return SpecialTokens()
+    begin, second = places[0], places[-1]
+    return SpecialTokens(
+        tuple(single[:first]),
+        tuple(single[first + len(text) :]),
+        tuple(pair[:begin]),
+        tuple(pair[begin + len(text) : second]),
+        tuple(pair[second + len(text) :]),
+    )
 
 
 def _template_of(source: object, special_names: dict[str, str], marks: SpecialMarks) -> ChatTemplate:

@@ -1,0 +1,101 @@
+"""Decoders without their head for tokens: embedding models, and those with a classification head.
+
+`X` stands for a decoder that is in the registry as `XForCausalLM`: `XModel` has no head, `XForSequenceClassification`
+has one that takes the hidden state of the last token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pagoda.base.pooling import PoolingKind, PoolingPlan
+from pagoda.layers.module import Module
+from pagoda.layers.parameter import Matrix, Parameter, Part
+from pagoda.models.architecture import Architecture
+from pagoda.models.base import Model
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import DecoderConfig
+from pagoda.models.encoder_config import read_pooling_plan
+from pagoda.models.llama import Llama
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import LinearWeight, Tensor
+
+
+class ClassificationHead(Module):
+    """One output per label, in float32."""
+
+    def __init__(self, hidden_size: int, num_labels: int, bias: bool = False) -> None:
+        declared = Matrix((Part("", num_labels),), hidden_size, bias, quantizable=False)
+        self.weight = Parameter[LinearWeight](declared)
+
+    def __call__(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
+        """[S, hidden] -> float32 [S, labels]."""
+        return ops.logits(pooled, self.weight.value)
+
+
+class PooledDecoder(Model):
+    """The layers of a decoder.   score: the classification head, if there is one."""
+
+    generates = False
+
+    def __init__(self, decoder: Llama, head: PoolingPlan | None) -> None:
+        self.spec = decoder.spec
+        self.model = decoder.model
+        self.kv_groups = decoder.kv_groups
+        self.is_causal, self.pooling = decoder.is_causal, decoder.pooling
+        self.score: ClassificationHead | None = None
+        if head is not None:
+            self.score = ClassificationHead(self.spec.hidden_size, len(head.labels))
+            self.pooling = head
+
+    def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
+        return self.model(ops, batch, kv)
+
+    def classify(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
+        assert self.score is not None
+        return self.score(ops, pooled)
+
+
+def pooled_variants(decoder: Architecture) -> dict[str, Architecture]:
+    """Return the variants of a decoder by their names in config.json."""
+    found: dict[str, Architecture] = {}
+    for name in decoder.hf_names:
+        if not name.endswith(_CAUSAL):
+            continue
+        for stem in (name.removesuffix(_CAUSAL), name.removesuffix(_CAUSAL) + "Text"):
+            found[f"{stem}Model"] = replace(decoder, hf_names=(f"{stem}Model",), model=_without_head(decoder))
+            classifier = f"{stem}ForSequenceClassification"
+            found[classifier] = replace(
+                decoder, hf_names=(classifier,), model=_with_labels(decoder), read=_reading_labels(decoder)
+            )
+    return found
+
+
+_CAUSAL = "ForCausalLM"
+
+
+def _without_head(decoder: Architecture) -> Callable[[DecoderConfig], Model]:
+    def make(config: DecoderConfig) -> Model:
+        return PooledDecoder(_tree(decoder, config), None)
+
+    return make
+
+
+def _with_labels(decoder: Architecture) -> Callable[[DecoderConfig], Model]:
+    def make(config: DecoderConfig) -> Model:
+        return PooledDecoder(_tree(decoder, config), config.head)
+
+    return make
+
+
+def _tree(decoder: Architecture, config: DecoderConfig) -> Llama:
+    tree = decoder.model(config)
+    assert isinstance(tree, Llama)
+    return tree
+
+
+def _reading_labels(decoder: Architecture) -> Callable[[ConfigReader], DecoderConfig]:
+    def read(config: ConfigReader) -> DecoderConfig:
+        return replace(decoder.read(config), head=read_pooling_plan(config, PoolingKind.LAST))
+
+    return read

@@ -1,0 +1,224 @@
+"""The bodies of requests whose prompts are pooled: embeddings, scores, rankings, classes."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from pagoda.base.errors import RequestError
+from pagoda.base.pooling import PoolingParams, PoolingTask
+from pagoda.base.request_limits import RequestLimits
+from pagoda.server.fields import Body, Flag, Priority, RequestId, TokenId
+
+Texts = str | list[str]
+Inputs = str | list[str | TokenId | list[TokenId]]
+Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+_KINDS: dict[type, str] = {str: "a string", int: "a token id", list: "a list of token ids"}
+
+
+class PoolingBody(Body, kw_only=True, frozen=True):
+    """The fields that all of them have."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    priority: Priority = 0
+    cache_salt: str | None = None
+    request_id: RequestId | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
+
+
+class InputBody(PoolingBody, kw_only=True, frozen=True):
+    """The fields of those that pool each input on its own."""
+
+    input: Inputs
+    add_special_tokens: Flag = True
+
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
+        if not self.input:
+            raise RequestError("input: is empty", "input")
+        inputs = self.inputs()
+        limits.check("inputs", len(inputs), "input")
+        _check_alike(self.input)
+        for index, one in enumerate(inputs):
+            if not one:
+                raise RequestError(f"{self.names()[index]}: is empty", self.names()[index])
+        if self.truncate_prompt_tokens is not None:
+            limits.check("tokenized_chars", sum(len(one) for one in inputs if isinstance(one, str)), "input")
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs as a list, in order."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]  # type: ignore[list-item]
+        return self.input  # type: ignore[return-value]
+
+    def names(self) -> list[str]:
+        """What errors call each input."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return ["input"]
+        return [f"input[{index}]" for index in range(len(self.input))]
+
+
+class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
+    """POST /v1/embeddings"""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
+        limits.check_names(prompt_name=self.prompt_name)
+
+    def pooling_params(self) -> PoolingParams:
+        return PoolingParams(
+            task="embed",
+            normalize=self.normalize,
+            dimensions=self.dimensions,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+
+class PoolingRequest(InputBody, kw_only=True, frozen=True):
+    """POST /pooling"""
+
+    task: PoolingTask | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+    def pooling_params(self) -> PoolingParams:
+        return PoolingParams(
+            task=self.task,
+            normalize=self.normalize,
+            dimensions=self.dimensions,
+            use_activation=self.use_activation,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+
+class ClassificationRequest(InputBody, kw_only=True, frozen=True):
+    """POST /classify"""
+
+    use_activation: bool | None = None
+
+    def pooling_params(self) -> PoolingParams:
+        return PoolingParams(
+            task="classify",
+            use_activation=self.use_activation,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+
+class PairBody(PoolingBody, kw_only=True, frozen=True):
+    """The fields of those that compare texts."""
+
+    use_activation: bool | None = None
+
+    def pooling_params(self) -> PoolingParams:
+        return PoolingParams(
+            task="score", use_activation=self.use_activation, truncate_prompt_tokens=self.truncate_prompt_tokens
+        )
+
+    def _check_texts(self, limits: RequestLimits, given: dict[str, Sequence[str]]) -> None:
+        """given: texts by the field that they are in."""
+        for name, texts in given.items():
+            if not texts:
+                raise RequestError(f"{name}: is empty", name)
+            limits.check("inputs", len(texts), name)
+            for index, text in enumerate(texts):
+                if not text:
+                    raise RequestError(f"{name}[{index}]: is empty", f"{name}[{index}]")
+        if self.truncate_prompt_tokens is not None:
+            num_chars = sum(len(text) for texts in given.values() for text in texts)
+            limits.check("tokenized_chars", num_chars, next(iter(given)))
+
+
+class ScoreRequest(PairBody, kw_only=True, frozen=True):
+    """POST /score: `text_1` with each of `text_2`. vLLM's other names for them are accepted, too."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
+        given = [pair for pair in _PAIRS if any(getattr(self, name) is not None for name in pair)]
+        if len(given) != 1:
+            ways = "text_1 and text_2 (or queries and documents, or data_1 and data_2)"
+            raise RequestError(f"text_1: give {ways}", "text_1")
+        for name in given[0]:
+            if getattr(self, name) is None:
+                raise RequestError(f"{name}: is required", name)
+        first, second = self.texts()
+        self._check_texts(limits, {given[0][0]: first, given[0][1]: second})
+        if len(first) not in (1, len(second)):
+            name = given[0][0]
+            raise RequestError(
+                f"{name}: {len(first)} texts cannot be paired with {len(second)}: give one, or as many", name
+            )
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The fields that the texts are in."""
+        return next(pair for pair in _PAIRS if getattr(self, pair[0]) is not None)
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """The texts of both sides, as lists."""
+        first, second = (getattr(self, name) for name in self.names)
+        return _as_list(first), _as_list(second)
+
+
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+
+
+class RerankDocument(Body, kw_only=True, frozen=True):
+    text: str
+
+
+class RerankRequest(PairBody, kw_only=True, frozen=True):
+    """POST /rerank"""
+
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    return_documents: Flag = True
+
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
+        if not self.query:
+            raise RequestError("query: is empty", "query")
+        self._check_texts(limits, {"documents": self.texts(), "query": [self.query]})
+
+    def texts(self) -> list[str]:
+        """The documents as texts."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+POOLING_BODIES = (EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
+
+
+def _as_list(texts: Texts) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _check_alike(given: Inputs) -> None:
+    """Raise RequestError, naming the first entry of a list of inputs that is of another type than the one before."""
+    if isinstance(given, str) or len(set(map(type, given))) <= 1:
+        return
+    first = type(given[0])
+    at = next(index for index, entry in enumerate(given) if type(entry) is not first)
+    said = f"expected {_KINDS[first]}, as in input[0], got {_KINDS[type(given[at])]}"
+    raise RequestError(f"input[{at}]: {said}", f"input[{at}]")

@@ -1,0 +1,156 @@
+"""Pooler: turn the final hidden states of prompts into embeddings and class scores.
+
+A prompt may be computed in several chunks. What an earlier chunk contributes is kept by request, so that it survives
+a swap to the host, and a sum is continued token by token: the chunks do not change its bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagoda.base.pooling import PoolingKind, PoolingParams, PoolingPlan
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.worker.forward_pass import ForwardPass
+
+NOT_FINITE = "the model's hidden states are not finite"
+_SHORTEST_NORM = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """What a step contributes to the pooling of a row.
+
+    first, count: the tokens of the chunk whose hidden states are needed, as positions in the prompt.
+    begins: the prompt's first token is in the chunk.   ends: its last one is.
+    """
+
+    row: int
+    first: int
+    count: int
+    begins: bool
+    ends: bool
+
+    @classmethod
+    def of(
+        cls, kind: PoolingKind, params: PoolingParams, row: int, start: int, num_new: int, num_prompt: int
+    ) -> "PooledChunk":
+        """Return the part of a chunk of `num_new` tokens from `start` on."""
+        begins, ends = start == 0, start + num_new == num_prompt
+        if params.task == "token_embed" or kind is PoolingKind.MEAN:
+            return cls(row, start, num_new, begins, ends)
+        if kind is PoolingKind.CLS:
+            return cls(row, 0, int(begins), begins, ends)
+        return cls(row, num_prompt - 1, int(ends), begins, ends)
+
+
+class Pooler:
+    """Pools the rows of each step as their parameters say. Keeps sums and states of prompts that are not complete."""
+
+    def __init__(self, forward: ForwardPass, plan: PoolingPlan | None = None) -> None:
+        """plan: in place of the model's own."""
+        self._forward = forward
+        self._plan = plan or forward.pooling
+        self._ids: dict[int, str] = {}  # request ids of pooled rows
+        self._partial: dict[str, np.ndarray] = {}  # by request id; see `_collect`
+
+    @property
+    def kind(self) -> PoolingKind:
+        return self._plan.kind
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Note the rows of new requests; drop what is kept of those that have ended."""
+        for request_id in output.finished_ids:
+            self._partial.pop(request_id, None)
+        for init in output.admitted:
+            if init.pooling is not None:
+                self._ids[init.row] = init.request_id
+
+    def run(
+        self, chunks: Sequence[PooledChunk], pooling: Sequence[PoolingParams | None], hidden: torch.Tensor
+    ) -> tuple[dict[int, np.ndarray], dict[int, str]]:
+        """Return the results of the rows whose prompts end in this step, and the errors of those that have none.
+
+        pooling: parameters by row.   hidden: [n, hidden size], the states that the chunks need, in their order.
+        A result is float32: [size] of an embedding, [labels] of a class, [prompt tokens, size] of token embeddings.
+        """
+        pooled: dict[int, np.ndarray] = {}
+        failed: dict[int, str] = {}
+        at = 0
+        for chunk in chunks:
+            params = pooling[chunk.row]
+            assert params is not None
+            states = hidden[at : at + chunk.count].float().cpu().numpy()
+            at += chunk.count
+            vectors = self._collect(chunk, params, states)
+            if not chunk.ends:
+                continue
+            if not np.isfinite(vectors).all():
+                failed[chunk.row] = NOT_FINITE
+                continue
+            pooled[chunk.row] = self._finish(vectors, params, hidden)
+        return pooled, failed
+
+    def _collect(self, chunk: PooledChunk, params: PoolingParams, states: np.ndarray) -> np.ndarray:
+        """Add the chunk's states to those of earlier chunks.
+
+        Return what the head takes, float32 [1 or prompt tokens, hidden size], once the prompt ends. Kept until then:
+        the sum of a mean, float64 [hidden size], or the states themselves, float32.
+        """
+        request_id = self._ids[chunk.row]
+        kept = None if chunk.begins else self._partial.pop(request_id, None)
+        if params.task != "token_embed" and self._plan.kind is PoolingKind.MEAN:
+            kept = add_in_order(kept, states)
+            result = (kept / (chunk.first + chunk.count)).astype(np.float32)[None] if chunk.ends else kept
+        else:
+            result = kept = states if kept is None else np.concatenate([kept, states])
+        if not chunk.ends:
+            self._partial[request_id] = kept.copy() if kept is states else kept
+        return result
+
+    def _finish(self, vectors: np.ndarray, params: PoolingParams, hidden: torch.Tensor) -> np.ndarray:
+        """Apply the head and what the request asked for to one request's vectors, float32 [n, hidden size]."""
+        given = torch.from_numpy(vectors).to(hidden.device)
+        if params.task in ("classify", "score"):
+            logits = self._forward.classify(given.to(hidden.dtype)).float().cpu().numpy()[0]
+            return logits if params.use_activation is False else activate(logits, self._plan.label_activation)
+        found = self._forward.embed(given, hidden.dtype).float().cpu().numpy()[:, : params.dimensions]
+        normalize = params.normalize if params.normalize is not None else params.use_activation
+        if normalize is None:
+            normalize = self._plan.normalize
+        found = normalized(found) if normalize else found.copy()  # the model's buffers are used again
+        return found if params.task == "token_embed" else found[0]
+
+
+def add_in_order(total: np.ndarray | None, states: np.ndarray) -> np.ndarray:
+    """Return total + states[0] + states[1] + ..., added in this order: float64 [n].
+
+    total: float64 [n], None for zeros.   states: float32 [count, n].
+    """
+    terms = np.empty((len(states) + 1, states.shape[1]))
+    terms[0] = 0.0 if total is None else total
+    terms[1:] = states
+    # numpy sums the first axis of a C-contiguous matrix row by row; a single column would be summed pairwise.
+    return np.add.reduce(terms, axis=0) if terms.shape[1] > 1 else np.cumsum(terms, axis=0)[-1]
+
+
+def normalized(vectors: np.ndarray) -> np.ndarray:
+    """Return each row divided by its length, float32 [n, size]. A row of zeros stays as it is."""
+    exact = vectors.astype(np.float64)
+    lengths = np.array([np.sqrt(np.dot(row, row)) for row in exact])
+    return (exact / np.maximum(lengths, _SHORTEST_NORM)[:, None]).astype(np.float32)
+
+
+def activate(logits: np.ndarray, activation: str) -> np.ndarray:
+    """Return the outputs of a classification head as scores, float32 [labels].
+
+    activation: "softmax", "sigmoid" or "identity".
+    """
+    exact = logits.astype(np.float64)
+    if activation == "softmax":
+        weights = np.exp(exact - exact.max())
+        exact = weights / weights.sum()
+    elif activation == "sigmoid":
+        exact = np.where(exact >= 0, 1.0, np.exp(-np.abs(exact))) / (1.0 + np.exp(-np.abs(exact)))
+    return exact.astype(np.float32)
