@@ -66,7 +66,7 @@ def watched_requests(vocab_size: int, lengths: list[int]) -> list[Watched]:
         prompt = (head + own)[:length] if i % 2 else own
         params = KINDS[i % len(KINDS)]
         skips = isinstance(params, PoolingParams) and params.task == "token_embed"
-        found.append(Watched(prompt, params, 10 * i, skips))
+        found.append(Watched(prompt, params, 10 * i, skips_prefix=skips))
     return found
 
 
