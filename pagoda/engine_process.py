@@ -51,8 +51,11 @@ class EngineServer:
                 self._send(wire.IdleReport(self._make_stats(), self._num_handled))
                 self._handle(self._socket.recv())
             self._drain()
-            for outputs in core.step().values():
+            of_step = core.step()
+            for outputs in of_step.values():
                 self._send(wire.StepOutputs(outputs, self._executor.take_step_tokens(), self._stats_now_and_then()))
+            if not of_step and (stats := self._stats_now_and_then()) is not None:
+                self._send(wire.StepReport(self._executor.take_step_tokens(), stats))
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):

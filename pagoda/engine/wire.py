@@ -126,6 +126,16 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     stats: EngineStats | None = None
 
 
+class StepReport(msgspec.Struct, frozen=True, tag="report"):
+    """Sent from time to time during steps without outputs, as those of a long prompt or of a beam search are.
+
+    step_tokens: as in StepOutputs.
+    """
+
+    step_tokens: tuple[int, ...]
+    stats: EngineStats
+
+
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The engine rejected this request; it was never queued.
 
@@ -160,7 +170,7 @@ class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
     error: str | None
 
 
-FromEngine = Ready | StartFailed | StepOutputs | RequestRefused | IdleReport | ResetReply | AdapterReply
+FromEngine = Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply
 
 
 def _to_plain(value: Any) -> Any:

@@ -76,7 +76,8 @@ class LiveServer:
         """The child of the API process that runs the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for pid in children:
-            if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")  # python -m MODULE ...; none of a dead child
+            if b"engine" in b"".join(words[2:3]).rpartition(b".")[2]:  # not pagoda.engine.templates.worker, say
                 return int(pid)
         raise AssertionError("no engine process")
 

@@ -1,15 +1,29 @@
-"""Beam search over HTTP: vLLM's fields, the best output first, and what is refused."""
+"""Beam search over HTTP: vLLM's fields, the best output first, what is refused, and a kill in the middle of it."""
 
-from pathlib import Path
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.cached_models import cached_model
 from tests.server.live import LiveServer, serving
+from tests.server.test_replay import num_computed
 
 TEXT: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "use_beam_search": True, "n": 3}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "use_beam_search": True}
+COLOUR = {"properties": {"colour": {"enum": ["red", "green", "blue"]}}, "required": ["colour"]}
+SCHEMA = {"type": "object", **COLOUR, "additionalProperties": False}
+IN_JSON: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Name the colour of grass as JSON."}],
+    "max_tokens": 40,
+    "use_beam_search": True,
+    "n": 2,
+    "guided_json": SCHEMA,
+}
 
 
 @pytest.mark.parametrize(
@@ -33,17 +47,48 @@ def test_what_cannot_be_combined_is_refused_by_name(
         assert (status, answer["error"]["param"]) == (400, named), answer
 
 
-def test_the_best_output_is_the_first_choice(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     cached_model("smollm2-135m")
-    with serving(tmp_path, "--max-model-len", "256", "--max-num-seqs", "8") as server:
-        body = {**TEXT, "logprobs": 1, "temperature": 0}
-        status, answer = server.post("/v1/completions", body)
-        assert status == 200, answer
-        scores = [sum(choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
-        assert scores == sorted(scores, reverse=True)
-        assert "Paris" in answer["choices"][0]["text"]
-        assert answer["usage"]["completion_tokens"] == 3 * 6
-        assert server.post("/v1/completions", body)[1]["choices"] == answer["choices"]
-        status, answer = server.post("/v1/chat/completions", {**CHAT, "n": 2})
-        assert status == 200, answer
-        assert len(answer["choices"]) == 2
+    flags = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8")
+    with serving(tmp_path_factory.mktemp("beams"), *flags) as live:
+        yield live
+
+
+def choices(server: LiveServer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    status, answer = server.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+    assert status == 200, answer
+    assert len(answer["choices"]) == body["n"]
+    return answer["choices"]
+
+
+def test_the_best_output_is_the_first_choice(server: LiveServer) -> None:
+    body = {**TEXT, "logprobs": 1, "temperature": 0}
+    found = choices(server, body)
+    scores = [sum(choice["logprobs"]["token_logprobs"]) for choice in found]
+    assert scores == sorted(scores, reverse=True)
+    assert "Paris" in found[0]["text"]
+    assert {len(choice["logprobs"]["tokens"]) for choice in found} == {6}
+    assert choices(server, body) == found
+
+
+def test_a_kill_in_the_middle_of_searches_changes_nothing(server: LiveServer) -> None:
+    """Of a text, and of a chat whose beams follow a grammar: they begin again, and give what they would have given.
+
+    They send nothing before they are done, but the counters go on.
+    """
+    bodies = [{**TEXT, "max_tokens": 60, "logprobs": 1}, IN_JSON]
+    undisturbed = [choices(server, body) for body in bodies]
+    for choice in undisturbed[1]:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    restarts = server.load()["engine_restarts"]
+    before = num_computed(server)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(choices, server, body) for body in bodies]
+        while num_computed(server) < before + 70:  # the prompts, and some tokens of each beam
+            time.sleep(0.005)
+        assert server.load()["running"] > 0
+        assert not asked[0].done()
+        server.kill_engine()
+        assert [one.result() for one in asked] == undisturbed
+    assert server.wait_idle()["engine_restarts"] == restarts + 1

@@ -339,16 +339,21 @@ class ProcessClient:
         while self.is_up and (entry := self._suspects.next()) is not None:
             self._enter(entry)
 
+    def _note_steps(self, step_tokens: tuple[int, ...], stats: wire.EngineStats | None) -> None:
+        for count in step_tokens:
+            self.on_step(count)
+        if stats is not None:
+            self._stats = stats
+
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.StepOutputs(outputs, step_tokens, stats):
-                for count in step_tokens:
-                    self.on_step(count)
-                if stats is not None:
-                    self._stats = stats
+                self._note_steps(step_tokens, stats)
                 self._outputs.put_nowait(self._journal.record(outputs))
                 if self._suspects.is_probing:
                     self._probe_next()
+            case wire.StepReport(step_tokens, stats):
+                self._note_steps(step_tokens, stats)
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
                 self._num_handled_when_idle = num_handled
