@@ -12,7 +12,16 @@ from concurrent.futures import Future
 import pytest
 
 import pagoda
-from pagoda import LLM, ConfigError, PoolingParams, RequestError, RequestOutput, SamplingParams, WorkerDied
+from pagoda import (
+    LLM,
+    BeamSearchParams,
+    ConfigError,
+    PoolingParams,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    WorkerDied,
+)
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.executors.fake import FakeExecutor
@@ -98,11 +107,14 @@ def test_lists_must_match(llm: LLM) -> None:
     [
         (lambda llm: llm.generate(None), "prompts is NoneType"),
         (lambda llm: llm.generate(5), "prompts is int"),
+        (lambda llm: llm.generate({"a"}), "prompts is set"),
+        (lambda llm: llm.generate(["a", {"b"}]), r"prompts\[1\] is set"),
+        (lambda llm: llm.beam_search(5, BeamSearchParams(beam_width=2, max_tokens=2)), "prompts is int"),
         (lambda llm: llm.generate("a", {"temperature": 0}), "sampling_params is dict"),
         (lambda llm: llm.generate("a", PoolingParams()), "sampling_params is PoolingParams"),
         (lambda llm: llm.chat("hello"), "messages is str"),
     ],
-    ids=["no prompt", "number", "dict", "pooling", "chat of text"],
+    ids=["no prompt", "number", "set", "set in a list", "beams of a number", "dict", "pooling", "chat of text"],
 )
 def test_arguments_of_another_kind_are_refused_by_name(llm: LLM, call: Callable[[LLM], object], says: str) -> None:
     with pytest.raises(RequestError, match=says):

@@ -59,8 +59,11 @@ def _identify_file(path: Path, name: str) -> ModelFiles:
         raise ConfigError(
             f"model {abbreviate(name)}: {path} is a weight file; give the folder that holds it and config.json"
         )
-    with path.open("rb") as file:
-        magic = file.read(4)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ConfigError(f"model {abbreviate(name)}: {path} cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
         raise ConfigError(
             f"model {abbreviate(name)}: {path} is not a GGUF file (it starts with {magic!r}, not b'GGUF')"

@@ -11,6 +11,7 @@ from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.worker.kv_slots import kv_block_bytes
 
+_MAX_BLOCKS = 2**31 - 2  # block ids are int32
 _GIB = 1024**3
 
 
@@ -138,6 +139,9 @@ def plan_capacity(
     host_blocks = debug.num_host_blocks
     if host_blocks is None:
         host_blocks = int(cache.swap_space * _GIB) // block_bytes
+    for count, what in ((num_blocks, "kv_cache_memory"), (host_blocks, "swap_space")):
+        if count > _MAX_BLOCKS:
+            raise CapacityError(f"{what} would make {count} blocks; at most {_MAX_BLOCKS} are possible: set it lower")
     fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
     return KVCapacity(num_blocks, host_blocks, cache.block_size, block_bytes, fits)
 

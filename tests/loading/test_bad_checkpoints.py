@@ -323,6 +323,11 @@ def test_quantization_is_refused_until_there_is_one(folder: Path):
         load_model(identify(folder), select_ops("torch", CPU, 1), torch.float32, CPU, quantization="int3")
 
 
+def test_a_file_that_cannot_be_read_is_named():
+    with pytest.raises(ConfigError, match="/proc/self/mem cannot be read: Input/output error"):
+        identify("/proc/self/mem")
+
+
 def test_identify_says_what_is_missing(tmp_path: Path, folder: Path):
     assert identify(folder, "mine") == ModelFiles("mine", folder, "safetensors")
     cases = {

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,15 @@ def test_pool_from_bytes_share_or_count() -> None:
     tiny = DebugConfig(num_blocks=3, num_host_blocks=2)
     from_count = plan_capacity(FULL, CacheConfig(), "bfloat16", 8192, 0, SCHEDULER, tiny)
     assert (from_count.num_blocks, from_count.num_host_blocks) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "given", [{"kv_cache_memory": 10**30}, {"kv_cache_memory": 2**30, "swap_space": 1e30}], ids=["cache", "swap"]
+)
+def test_an_absurd_size_is_named(given: dict[str, Any]) -> None:
+    name = list(given)[-1]
+    with pytest.raises(CapacityError, match=f"{name} would make .* blocks; at most"):
+        plan_capacity(FULL, CacheConfig(**given), "bfloat16", 1024, 0, SCHEDULER)
 
 
 def test_too_little_memory_names_what_would_fit() -> None:

@@ -36,10 +36,12 @@ def text_of(prompt: Prompt) -> str | None:
 def is_one_prompt(prompts: Any) -> bool:
     """Return whether `prompts` is a single prompt: a string, an object, or a flat list of numbers.
 
-    An empty list is an empty batch.
+    An empty list is an empty batch. Raises RequestError for what cannot be indexed, such as a set.
     """
     if isinstance(prompts, str | bytes | Mapping):
         return True
+    if not _is_indexed(prompts):
+        raise RequestError(f"prompts is {type(prompts).__name__}, expected a prompt or a list of them", "prompt")
     return len(prompts) > 0 and not _is_item(prompts[0])
 
 
@@ -67,7 +69,7 @@ def check_prompt(prompt: Any, index: int | None) -> None:
         return
     if isinstance(prompt, str):
         return
-    if isinstance(prompt, bytes) or not hasattr(prompt, "__len__"):
+    if isinstance(prompt, bytes) or not _is_indexed(prompt):
         raise RequestError(
             f"{name} is {type(prompt).__name__}, expected a string, a list of token ids or an object", "prompt"
         )
@@ -79,8 +81,6 @@ def check_prompt(prompt: Any, index: int | None) -> None:
 
 def as_prompts(prompts: Any) -> list[Any]:
     """Return one prompt or several as a list. Raises RequestError as `check_prompt` does."""
-    if not isinstance(prompts, str | Mapping) and not hasattr(prompts, "__len__"):
-        raise RequestError(f"prompts is {type(prompts).__name__}, expected a prompt or a list of them", "prompt")
     each = [prompts] if is_one_prompt(prompts) else list(prompts)
     for index, prompt in enumerate(each):
         check_prompt(prompt, index if len(each) > 1 else None)
@@ -120,6 +120,10 @@ def check_conversation(messages: Any, index: int | None) -> None:
                 "generate takes prompts without roles",
                 "messages",
             )
+
+
+def _is_indexed(value: Any) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
 def _is_item(value: Any) -> bool:

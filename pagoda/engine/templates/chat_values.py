@@ -19,7 +19,7 @@ def template_values(
     template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the template's variables, validated and normalised. Raises RequestError."""
-    turns = [_normal_message(index, message) for index, message in enumerate(messages)]
+    turns = [normal_message(index, message) for index, message in enumerate(messages)]
     if not turns:
         raise RequestError("messages is empty: a chat needs at least one", "messages")
     if continue_final_message and add_generation_prompt:
@@ -36,7 +36,7 @@ def template_values(
     }
 
 
-def _normal_message(index: int, message: Message) -> dict[str, Any]:
+def normal_message(index: int, message: Message) -> dict[str, Any]:
     """Return the message with its content as one string. Raises RequestError if it is malformed."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] is {type(message).__name__}, expected an object with a role", "messages")

@@ -3,12 +3,11 @@
 Calls are written as Hermes and Qwen write them, which the parser "hermes" reads.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.templates.chat_values import Message, normal_message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -66,23 +65,27 @@ def _with_first(messages: Sequence[Message], text: str, has_system: bool) -> lis
 
 
 def _without_calls(messages: Sequence[Message]) -> list[Message]:
-    """Write calls and their results as text; results that follow each other become one message of the user."""
+    """Write calls and their results as text; results that follow each other become one message of the user.
+
+    Raises RequestError for malformed ones.
+    """
     changed: list[Message] = []
     follows_result = False
-    for message in messages:
-        if not isinstance(message, Mapping):
-            changed.append(message)
+    for index, given in enumerate(messages):
+        if not isinstance(given, Mapping):
+            changed.append(given)
             continue
-        is_result = message.get("role") == "tool"
+        is_result = given.get("role") == "tool"
+        message = normal_message(index, given) if is_result or given.get("tool_calls") else given
         if is_result:
-            text = f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if follows_result:
                 changed[-1] = {"role": "user", "content": f"{changed[-1]['content']}\n{text}"}
             else:
                 changed.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
             calls = "\n".join(_call(one) for one in message["tool_calls"])
-            said = _text(message.get("content"))
+            said = message["content"]
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
             changed.append({**kept, "content": f"{said}\n{calls}" if said else calls})
         else:
@@ -91,17 +94,7 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
-
-
-def _call(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, Mapping) else {}
-    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # what is not JSON stays a string
-            arguments = json.loads(arguments)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+def _call(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    said = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{OPEN}\n{json.dumps(said, ensure_ascii=False)}\n{CLOSE}"

@@ -25,7 +25,7 @@ def load_folder_tokenizer(
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:
-        raise library_failure(error, f"{path}: cannot be read as a tokenizer") from None
+        raise library_failure(error, path, "cannot be read as a tokenizer") from None
     backend.no_truncation()
     backend.no_padding()
     check_regexes(backend, str(path))

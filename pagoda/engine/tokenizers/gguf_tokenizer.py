@@ -41,7 +41,7 @@ def load_gguf_tokenizer(
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except BaseException as error:
-        raise library_failure(error, f"{path}: the file's tokenizer is inconsistent") from None
+        raise library_failure(error, path, "the file's tokenizer is inconsistent") from None
     names = _special_names(file, tokens)
     _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
-from pagoda.base.errors import ConfigError, PagodaError
+from pagoda.base.errors import CapacityError, ConfigError, PagodaError
+from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.special_marks import SpecialMarks
@@ -220,11 +222,17 @@ def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
 # ---- shared by all loaders
 
 
-def library_failure(error: BaseException, where: str) -> BaseException:
-    """Return a ConfigError for what the tokenizers library raised while loading; other exceptions unchanged."""
+def library_failure(error: BaseException, path: Path, said: str) -> BaseException:
+    """Return the error to raise for what the tokenizers library raised while it loaded a file.
+
+    said: what is wrong with the file.   That is a ConfigError, or a CapacityError if memory ran out; an exception that
+    is not the library's is returned as it is.
+    """
     if isinstance(error, PagodaError) or not (isinstance(error, Exception) or is_panic(error)):
         return error
-    return ConfigError(f"{where}: {shorten(str(error), 300)}")
+    if is_out_of_memory(error):
+        return CapacityError(f"{path}: memory ran out while loading the tokenizer: raise the memory limit (ulimit -v)")
+    return ConfigError(f"{path}: {said}: {shorten(str(error), 300)}")
 
 
 def make_facts(

@@ -362,5 +362,24 @@ def test_generic_tools_take_a_place_that_the_template_has() -> None:
     (only,) = with_generic_tools([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], tools, "")
     assert [part["text"] for part in only["content"]][1:] == ["Hi"]
     assert with_generic_tools([user], None, roles) == [user]
-    odd: list[Any] = ["no message", {"role": "tool"}, {"role": "assistant", "tool_calls": ["no call"]}]
-    assert len(with_generic_tools(odd, tools, roles)) == 4
+    odd: list[Any] = ["no message"]
+    assert len(with_generic_tools(odd, tools, roles)) == 2
+
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"role": "assistant", "tool_calls": ["no call"]}, r"messages\[1\]\.tool_calls\[0\] has no function with a name"),
+    ({"role": "user", "content": "a", "tool_calls": [{"id": 1}]}, r"tool_calls\[0\] has no function with a name"),
+    ({"role": "assistant", "tool_calls": 5}, r"messages\[1\]\.tool_calls is int, expected a list"),
+    (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        r"tool_calls\[0\]\.function\.arguments: expected a string with a JSON object",
+    ),
+    ({"role": "tool"}, r"messages\[1\] has no content"),
+    ({"role": "tool", "content": [{"type": "image_url", "image_url": {}}]}, "this model takes text only"),
+]
+
+
+@pytest.mark.parametrize(("message", "said"), MALFORMED)
+def test_malformed_calls_and_results_are_refused_before_they_become_text(message: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        with_generic_tools([{"role": "user", "content": "Hi"}, message], None, "")

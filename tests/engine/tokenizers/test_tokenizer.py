@@ -14,9 +14,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 import pagoda
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
-from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer
+from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, library_failure
 from pagoda.loading.model_files import ModelFiles, identify
 from tests.cached_models import cached_model
 
@@ -344,3 +344,15 @@ def test_what_a_gguf_lacks_is_named(tmp_path: Path, model: str, more: dict[str, 
     files = write_gguf(tmp_path / "m.gguf", model, ["a", "b", "ab"], [1, 1, 1], **more)
     with pytest.raises(ConfigError, match=said):
         load_tokenizer(files)
+
+
+def test_memory_that_runs_out_is_not_blamed_on_the_file() -> None:
+    path = Path("a.gguf")
+    ran_out = library_failure(MemoryError(), path, "inconsistent")
+    assert isinstance(ran_out, CapacityError)
+    assert "a.gguf: memory ran out while loading the tokenizer" in str(ran_out)
+    wrong = library_failure(ValueError("no merges"), path, "inconsistent")
+    assert isinstance(wrong, ConfigError)
+    assert str(wrong) == "a.gguf: inconsistent: no merges"
+    interrupted = KeyboardInterrupt()
+    assert library_failure(interrupted, path, "inconsistent") is interrupted
