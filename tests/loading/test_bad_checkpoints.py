@@ -84,7 +84,6 @@ def edit(folder: Path, **changes: Any) -> None:
             "layer_types[2] 'linear_attention' is not supported; supported: full_attention, sliding_attention",
         ),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2}, "3 layers but 2"),
-        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
