@@ -8,7 +8,6 @@ time (suspects.py). If no engine can be started any more, every caller gets Work
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.adapter_calls import AdapterCalls
+from pagoda.engine.clients.engine_link import EngineLink
 from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
 from pagoda.engine.clients.process_handle import EngineProcess
 from pagoda.engine.clients.suspects import Suspects
@@ -29,9 +29,7 @@ from pagoda.engine.clients.suspects import Suspects
 logger = logging.getLogger("pagoda.engine")
 
 MAX_FAILED_STARTS = 3
-WATCH_INTERVAL_S = 0.1
 START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
-FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +55,16 @@ class ProcessClient:
         self._step_timeout_s = step_timeout_s
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
-        self._engine: EngineProcess | None = None
+        self._link: EngineLink | None = None  # to an engine that has been ready
         self._process_number = 0
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
         self._suspects = Suspects(self._journal)
         self._adapters = AdapterCalls(self._send)
         self._stats = wire.EngineStats()
-        self._progress_at_s = 0.0
         self._resets: dict[int, asyncio.Future[bool]] = {}
         self._next_call = 0
-        self._num_sent = 0
-        self._num_handled_when_idle = 0
         self._supervisor: asyncio.Task[None] | None = None
+        self._unclosed: EngineProcess | None = None  # what a cancelled supervisor leaves
         self._facts: asyncio.Future[wire.EngineFacts] | None = None
         self._start_error: str | None = None  # the last engine process's error message if it could not start
         self.died: WorkerDied | None = None
@@ -152,9 +148,9 @@ class ProcessClient:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
             self._supervisor = None
-            if self._engine is not None:
-                await asyncio.to_thread(self._engine.close, 5.0)
-                self._engine = None
+            if self._unclosed is not None:
+                await asyncio.to_thread(self._unclosed.close, 5.0)
+            self._unclosed = self._link = None
             self._context.term()
 
     # ---- state for operators
@@ -162,15 +158,15 @@ class ProcessClient:
     @property
     def is_up(self) -> bool:
         """Whether the engine process has reported ready and is running."""
-        return self._engine is not None and self._engine.process.poll() is None
+        return self._link is not None and self._link.is_up
 
     @property
     def engine_pid(self) -> int | None:
-        return self._engine.process.pid if self._engine is not None else None
+        return self._link.process.process.pid if self._link is not None else None
 
     def stuck_for_s(self) -> float:
         """Seconds since the engine made progress, or 0 while it has no work."""
-        return time.monotonic() - self._progress_at_s if self._engine is not None else 0.0
+        return self._link.stuck_for_s() if self._link is not None else 0.0
 
     # ---- supervision
 
@@ -194,13 +190,13 @@ class ProcessClient:
             try:
                 end = await self._run_until_death(engine)
             except asyncio.CancelledError:
-                self._engine = engine
+                self._unclosed = engine
                 raise
             except Exception:
-                self._engine = None
+                self._link = None
                 await asyncio.to_thread(engine.close)
                 raise
-            self._engine = None
+            self._link = None
             self._stats = msgspec.structs.replace(
                 self._stats, num_running=0, num_swapped=0, kv_usage=0.0, num_waiting=len(self._journal)
             )
@@ -223,50 +219,23 @@ class ProcessClient:
 
     async def _run_until_death(self, engine: EngineProcess) -> _ProcessEnd:
         """Handle the messages of an engine process until it dies or hangs. Raises ConfigError for invalid settings."""
-        watch = asyncio.create_task(self._watch(engine))
+        link = EngineLink(engine, self._codec, self._step_timeout_s)
         was_ready = False
         try:
-            while True:
-                receive = asyncio.ensure_future(engine.socket.recv())
-                await asyncio.wait({receive, watch}, return_when=asyncio.FIRST_COMPLETED)
-                if not receive.done():
-                    await asyncio.wait({receive}, timeout=FINAL_MESSAGES_S)
-                if not receive.done():
-                    receive.cancel()
-                    return _ProcessEnd(was_ready, was_hung=watch.result())
-                message = self._codec.decode(receive.result())
+            while (message := await link.receive()) is not None:
                 if isinstance(message, wire.Ready):
                     was_ready = True
-                    self._begin(engine, message.facts)
+                    self._begin(link, message.facts)
                 else:
                     self._handle(message)
+            return _ProcessEnd(was_ready, link.was_hung)
         finally:
-            watch.cancel()
+            link.close()
 
-    async def _watch(self, engine: EngineProcess) -> bool:
-        """Wait until the process has ended (return False), or has work but makes no progress (return True)."""
-        steps_seen, was_late = (0, 0), False
-        while engine.process.poll() is None:
-            flight = engine.recorder.read()
-            steps = (flight.steps_begun, flight.steps_ended)
-            has_work = self._engine is engine and not self._engine_is_idle
-            if steps != steps_seen or not has_work:
-                self._progress_at_s, was_late = time.monotonic(), False
-            elif (stuck_s := self.stuck_for_s()) > self._step_timeout_s:
-                # Check twice: if this process was the slow one, it reads the engine's pending messages in between.
-                if was_late:
-                    logger.error("no progress for %.1f s: treating the engine as hung", stuck_s)
-                    return True
-                was_late = True
-            steps_seen = steps
-            await asyncio.sleep(WATCH_INTERVAL_S)
-        return False
-
-    def _begin(self, engine: EngineProcess, facts: wire.EngineFacts) -> None:
+    def _begin(self, link: EngineLink, facts: wire.EngineFacts) -> None:
         """Replay all running requests to an engine that has become ready, suspects one at a time."""
-        self._engine = engine
-        self._num_sent = self._num_handled_when_idle = 0
-        engine.place.remove()  # both processes have its files open, so nothing stays on disk if one is killed
+        self._link = link
+        link.open()
         assert self._facts is not None
         if not self._facts.done():
             self._facts.set_result(facts)
@@ -296,11 +265,6 @@ class ProcessClient:
 
     # ---- one engine
 
-    @property
-    def _engine_is_idle(self) -> bool:
-        """Whether the engine has handled every message sent to it and has no request left."""
-        return self._num_handled_when_idle == self._num_sent
-
     def _enter(self, entry: JournalEntry) -> None:
         """Send a request to the engine. If that fails, finish only this request, with an error."""
         is_new = entry.entered_process == 0
@@ -309,7 +273,8 @@ class ProcessClient:
         try:
             requests = [entry.request] if is_new else self._journal.replay(entry)
             for data in [self._codec.encode_request(request) for request in requests]:
-                self._send_bytes(data)
+                if self._link is not None:
+                    self._link.send_bytes(data)
         except (UnicodeEncodeError, OverflowError) as error:
             self._end_entry(entry, f"the request cannot be encoded: {error}", RequestStatus.FINISHED_IGNORED)
         except Exception as error:
@@ -356,8 +321,9 @@ class ProcessClient:
                 self._note_steps(step_tokens, stats)
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
-                self._num_handled_when_idle = num_handled
-                if self._engine_is_idle:
+                assert self._link is not None
+                self._link.note_idle(num_handled)
+                if self._link.is_idle:
                     self._end_lost_entries()
                     self._probe_next()
             case wire.RequestRefused(_, handle, text, status):
@@ -380,27 +346,9 @@ class ProcessClient:
                 raise AssertionError("an engine sent Ready twice")
 
     def _send(self, message: wire.ToEngine) -> None:
-        """Send a message that is not a request; a failure is logged."""
-        try:
-            self._send_bytes(self._codec.encode(message))
-        except Exception:
-            logger.exception("a message could not be sent to the engine: %r", message)
-
-    def _send_bytes(self, data: bytes) -> None:
-        """Queue a message in ZeroMQ. Requests that a dead engine did not receive are replayed to the next one."""
-        if self._engine is None:
-            return
-        sent: asyncio.Future[object] = self._engine.socket.send(data)  # type: ignore[assignment]
-        if sent.done():
-            sent.result()
-        else:
-            sent.add_done_callback(_log_failure)
-        self._num_sent += 1
-
-
-def _log_failure(sent: "asyncio.Future[object]") -> None:
-    if not sent.cancelled() and (error := sent.exception()) is not None:
-        logger.error("a message did not reach the engine: %r", error)
+        """Send a message that is not a request, if an engine is up; a failure is logged."""
+        if self._link is not None:
+            self._link.send(message)
 
 
 def _failed_start(times: int, code: int | None, said: str | None) -> str:

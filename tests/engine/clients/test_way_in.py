@@ -16,6 +16,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.engine_link import EngineLink
 from pagoda.engine.clients.journal import Journal, JournalEntry
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.thread_client import ThreadClient
@@ -51,7 +52,8 @@ async def assert_clean(llm: AsyncEngine, client: ProcessClient) -> None:
     assert llm._outputs.live_ids == []
     assert llm._readers == {}
     await asyncio.sleep(2 * STEP_TIMEOUT_S)
-    assert client._engine_is_idle
+    assert client._link is not None
+    assert client._link.is_idle
     assert client.stuck_for_s() < STEP_TIMEOUT_S
     stats = client.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
@@ -73,7 +75,7 @@ def fail_for(name: str, method: Callable[..., Any], at: int) -> Callable[..., An
 def test_a_request_that_fails_to_enter_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "open", fail_for("in-journal", Journal.open, 1))
     monkeypatch.setattr(OutputProcessor, "open", fail_for("in-outputs", OutputProcessor.open, 1))
-    monkeypatch.setattr(ProcessClient, "_send_bytes", fail_for("in-send", ProcessClient._send_bytes, 1))
+    monkeypatch.setattr(EngineLink, "send_bytes", fail_for("in-send", EngineLink.send_bytes, 1))
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = tokens(await collect(llm, "a"))

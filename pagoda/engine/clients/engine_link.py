@@ -1,0 +1,111 @@
+"""EngineLink: the messages to and from one engine process, and whether it makes progress."""
+
+import asyncio
+import logging
+import time
+
+from pagoda.engine import wire
+from pagoda.engine.clients.process_handle import EngineProcess
+
+logger = logging.getLogger("pagoda.engine")
+
+WATCH_INTERVAL_S = 0.1
+FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
+
+
+class EngineLink:
+    """The connection to one engine process.
+
+    It ends when the process does, and when the process hangs: a step runs longer than `step_timeout_s`, or the engine
+    has work and begins no step for that long. `was_hung` then tells which.
+    """
+
+    def __init__(self, process: EngineProcess, codec: wire.Codec, step_timeout_s: float) -> None:
+        self.process = process
+        self.was_hung = False
+        self._codec = codec
+        self._step_timeout_s = step_timeout_s
+        self._is_open = False
+        self._progress_at_s = time.monotonic()
+        self._num_sent = 0
+        self._num_handled_when_idle = 0
+        self._watch = asyncio.create_task(self._wait_for_end())
+
+    def open(self) -> None:
+        """Send messages from now on: the engine is ready."""
+        self._is_open = True
+        self.process.place.remove()  # both processes have its files open, so nothing stays on disk if one is killed
+
+    def close(self) -> None:
+        """Stop watching the process. Idempotent."""
+        self._watch.cancel()
+
+    async def receive(self) -> wire.FromEngine | None:
+        """Return the next message; None once the process has ended or hangs."""
+        receive = asyncio.ensure_future(self.process.socket.recv())
+        await asyncio.wait({receive, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not receive.done():
+            await asyncio.wait({receive}, timeout=FINAL_MESSAGES_S)
+        if not receive.done():
+            receive.cancel()
+            self.was_hung = self._watch.result()
+            return None
+        return self._codec.decode(receive.result())
+
+    def send(self, message: wire.ToEngine) -> None:
+        """Send a message that is not a request; a failure is logged."""
+        try:
+            self.send_bytes(self._codec.encode(message))
+        except Exception:
+            logger.exception("a message could not be sent to the engine: %r", message)
+
+    def send_bytes(self, data: bytes) -> None:
+        """Queue an encoded message in ZeroMQ. What a dead engine did not receive is replayed to the next one."""
+        sent: asyncio.Future[object] = self.process.socket.send(data)  # type: ignore[assignment]
+        if sent.done():
+            sent.result()
+        else:
+            sent.add_done_callback(_log_failure)
+        self._num_sent += 1
+
+    def note_idle(self, num_handled: int) -> None:
+        """The engine reported that it had no work left after `num_handled` messages."""
+        self._num_handled_when_idle = num_handled
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine has handled every message sent to it and has no request left."""
+        return self._num_handled_when_idle == self._num_sent
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the process is running."""
+        return self.process.process.poll() is None
+
+    def stuck_for_s(self) -> float:
+        """Seconds since the engine made progress, or 0 while it has no work."""
+        return time.monotonic() - self._progress_at_s
+
+    async def _wait_for_end(self) -> bool:
+        """Wait until the process has ended (return False), or has work but makes no progress (return True)."""
+        steps_seen, was_late = (0, 0), False
+        while self.is_up:
+            flight = self.process.recorder.read()
+            steps = (flight.steps_begun, flight.steps_ended)
+            has_work = self._is_open and not self.is_idle
+            if steps != steps_seen or not has_work:
+                self._progress_at_s, was_late = time.monotonic(), False
+            elif (stuck_s := self.stuck_for_s()) > self._step_timeout_s:
+                # Check twice: if this process was the slow one, it reads the engine's pending messages in between.
+                if was_late:
+                    logger.error("no progress for %.1f s: treating the engine as hung", stuck_s)
+                    return True
+                was_late = True
+            steps_seen = steps
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        return False
+
+
+def _log_failure(sent: "asyncio.Future[object]") -> None:
+    if not sent.cancelled() and (error := sent.exception()) is not None:
+        logger.error("a message did not reach the engine: %r", error)
