@@ -2,13 +2,17 @@
 
 import base64
 import json
+import signal
 import struct
 import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.live import LiveServer
+from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 TEXTS = ["The sky is blue.", "Bread", "The sky"]
 
@@ -105,3 +109,56 @@ def test_many_texts_beside_a_generated_one(fake_server: LiveServer) -> None:
     status, answer = fake_server.post("/v1/embeddings", {"input": ["a"] * 2049})
     assert (status, answer["error"]["param"]) == (400, "input")
     assert "2049 texts" in answer["error"]["message"]
+
+
+def test_a_kill_an_abort_and_the_end_with_hundreds_in_flight(tmp_path: Path) -> None:
+    """One request of 360 texts and 40 of one. Their vectors are those of an undisturbed engine; nothing is left over.
+
+    A step takes 3 ms and two prompts. The gauge `running` is read after steps, and is 0: a step ends its prompts.
+    """
+    texts = [f"text number {number}" for number in range(400)]
+    inputs = [texts[:360], *([text] for text in texts[360:])]
+    flags = (*FAKE_FLAGS, "--max-num-seqs", "2")
+
+    with (
+        serving(tmp_path, *flags, engine="tests.engine.slow_engine") as server,
+        ThreadPoolExecutor(len(inputs)) as clients,
+    ):
+
+        def ask(name: str, count: int = len(inputs)) -> list[Future[tuple[int, Any]]]:
+            bodies = [{"input": given, "request_id": f"{name}-{i}"} for i, given in enumerate(inputs[:count])]
+            return [clients.submit(server.post, "/v1/embeddings", body) for body in bodies]
+
+        def found(asked: list[Future[tuple[int, Any]]]) -> list[list[list[float]]]:
+            answers = [one.result() for one in asked]
+            assert {status for status, _ in answers} == {200}
+            return [[item["embedding"] for item in answer["data"]] for _, answer in answers]
+
+        def wait_until_busy() -> None:
+            end = time.monotonic() + 20
+            while (load := server.load())["server_load"] < 360 or load["waiting"] < 100:
+                assert time.monotonic() < end, f"the prompts were never seen waiting: {load}"
+
+        undisturbed = found(ask("plain"))
+        asked = ask("killed")
+        wait_until_busy()
+        server.kill_engine()
+        server.wait_restarted()
+        assert found(asked) == undisturbed
+        assert server.wait_idle()["engine_restarts"] == 1
+
+        asked = ask("aborted")
+        wait_until_busy()
+        long = "embd-aborted-0"
+        assert server.post("/abort_requests", {"request_ids": [long]})[1] == {"aborted": [long]}
+        status, answer = asked[0].result()
+        assert (status, answer["error"]["message"]) == (400, "the request ended without a result (abort)")
+        assert found(asked[1:]) == undisturbed[1:]
+        assert server.wait_idle()["live_tokens"] == 0
+
+        asked = ask("last", 1)
+        wait_until_busy()
+        server.kill_engine()
+        server.process.send_signal(signal.SIGTERM)  # drains, although an engine has to be started for it
+        assert found(asked) == undisturbed[:1]
+        assert server.process.wait(20) == 0

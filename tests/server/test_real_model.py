@@ -1,7 +1,8 @@
-"""The server over SmolLM2: log-probabilities against transformers, and a kill under load with real numbers."""
+"""The server over SmolLM2: log-probabilities against transformers, and kills under load with real numbers."""
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,18 @@ def test_a_kill_changes_no_logprob(server: LiveServer) -> None:
     assert len(undisturbed[0][0]["logprobs"]) == len(undisturbed[6][0]["logprobs"]) == 40
     assert asyncio.run(ask_all(server, asks, kill_after=(60,))) == undisturbed
     assert server.wait_idle()["engine_restarts"] == 1
+
+
+def test_a_kill_changes_no_embedding(server: LiveServer) -> None:
+    body = {"input": [f"Letter {number} of the lighthouse keeper" for number in range(32)]}
+    undisturbed = server.post("/v1/embeddings", body)[1]["data"]
+    num_restarts = server.wait_idle()["engine_restarts"]
+    with ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(server.post, "/v1/embeddings", body)
+        while not server.load()["server_load"]:
+            assert not asked.done(), "too fast: the prompts were never seen in flight"
+        server.kill_engine()
+        status, answer = asked.result()
+    assert status == 200
+    assert answer["data"] == undisturbed
+    assert server.wait_idle()["engine_restarts"] == num_restarts + 1

@@ -28,14 +28,14 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -> dict[str, Any]:
+async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -> dict[Any, Any]:
     """Send a request and return its whole answer, with chunks joined; `so_far` counts tokens as they arrive."""
     path, body = ask
     if not body.get("stream", True):
         async with session.post(path, json=body) as response:
             answer = strict_json(await response.text())
             return {"status": response.status, "choices": answer["choices"], "usage": _counts(answer["usage"])}
-    whole: dict[str, Any] = {"usage": None}
+    whole: dict[Any, Any] = {"usage": None}
     async with session.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as response:
         whole["status"] = response.status
         async for line in response.content:
@@ -55,7 +55,7 @@ def _counts(usage: dict[str, Any] | None) -> dict[str, Any]:
     return {name: count for name, count in (usage or {}).items() if name != "prompt_tokens_details"}
 
 
-def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
+def _add(whole: dict[Any, Any], choice: dict[str, Any]) -> None:
     whole["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
     whole["token_ids"] += choice.get("token_ids") or []
     logprobs = choice.get("logprobs") or {}
@@ -74,7 +74,7 @@ def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
         whole["finish_reason"], whole["stop_reason"] = choice["finish_reason"], choice.get("stop_reason")
 
 
-async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[int] = ()) -> list[dict[str, Any]]:
+async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[int] = ()) -> list[dict[Any, Any]]:
     """Send all requests at once; kill the engine when clients have received each of these total numbers of tokens."""
     so_far: Counter[str] = Counter()
     async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -88,7 +88,7 @@ async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[
         return await asyncio.gather(*tasks)
 
 
-def asks_that_end_in_many_ways(told_without: Sequence[dict[str, Any]]) -> list[Ask]:
+def asks_that_end_in_many_ways(told_without: Sequence[dict[Any, Any]]) -> list[Ask]:
     """Return requests that end by length, stop string (also of one sequence), stop token, or later due to `min_tokens`.
 
     told_without: answers of the same requests when all end by length, from which the stops are taken.

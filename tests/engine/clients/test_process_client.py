@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import re
 import signal
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ import pytest
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.outputs import RequestOutput
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.async_engine import AsyncEngine
@@ -175,6 +177,58 @@ def test_aborts_reach_every_restarted_engine() -> None:
             os.kill(client.engine_pid, signal.SIGKILL)
 
     run(work)
+
+
+async def pool(llm: AsyncEngine, name: str, number: int) -> RequestOutput:
+    """Return the last output of a prompt of 20 to 219 tokens that is pooled and shares no cached prefix."""
+    prompt = [10 + (number * 7 + i) % 90 for i in range(20 + number * 37 % 200)]
+    request = await llm.prepare(prompt, PoolingParams(task="embed"), name, cache_salt=name)
+    return [output async for output in llm.stream(request, OutputKind.FINAL_ONLY)][-1]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_pooled_prompts_end_once_through_kills_and_aborts(async_scheduling: bool) -> None:
+    """Each ends with its vector, or aborted, whatever state it was in; one that kills the engine itself is refused."""
+    rng = random.Random(5)
+
+    async def pool_all(llm: AsyncEngine, name: str, count: int = 120) -> list[RequestOutput]:
+        return await asyncio.gather(*(pool(llm, f"{name}{i}", i) for i in range(count)))
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        vectors = [output.pooled.tobytes() for output in await pool_all(llm, "a")]
+        asked = asyncio.create_task(pool_all(llm, "b"))
+        aborted: set[str] = set()
+
+        async def abort_some() -> None:
+            aborted.update(await llm.abort([f"b{rng.randrange(120)}" for _ in range(4)]))
+
+        for _ in range(2):
+            await wait_for_steps(client, 8)
+            await abort_some()
+            pid = client.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await abort_some()
+            while client.engine_pid in (None, pid):
+                await asyncio.sleep(0.01)
+            await abort_some()  # suspects wait, one of them is probed
+        found = await asked
+        assert client.num_deaths == 2
+        assert len(aborted) > 10
+        for i, output in enumerate(found):
+            if f"b{i}" in aborted:
+                assert (output.pooled, output.outputs[0].finish_reason) == (None, "abort")
+            else:
+                assert output.pooled is not None, output.error
+                assert output.pooled.tobytes() == vectors[i]
+
+        poison, company = await asyncio.gather(pool(llm, "poison", 5), pool_all(llm, "c", 16))
+        assert "repeatedly" in str(poison.error)
+        assert [output.pooled.tobytes() for output in company] == vectors[:16]
+        while client.stats().num_running or client.stats().num_waiting or client.stats().kv_usage:
+            await asyncio.sleep(0.01)
+
+    run(work, async_scheduling=async_scheduling, max_num_batched_tokens=128)
 
 
 def test_invalid_settings_are_an_error_at_once() -> None:
