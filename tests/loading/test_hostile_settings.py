@@ -45,7 +45,7 @@ def refusal(call: Any, *arguments: object, **named: object) -> str:
     with pytest.raises(ConfigError) as caught:
         call(*arguments, **named)
     message = str(caught.value)
-    assert len(message) < 1500
+    assert len(message) < 2000
     return message
 
 

@@ -47,6 +47,17 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
         {**CHAT, **EVERYTHING, "logprobs": True, "top_logprobs": 2, "stream": True, "stream_options": USAGE},
     ),
     ("POST", "/v1/chat/completions", {**CHAT, "top_logprobs": 1}),
+    ("POST", "/v1/embeddings", {"input": ["one", "two"]}),
+    ("POST", "/v1/embeddings", {"input": "one", "encoding_format": "base64", "dimensions": 8}),
+    ("POST", "/pooling", {"input": "one", "task": "token_embed"}),
+    ("POST", "/classify", {"input": "one"}),
+    ("POST", "/v1/score", {"text_1": "one", "text_2": ["two", "three"]}),
+    ("POST", "/score", {"text_1": "one", "text_2": "two"}),
+    ("POST", "/v1/rerank", {"query": "one", "documents": ["two", "three"]}),
+    ("POST", "/v2/rerank", {"query": "one", "documents": ["two", "three"], "top_n": 1}),
+    ("POST", "/rerank", {"query": "one", "documents": ["two"]}),
+    ("POST", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}),
+    ("POST", "/v1/unload_lora_adapter", {"lora_name": "a"}),
 )
 
 
@@ -114,7 +125,7 @@ def test_planned_routes_and_unknown_paths_answer_with_errors(fake_server: LiveSe
         for path, operations in page["paths"].items()
         if "post" in operations and list(operations["post"]["responses"]) == ["501"]
     ]
-    assert len(planned) > 10
+    assert planned
     error = page["components"]["schemas"]["ErrorResponse"]
     for path, expected in [*((path, 501) for path in planned), ("/unknown", 404)]:
         status, _, text = ask(fake_server, "POST", path, {})

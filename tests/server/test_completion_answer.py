@@ -37,7 +37,7 @@ def test_an_echoed_prompt_is_decoded_in_the_turns_of_its_key() -> None:
         num_cached_tokens=0,
     )
     body = CompletionRequest(prompt="x", echo=True)
-    texts: Any = Texts()
+    texts: Any = SimpleNamespace(text=Texts())
     answer_format = CompletionFormat(Head("id", 0, "m"), generation, body, texts)
     answer = msgspec.to_builtins(asyncio.run(gather(generation, answer_format, body)))
     assert answer["choices"][0]["text"] == "the prompt, aa"

@@ -10,6 +10,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
 from pagoda.server.body import parse_body
 from pagoda.server.fields import Body
+from pagoda.server.pooling_bodies import EmbeddingRequest
 from pagoda.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -58,6 +59,7 @@ CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
     ),
     ("list_entries", CompletionRequest, {"prompt": ["x"] * 128, "stop": ["a" * 8_000]}, "stop"),
     ("outputs", CompletionRequest, {"prompt": ["x"] * 9, "n": 128}, "prompt"),
+    ("inputs", EmbeddingRequest, {"input": ["x"] * 2049}, "input"),
     ("messages", ChatCompletionRequest, {"messages": [USER] * 4097}, "messages"),
     ("messages", TokenizeRequest, {"messages": [USER] * 4097}, "messages"),
     ("content_parts", ChatCompletionRequest, {"messages": [{**USER, "content": [PART] * 2049}] * 2}, "messages"),

@@ -20,6 +20,8 @@ from pagoda.engine.tokenizers.known_speed import unknown_part
 from pagoda.engine.tokenizers.text_encoder import TextEncoder, is_panic
 from pagoda.engine.tokenizers.token_length import TokenLengthBound, token_length_bound
 
+_PROBE_ID = 2**32 - 2
+
 
 class Tokenizer(Protocol):
     """The tokenizer interface of the engine. Implementations are thread-safe."""
@@ -254,10 +256,14 @@ def make_facts(
 
 
 def _special_tokens(backend: tokenizers.Tokenizer) -> SpecialTokens:
-    """Find out what the post-processor adds: encode a probe with and without it."""
+    """Find out what the post-processor adds around a token that it cannot know.
+
+    The rest of the tokenizer does not run: a hostile one may need any amount of time and memory for any text.
+    """
+    probe = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": _PROBE_ID}, unk_token="a")).encode("a")
+    text = [_PROBE_ID]
     try:
-        text = backend.encode("a", add_special_tokens=False).ids
-        single, pair = backend.encode("a").ids, backend.encode("a", "a").ids
+        single, pair = backend.post_process(probe).ids, backend.post_process(probe, probe).ids
     except BaseException as error:  # loading reports a tokenizer that cannot encode
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
