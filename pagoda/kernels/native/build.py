@@ -90,9 +90,7 @@ def build(cache_dir: Path, compiler: Compiler, march: str = "native", extra_flag
         workplace = tempfile.TemporaryDirectory(prefix="build-", dir=cache_dir)
     except OSError as error:
         raise NativeUnavailable(f"cannot write compiled kernels to {cache_dir}: {error}") from error
-    logger.warning(
-        "compiling the native kernels with %s (once for this machine; may take a minute) ...", compiler.version
-    )
+    logger.warning("compiling the native kernels, once for this machine (may take a minute) ...")
     started = time.perf_counter()
     with workplace as folder:
         (Path(folder) / header.NAME).write_text(header.header())
@@ -102,7 +100,7 @@ def build(cache_dir: Path, compiler: Compiler, march: str = "native", extra_flag
         fresh = Path(folder) / "kernels.so"
         _run([compiler.path, "-shared", "-pthread", *extra_flags, "-o", str(fresh), *map(str, objects)])
         os.replace(fresh, library)
-    logger.info("native kernels compiled in %.1f s: %s", time.perf_counter() - started, library)
+    logger.info("native kernels compiled in %.1f s by %s: %s", time.perf_counter() - started, compiler.version, library)
     return library
 
 
