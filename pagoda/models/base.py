@@ -18,7 +18,7 @@ class Model(Module):
     """A tree of layers and the order in which they compute. It receives the ops with every call and stores none.
 
     kv_groups: which attentions share a block table; a batch has one AttentionMetadata for each.
-    pooling: what becomes of hidden states when a prompt is to be pooled.   dense: applied to an embedding, in order.
+    pooling: how the hidden states of a pooled prompt become its result.   dense: applied to an embedding, in order.
     is_causal: False: a token attends to all tokens, so that a prompt is computed in one chunk and nothing is cached.
     generates: False: there is no head for tokens, and `compute_logits` is never called.
     num_token_types: where it is not 0, a batch has the input TOKEN_TYPES: int32 [num_tokens], below this number.

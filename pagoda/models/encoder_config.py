@@ -122,7 +122,7 @@ def _read_label_activation(config: ConfigReader, num_labels: int) -> LabelActiva
 
 
 def label_activation(class_name: str, origin: str) -> LabelActivation:
-    """Return the activation that a class of torch stands for: `torch.nn.modules.linear.Identity`, for example."""
+    """Return the activation that a torch class computes, for example `torch.nn.modules.linear.Identity`."""
     package, _, name = class_name.rpartition(".")
     if not package.startswith("torch.") or name not in _LABEL_ACTIVATIONS:
         raise ConfigError(

@@ -14,7 +14,7 @@ from pagoda.engine.inputs.pooling_inputs import check_pooling
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
 
 Params = SamplingParams | PoolingParams
-"""What is to be done with a prompt: generate text, or pool its hidden states."""
+"""The parameters of a request: for generating text, or for pooling hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
