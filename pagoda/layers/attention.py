@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pagoda.core.kv_specs import KVGroupKind, KVShape
 from pagoda.layers.kv import KVDeclaration, KVPlace
@@ -30,8 +31,10 @@ class Attention(Module):
     window: tokens, 0 for all.   scale: multiplies scores, by default 1 / sqrt(head size).   softcap: 0 is off.
     q_norm, k_norm: applied before the rotary embedding, per head or, if they are as large as all heads, over all of
     them; None where there are none.   kv: what this layer keeps in the cache.   place: where; set when the model's
-    layers are put into groups.
+    layers are put into groups.   keeps_kv: whether it has KV; the same for all of a class.
     """
+
+    keeps_kv: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -61,8 +64,19 @@ class Attention(Module):
         self.scale = dim**-0.5 if scale is None else scale
         self.softcap = softcap
         kind = KVGroupKind.WINDOW if window else KVGroupKind.FULL
-        self.kv: KVDeclaration | None = KVDeclaration(kind, window, KVShape(heads.num_kv_heads, dim, dim))
+        shape = KVShape(heads.num_kv_heads, dim, dim)
+        self.kv: KVDeclaration | None = KVDeclaration(kind, window, shape) if self.keeps_kv else None
         self.place = KVPlace()
+
+    def project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] -> q, k, v [T, heads, head size], q and k normed where the model has norms for them."""
+        heads = self.heads
+        q, k, v = ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
+        if self.q_norm is not None:
+            q = self.q_norm(ops, q)
+        if self.k_norm is not None:
+            k = self.k_norm(ops, k)
+        return q, k, v
 
     def __call__(
         self,
@@ -78,13 +92,8 @@ class Attention(Module):
         Writes the K and V of all tokens. last: this is the model's last layer, after which only the batch's tail is
         needed.
         """
-        heads, cache = self.heads, kv[self.place.index]
-        metadata = batch.metadata[self.place.group]
-        q, k, v = ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
-        if self.q_norm is not None:
-            q = self.q_norm(ops, q)
-        if self.k_norm is not None:
-            k = self.k_norm(ops, k)
+        cache, metadata = kv[self.place.index], batch.metadata[self.place.group]
+        q, k, v = self.project(ops, x)
         q = ops.rotary_write_kv(q, k, v, batch.positions, self.rotary.cos, self.rotary.sin, cache, metadata)
         if last:
             metadata = batch.tail.metadata[self.place.group]
@@ -96,19 +105,7 @@ class Attention(Module):
 class TwoSidedAttention(Attention):
     """The same without KV: every token attends to all tokens of its prompt, or to those less than `window` away."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: Heads,
-        rotary: Rotary,
-        window: int = 0,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-    ) -> None:
-        super().__init__(hidden_size, heads, rotary, window, scale, softcap, qkv_bias, out_bias)
-        self.kv = None
+    keeps_kv = False
 
     def __call__(
         self,
@@ -119,12 +116,7 @@ class TwoSidedAttention(Attention):
         kv: Sequence[KVLayer],
         last: bool,
     ) -> tuple[Tensor, Tensor]:
-        heads = self.heads
-        q, k, v = ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
-        if self.q_norm is not None:
-            q = self.q_norm(ops, q)
-        if self.k_norm is not None:
-            k = self.k_norm(ops, k)
+        q, k, v = self.project(ops, x)
         q, k = ops.rotary(q, k, batch.positions, self.rotary.cos, self.rotary.sin)
         attended = ops.bidirectional_attention(q, k, v, batch.metadata[0], self.scale, self.window, self.softcap)
         if last:

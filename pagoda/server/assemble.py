@@ -12,9 +12,9 @@ from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import resolve_engine
 from pagoda.metrics.prometheus import ServerMetrics
-from pagoda.server.adapters import ServedAdapters
 from pagoda.server.admission import Admission, AdmissionLimits
 from pagoda.server.generation import Generator
+from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.state import ServerState
 from pagoda.server.tool_parsers import parser_named
 

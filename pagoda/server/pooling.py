@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -26,6 +27,7 @@ from pagoda.server.pooling_answers import (
     ClassificationResponse,
     EmbeddingData,
     EmbeddingResponse,
+    PooledList,
     PoolingData,
     PoolingResponse,
     PoolingUsage,
@@ -50,6 +52,24 @@ from pagoda.server.streams import cancel_on_disconnect
 
 router = APIRouter()
 
+B = TypeVar("B", bound=PoolingBody, covariant=True)
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[B]):
+    """One HTTP request.   lora: the adapter that its body names.   id_prefix: of its id."""
+
+    http: Request
+    state: ServerState
+    body: B
+    lora: LoraRef | None
+    id_prefix: str
+
+    def params(self) -> PoolingParams:
+        """Return what the body asks of the model. Raises RequestError if the model cannot do it."""
+        return check_pooling(self.body.pooling_params(), self.state.tasks)
+
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
@@ -61,46 +81,39 @@ class Pooled:
     vectors: list[np.ndarray]
     usage: PoolingUsage
 
+    def answer(self, kind: type[PooledList[D]], data: list[D]) -> JsonAnswer:
+        """Return the answer with these entries."""
+        return JsonAnswer(kind(id=self.id, created=self.created, model=self.model, data=data, usage=self.usage))
+
 
 @router.post(
     "/v1/embeddings", responses=answers_with(EmbeddingResponse), openapi_extra=described_body(EmbeddingRequest)
 )
 async def create_embedding(http: Request) -> Response:
     """Return the embedding of a text, a list of token ids, or of several of either."""
-    state = state_of(http)
-    body = await read_body(http, EmbeddingRequest, state.request_limits)
-    lora = state.adapter_of(body.model)
-    tasks = state.tasks
-    params = check_pooling(body.pooling_params(), tasks)
-    instruction = instruction_of(tasks.plan, body.prompt_name)
-    prompts = [with_instruction(one, instruction) for one in body.inputs()]
-    pooled = await _pool_inputs(http, state, body, prompts, params, lora, "embd")
+    call = await _read(http, EmbeddingRequest, "embd")
+    body, params = call.body, call.params()
+    instruction = instruction_of(call.state.tasks.plan, body.prompt_name)
+    pooled = await _pool_inputs(call, [with_instruction(one, instruction) for one in body.inputs()], params)
     is_base64 = body.encoding_format == "base64"
     data = [
         EmbeddingData(index=index, embedding=_base64(vector) if is_base64 else vector.tolist())
         for index, vector in enumerate(pooled.vectors)
     ]
-    return JsonAnswer(
-        EmbeddingResponse(id=pooled.id, created=pooled.created, model=pooled.model, data=data, usage=pooled.usage)
-    )
+    return pooled.answer(EmbeddingResponse, data)
 
 
 @router.post("/pooling", responses=answers_with(PoolingResponse), openapi_extra=described_body(PoolingRequest))
 async def create_pooling(http: Request) -> Response:
     """Return what the model makes of the hidden states of each input: an embedding, classes, or a vector per token."""
-    state = state_of(http)
-    body = await read_body(http, PoolingRequest, state.request_limits)
-    lora = state.adapter_of(body.model)
-    params = check_pooling(body.pooling_params(), state.tasks)
-    pooled = await _pool_inputs(http, state, body, body.inputs(), params, lora, "pool")
-    is_base64 = body.encoding_format == "base64"
+    call = await _read(http, PoolingRequest, "pool")
+    pooled = await _pool_inputs(call, call.body.inputs(), call.params())
+    is_base64 = call.body.encoding_format == "base64"
     data = [
         PoolingData(index=index, data=_base64(vector) if is_base64 else vector.tolist())
         for index, vector in enumerate(pooled.vectors)
     ]
-    return JsonAnswer(
-        PoolingResponse(id=pooled.id, created=pooled.created, model=pooled.model, data=data, usage=pooled.usage)
-    )
+    return pooled.answer(PoolingResponse, data)
 
 
 @router.post(
@@ -108,37 +121,26 @@ async def create_pooling(http: Request) -> Response:
 )
 async def create_classification(http: Request) -> Response:
     """Return the class probabilities of each input."""
-    state = state_of(http)
-    body = await read_body(http, ClassificationRequest, state.request_limits)
-    lora = state.adapter_of(body.model)
-    params = check_pooling(body.pooling_params(), state.tasks)
-    pooled = await _pool_inputs(http, state, body, body.inputs(), params, lora, "classify")
-    labels = state.tasks.plan.labels
+    call = await _read(http, ClassificationRequest, "classify")
+    pooled = await _pool_inputs(call, call.body.inputs(), call.params())
+    labels = call.state.tasks.plan.labels
     data = [
         ClassificationData(
             index=index, label=labels[int(np.argmax(vector))], probs=vector.tolist(), num_classes=len(vector)
         )
         for index, vector in enumerate(pooled.vectors)
     ]
-    return JsonAnswer(
-        ClassificationResponse(id=pooled.id, created=pooled.created, model=pooled.model, data=data, usage=pooled.usage)
-    )
+    return pooled.answer(ClassificationResponse, data)
 
 
 @router.post("/v1/score", responses=answers_with(ScoreResponse), openapi_extra=described_body(ScoreRequest))
 @router.post("/score", responses=answers_with(ScoreResponse), openapi_extra=described_body(ScoreRequest))
 async def create_score(http: Request) -> Response:
     """Return how well each pair of texts matches."""
-    state = state_of(http)
-    body = await read_body(http, ScoreRequest, state.request_limits)
-    lora = state.adapter_of(body.model)
-    first, second = body.texts()
-    names = body.names
-    pooled, scores = await _score(http, state, body, first, second, names, lora, "score")
-    data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
-    return JsonAnswer(
-        ScoreResponse(id=pooled.id, created=pooled.created, model=pooled.model, data=data, usage=pooled.usage)
-    )
+    call = await _read(http, ScoreRequest, "score")
+    first, second = call.body.texts()
+    pooled, scores = await _score(call, first, second, call.body.names)
+    return pooled.answer(ScoreResponse, [ScoreData(index=index, score=score) for index, score in enumerate(scores)])
 
 
 @router.post("/v1/rerank", responses=answers_with(RerankResponse), openapi_extra=described_body(RerankRequest))
@@ -146,11 +148,9 @@ async def create_score(http: Request) -> Response:
 @router.post("/rerank", responses=answers_with(RerankResponse), openapi_extra=described_body(RerankRequest))
 async def create_ranking(http: Request) -> Response:
     """Return documents in the order of how well they match a query."""
-    state = state_of(http)
-    body = await read_body(http, RerankRequest, state.request_limits)
-    lora = state.adapter_of(body.model)
-    texts = body.texts()
-    pooled, scores = await _score(http, state, body, [body.query], texts, ("query", "documents"), lora, "rerank")
+    call = await _read(http, RerankRequest, "rerank")
+    body, texts = call.body, call.body.texts()
+    pooled, scores = await _score(call, [body.query], texts, ("query", "documents"))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])  # stable: of equals, the first
     results = [RerankResult(index=index, relevance_score=scores[index]) for index in order[: body.top_n or None]]
     if body.return_documents:
@@ -159,23 +159,23 @@ async def create_ranking(http: Request) -> Response:
     return JsonAnswer(RerankResponse(id=pooled.id, model=pooled.model, usage=pooled.usage, results=results))
 
 
+async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
+    """Read the request's body. Raises RequestError, or ApiError (404) for a model that is not served."""
+    state = state_of(http)
+    body = await read_body(http, kind, state.request_limits)
+    return Call(http, state, body, state.adapter_of(body.model), id_prefix)
+
+
 async def _score(
-    http: Request,
-    state: ServerState,
-    body: PairBody,
-    first: list[str],
-    second: list[str],
-    names: tuple[str, str],
-    lora: LoraRef | None,
-    id_prefix: str,
+    call: Call[PairBody], first: list[str], second: list[str], names: tuple[str, str]
 ) -> tuple[Pooled, list[float]]:
     """Score pairs of texts.   names: of the fields that the texts are in."""
-    key = http.scope["state"]["key"]
-    planning = state.generator.llm.text.plan_scores(first, second, body.pooling_params(), names, key)
-    scoring: Scoring = await cancel_on_disconnect(http, planning)
+    key = call.http.scope["state"]["key"]
+    planning = call.state.generator.llm.text.plan_scores(first, second, call.body.pooling_params(), names, key)
+    scoring: Scoring = await cancel_on_disconnect(call.http, planning)
     of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
     of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
-    pooled = await _pool(http, state, body, scoring.prompts, scoring.params, of_prompts, lora, id_prefix)
+    pooled = await _pool(call, scoring.prompts, scoring.params, of_prompts)
     return pooled, scoring.scores(pooled.vectors)
 
 
@@ -183,33 +183,22 @@ def _numbered(name: str, count: int) -> list[str]:
     return [f"{name}[{index}]" for index in range(count)] if count > 1 else [name]
 
 
-async def _pool_inputs(
-    http: Request,
-    state: ServerState,
-    body: InputBody,
-    prompts: Sequence[Prompt],
-    params: PoolingParams,
-    lora: LoraRef | None,
-    id_prefix: str,
-) -> Pooled:
+async def _pool_inputs(call: Call[InputBody], prompts: Sequence[Prompt], params: PoolingParams) -> Pooled:
     """Pool each input on its own."""
-    each = [params] * len(prompts)
-    return await _pool(http, state, body, prompts, each, body.names(), lora, id_prefix, body.add_special_tokens)
+    body = call.body
+    return await _pool(call, prompts, [params] * len(prompts), body.names(), body.add_special_tokens)
 
 
 async def _pool(
-    http: Request,
-    state: ServerState,
-    body: PoolingBody,
+    call: Call[PoolingBody],
     prompts: Sequence[Prompt],
     params: Sequence[PoolingParams],
     names: Sequence[str],
-    lora: LoraRef | None,
-    id_prefix: str,
     add_special_tokens: bool = True,
 ) -> Pooled:
     """Pool all prompts.   names: what errors call them. Raises RequestError, ApiError, Refusal or WorkerDied."""
-    request_id = state.request_id(http, body.request_id, id_prefix)
+    http, state, body = call.http, call.state, call.body
+    request_id = state.request_id(http, body.request_id, call.id_prefix)
     generation = await state.generator.begin_pooling(
         http,
         prompts,
@@ -218,7 +207,7 @@ async def _pool(
         request_id,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        lora=lora,
+        lora=call.lora,
         add_special_tokens=add_special_tokens,
     )
     with contextlib.ExitStack() as at_end:

@@ -1,6 +1,6 @@
 """The answers to requests whose prompts are pooled, as structs."""
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -13,6 +13,20 @@ class PoolingUsage(Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+D = TypeVar("D")
+
+
+class PooledList(Struct, Generic[D], kw_only=True):
+    """An answer with an entry for each input, or for each pair of texts."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[D]
+    usage: PoolingUsage
+
+
 class EmbeddingData(Struct, kw_only=True):
     """embedding: numbers, or with encoding_format base64, the bytes of little-endian float32."""
 
@@ -21,13 +35,8 @@ class EmbeddingData(Struct, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[EmbeddingData]
-    usage: PoolingUsage
+class EmbeddingResponse(PooledList[EmbeddingData], kw_only=True):
+    pass
 
 
 class PoolingData(Struct, kw_only=True):
@@ -38,13 +47,8 @@ class PoolingData(Struct, kw_only=True):
     data: list[float | list[float]] | str
 
 
-class PoolingResponse(Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[PoolingData]
-    usage: PoolingUsage
+class PoolingResponse(PooledList[PoolingData], kw_only=True):
+    pass
 
 
 class ClassificationData(Struct, kw_only=True):
@@ -56,13 +60,8 @@ class ClassificationData(Struct, kw_only=True):
     num_classes: int
 
 
-class ClassificationResponse(Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ClassificationData]
-    usage: PoolingUsage
+class ClassificationResponse(PooledList[ClassificationData], kw_only=True):
+    pass
 
 
 class ScoreData(Struct, kw_only=True):
@@ -71,13 +70,8 @@ class ScoreData(Struct, kw_only=True):
     score: float
 
 
-class ScoreResponse(Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ScoreData]
-    usage: PoolingUsage
+class ScoreResponse(PooledList[ScoreData], kw_only=True):
+    pass
 
 
 class RankedDocument(Struct, frozen=True):

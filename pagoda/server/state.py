@@ -3,7 +3,6 @@
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from fastapi import Request
 
@@ -15,10 +14,8 @@ from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.server.draining import Drain
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
+from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.tool_parsers import parser_for_template
-
-if TYPE_CHECKING:
-    from pagoda.server.adapters import ServedAdapters
 
 
 @dataclass(slots=True)
@@ -32,7 +29,7 @@ class ServerState:
     """
 
     generator: Generator
-    adapters: "ServedAdapters"
+    adapters: ServedAdapters
     model_names: tuple[str, ...]
     max_model_len: int
     chat_template: str | None

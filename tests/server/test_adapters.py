@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagoda.base.errors import ConfigError
-from pagoda.server.adapters import LoRAModule, parse_module
+from pagoda.server.served_adapters import LoRAModule, parse_module
 from tests.cached_models import cached_model
 from tests.engine.lora_adapters import write_adapter
 from tests.server.live import FAKE_FLAGS, LiveServer, serving

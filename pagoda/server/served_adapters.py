@@ -1,0 +1,151 @@
+"""The LoRA adapters that a server has, by name."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.lora import LoRARequest, LoRASources
+from pagoda.core.request import LoraRef
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.loading.adapters.config import CONFIG_FILE
+from pagoda.loading.adapters.files import WEIGHTS_FILE
+from pagoda.server.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAModule:
+    """An adapter to serve under a name.   parent: the model that /v1/models names as the one it adapts."""
+
+    name: str
+    path: str
+    parent: str | None = None
+
+
+def parse_module(text: str) -> LoRAModule:
+    """Parse a value of `lora_modules`: NAME=PATH, or an object with name, path and base_model_name.
+
+    Raises ConfigError.
+    """
+    if not text.lstrip().startswith("{"):
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ConfigError(f"lora_modules={abbreviate(text)} must be NAME=PATH, or a JSON object with name and path")
+        return LoRAModule(name, path)
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"lora_modules={abbreviate(text)} is not valid JSON: {error}") from None
+    known = {"name", "path", "base_model_name"}
+    is_valid = {"name", "path"} <= values.keys() <= known and all(isinstance(v, str) for v in values.values())
+    if not is_valid:
+        raise ConfigError(
+            f"lora_modules={abbreviate(text)} must have the strings name and path, and may have base_model_name"
+        )
+    return LoRAModule(values["name"], values["path"], values.get("base_model_name"))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter that requests choose by its name."""
+
+    lora: LoraRef
+    parent: str
+
+
+class ServedAdapters:
+    """The adapters of a server, by name. A name is free again as soon as its adapter is unloaded."""
+
+    def __init__(self, llm: AsyncEngine, model_names: tuple[str, ...], lora_dir: str | None) -> None:
+        """model_names: of the model itself; no adapter may have one of them.
+
+        lora_dir: adapters are loaded from below it; None: none may be loaded while serving.
+        """
+        self._llm = llm
+        self._model_names = model_names
+        self._root = None if lora_dir is None else Path(lora_dir).resolve()
+        self._by_name: dict[str, ServedAdapter] = {}
+        self._changing = asyncio.Lock()
+
+    @property
+    def by_name(self) -> Mapping[str, ServedAdapter]:
+        return self._by_name
+
+    async def load_modules(self, sources: LoRASources) -> None:
+        """Load the adapters of the settings. Raises ConfigError for one that cannot be used."""
+        if self._root is not None and not self._root.is_dir():
+            raise ConfigError(f"lora_dir={abbreviate(sources.lora_dir)} is not a folder")
+        for text in sources.lora_modules:
+            module = parse_module(text)
+            try:
+                self._check_name(module.name)
+                await self._load(module)
+            except (ApiError, RequestError) as error:
+                raise ConfigError(f"lora_modules={abbreviate(text)}: {error}") from None
+
+    async def load(self, name: str, path: str, parent: str | None, replaces: bool) -> None:
+        """Load an adapter from below `lora_dir`.
+
+        replaces: the name may be in use; its new requests use this adapter then.
+        Raises ApiError (400) that names what is wrong with the name, the path or the files.
+        """
+        folder = self._inside(path)
+        async with self._changing:
+            self._check_name(name, replaces)
+            try:
+                await self._load(LoRAModule(name, str(folder), parent))
+            except RequestError as error:
+                raise ApiError(400, str(error), "lora_path") from None
+
+    async def unload(self, name: str) -> None:
+        """Remove an adapter: requests that use it finish, and no new one can. Raises ApiError (404)."""
+        async with self._changing:
+            if name not in self._by_name:
+                raise ApiError(404, f"no LoRA adapter is named {abbreviate(name)}", "lora_name")
+            self._free(self._by_name.pop(name).lora)
+
+    async def _load(self, module: LoRAModule) -> None:
+        lora = await self._llm.find_adapter(LoRARequest(module.name, 1, module.path))
+        await self._llm.load_adapter(lora)
+        before = self._by_name.get(module.name)
+        self._by_name[module.name] = ServedAdapter(lora, module.parent or self._model_names[0])
+        if before is not None:
+            self._free(before.lora)
+
+    def _free(self, lora: LoraRef) -> None:
+        """Unload an adapter, unless it has another name, too."""
+        if all(served.lora.identity != lora.identity for served in self._by_name.values()):
+            self._llm.unload_adapter(lora)
+
+    def _check_name(self, name: str, replaces: bool = False) -> None:
+        if name in self._model_names:
+            raise ApiError(400, f"{abbreviate(name)} is the name of the model; give the adapter another", "lora_name")
+        if name in self._by_name and not replaces:
+            raise ApiError(
+                400,
+                f"an adapter named {abbreviate(name)} is loaded; unload it first, or set load_inplace",
+                "lora_name",
+            )
+
+    def _inside(self, path: str) -> Path:
+        """Return the adapter's folder. Raises ApiError (400) unless it and its files are below `lora_dir`."""
+        root = self._root
+        if root is None:
+            raise ApiError(400, "this server loads no adapters: start it with --enable-lora and --lora-dir FOLDER")
+        try:
+            folder = root.joinpath(path).resolve()
+            files = [folder, *((folder / name).resolve() for name in (CONFIG_FILE, WEIGHTS_FILE))]
+            is_inside = all(file.is_relative_to(root) for file in files) and folder != root
+            is_folder = folder.is_dir()
+        except (OSError, ValueError, RuntimeError):  # too long, a null character, a loop of links
+            is_inside = is_folder = False
+        if not is_inside:
+            raise ApiError(
+                400, f"lora_path {abbreviate(path)} is not a folder below the server's --lora-dir", "lora_path"
+            )
+        if not is_folder:
+            raise ApiError(400, f"lora_path {abbreviate(path)}: there is no such folder below --lora-dir", "lora_path")
+        return folder
