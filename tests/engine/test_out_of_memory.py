@@ -10,14 +10,14 @@ import pytest
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import WorkerDied
 from pagoda.base.out_of_memory import describe_exit, is_out_of_memory
-from pagoda.engine.clients import process_client
+from pagoda.engine.clients import supervisor
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.worker.memory import available_memory
 from tests.cached_models import cached_model
 
 
 def test_an_engine_killed_while_loading_names_the_signal_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_client, "START_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.01)
 
     async def start() -> None:
         client = ProcessClient(EngineConfig(), module="tests.engine.killed_engine")

@@ -52,8 +52,8 @@ async def assert_clean(llm: AsyncEngine, client: ProcessClient) -> None:
     assert llm._outputs.live_ids == []
     assert llm._readers == {}
     await asyncio.sleep(2 * STEP_TIMEOUT_S)
-    assert client._link is not None
-    assert client._link.is_idle
+    assert client._supervisor.link is not None
+    assert client._supervisor.link.is_idle
     assert client.stuck_for_s() < STEP_TIMEOUT_S
     stats = client.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
@@ -136,7 +136,7 @@ def test_an_entry_that_cannot_be_replayed_ends_alone(
         assert last.error is not None
         assert tokens(await other) == undisturbed
         assert client.num_deaths == 1
-        client.num_deaths = 0
+        client._supervisor.num_deaths = 0
         await assert_clean(llm, client)
 
     run(work, MODULE, STEP_TIMEOUT_S)

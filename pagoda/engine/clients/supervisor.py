@@ -1,0 +1,197 @@
+"""Supervisor: keep one engine process running. It starts a process, notices its end, and starts the next one."""
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq.asyncio
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.out_of_memory import describe_exit
+from pagoda.engine import wire
+from pagoda.engine.clients.engine_link import EngineLink
+from pagoda.engine.clients.process_handle import EngineProcess
+from pagoda.engine.flight_recorder import FlightRecord
+
+logger = logging.getLogger("pagoda.engine")
+
+MAX_FAILED_STARTS = 3
+START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
+
+
+class Supervised(Protocol):
+    """The user of the engine processes. Everything is called in the event loop."""
+
+    def on_ready(self) -> None:
+        """An engine is ready for messages."""
+        ...
+
+    def on_message(self, message: wire.FromEngine) -> None: ...
+
+    def on_lost(self) -> None:
+        """The engine has died or hangs; nothing can be sent any more."""
+        ...
+
+    def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> None:
+        """The process of an engine that had been ready has ended.   flight: the requests in its last step."""
+        ...
+
+    def on_give_up(self, error: WorkerDied) -> None:
+        """No engine can be started any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessEnd:
+    """How an engine process ended."""
+
+    was_ready: bool
+    was_hung: bool
+
+
+class Supervisor:
+    """Runs one engine process after another, until too many starts in a row fail.
+
+    link: to an engine that is ready, or None.   process_number: of the current engine process, from 1.
+    """
+
+    def __init__(self, config: EngineConfig, module: str, step_timeout_s: float, user: Supervised) -> None:
+        """module: what the child process runs.   step_timeout_s: see EngineLink."""
+        self._config = config
+        self._module = module
+        self._step_timeout_s = step_timeout_s
+        self._user = user
+        self._codec = wire.Codec(wire.FromEngine)
+        self._task: asyncio.Task[None] | None = None
+        self._unclosed: EngineProcess | None = None  # what a cancelled task leaves
+        self._facts: asyncio.Future[wire.EngineFacts] | None = None
+        self._start_error: str | None = None  # the last engine process's error message if it could not start
+        self.link: EngineLink | None = None
+        self.process_number = 0
+        self.num_deaths = 0
+        self.died: WorkerDied | None = None
+        """Set once no engine can be started any more."""
+
+    async def start(self) -> wire.EngineFacts:
+        """Start the first engine; return its facts once it is ready.
+
+        Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
+        """
+        self._context = zmq.asyncio.Context()
+        self._facts = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(self._facts)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine process has reported ready and is running."""
+        return self.link is not None and self.link.is_up
+
+    async def wait_until_gone(self) -> None:
+        """Wait until this has given up (see `died`) or has been shut down."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def shutdown(self) -> None:
+        """End the engine process. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+            if self._unclosed is not None:
+                await asyncio.to_thread(self._unclosed.close, 5.0)
+            self._unclosed = self.link = None
+            self._context.term()
+
+    async def _run(self) -> None:
+        """Keep an engine process running; if that becomes impossible, give up."""
+        try:
+            await self._supervise()
+        except ConfigError as error:
+            self._give_up(error)
+        except Exception as error:
+            logger.exception("the supervisor of the engine process failed")
+            self._give_up(WorkerDied(f"internal error in the server: {type(error).__name__}: {error}"))
+
+    async def _supervise(self) -> None:
+        """Run one engine process after another, until too many starts fail. Raises ConfigError for invalid settings."""
+        failed_starts = 0
+        while True:
+            self.process_number += 1
+            self._start_error = None
+            engine = EngineProcess(self._config, self._module, self._context)
+            try:
+                end = await self._run_until_death(engine)
+            except asyncio.CancelledError:
+                self._unclosed = engine
+                raise
+            except Exception:
+                self.link = None
+                await asyncio.to_thread(engine.close)
+                raise
+            self.link = None
+            self._user.on_lost()
+            flight = engine.recorder.read()
+            code = await asyncio.to_thread(engine.close)
+            self.num_deaths += 1
+            failed_starts = 0 if end.was_ready else failed_starts + 1
+            if failed_starts >= MAX_FAILED_STARTS:
+                return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
+            logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
+            if end.was_ready:
+                self._user.on_death(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
+            else:
+                await asyncio.sleep(START_PAUSE_S * failed_starts)
+
+    async def _run_until_death(self, engine: EngineProcess) -> _ProcessEnd:
+        """Handle the messages of an engine process until it dies or hangs. Raises ConfigError for invalid settings."""
+        link = EngineLink(engine, self._codec, self._step_timeout_s)
+        try:
+            while (message := await link.receive()) is not None:
+                match message:
+                    case wire.Ready(facts):
+                        self._begin(link, facts)
+                    case wire.StartFailed(text, config):
+                        if config:
+                            raise ConfigError(text)
+                        self._start_error = text
+                        logger.error("the engine could not start: %s", text)
+                    case _:
+                        self._user.on_message(message)
+            return _ProcessEnd(was_ready=self.link is link, was_hung=link.was_hung)
+        finally:
+            link.close()
+
+    def _begin(self, link: EngineLink, facts: wire.EngineFacts) -> None:
+        assert self.link is not link, "an engine sent Ready twice"
+        self.link = link
+        link.open()
+        assert self._facts is not None
+        if not self._facts.done():
+            self._facts.set_result(facts)
+        self._user.on_ready()
+
+    def _give_up(self, error: ConfigError | WorkerDied) -> None:
+        assert self._facts is not None
+        self.died = error if isinstance(error, WorkerDied) else WorkerDied(str(error))
+        if self._facts.done():
+            logger.error("the engine cannot be restarted: %s", error)
+        else:
+            self._facts.set_exception(error)
+        self._user.on_give_up(self.died)
+
+
+def _failed_start(times: int, code: int | None, said: str | None) -> str:
+    """Return the error message for an engine that cannot be started: how it ended, its own error, and a remedy."""
+    message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
+    if said is not None:
+        return f"{message}: {said}"
+    if code in (-signal.SIGKILL, -signal.SIGABRT):
+        return (
+            f"{message}; probably memory ran out: lower kv_cache_memory or max_model_len, quantize, "
+            "or raise the memory limit (cgroup, ulimit)"
+        )
+    return message
