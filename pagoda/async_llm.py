@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-import os
+import functools
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,23 +27,34 @@ from pagoda.core.request import LoraRef
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.inputs.chat_prompts import ChatOptions
-from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
 from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, text_of
 from pagoda.engine.inputs.scoring import Scoring
+from pagoda.engine.lazy_engine import LazyEngine
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.pooled import (
     classification_output,
     embedding_output,
     pooling_output,
-    scoring_output,
-    vector_of,
+    scoring_outputs,
 )
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.wire import EngineStats
 from pagoda.engine_setup import resolve_engine
+from pagoda.input_setup import build_input_processor
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a caller says about a prompt, as in `AsyncLLM.generate`.   params: None: SamplingParams()."""
+
+    params: Params | None
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
 
 
 class AsyncLLM:
@@ -61,20 +73,17 @@ class AsyncLLM:
         """Check the options, which are the same as for LLM, without loading the model. Raises ConfigError."""
         if model is not None:
             options["model"] = model
-        self._config = EngineConfig.for_engine(**options)
-        check_settings(self._config)
-        self._engine: AsyncEngine | None = None
-        self._loading: asyncio.Task[AsyncEngine] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
-        self._closed = False
+        config = EngineConfig.for_engine(**options)
+        check_settings(config)
+        self._load = functools.partial(_load, config)
+        self._engine = LazyEngine(self._load)
         self._added: dict[int, LoraRef] = {}  # adapters by lora_int_id
 
     @classmethod
     def over(cls, engine: AsyncEngine) -> Self:
         """Return an AsyncLLM that uses an existing engine and closes it with itself."""
         llm = cls()
-        llm._engine = engine
+        llm._engine = LazyEngine(llm._load, engine)
         return llm
 
     @classmethod
@@ -84,20 +93,12 @@ class AsyncLLM:
 
     async def start(self) -> Self:
         """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""
-        await self._started()
+        await self._engine.get()
         return self
 
     async def close(self) -> None:
         """Free the model's memory after the step in progress; requests in flight raise UsageError. Idempotent."""
-        if os.getpid() != self._pid or self._closed:
-            self._closed = True
-            return
-        self._closed = True
-        if self._loading is not None:  # loading cannot be interrupted
-            with contextlib.suppress(Exception):
-                self._engine = await asyncio.shield(self._loading)
-        if self._engine is not None:
-            await self._engine.shutdown()
+        await self._engine.close()
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -126,10 +127,8 @@ class AsyncLLM:
         Raises RequestError for a prompt that cannot be served, before anything runs; UsageError if the AsyncLLM is
         closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.
         """
-        outputs = self._run(
-            OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt, lora_request
-        )
-        async with contextlib.aclosing(outputs):
+        asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
+        async with self._running(prompt, asked, OutputKind.CUMULATIVE) as outputs:
             async for output in outputs:
                 yield output
 
@@ -146,10 +145,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
         prompt = await self._render(messages, template_options)
-        outputs = self._run(
-            OutputKind.CUMULATIVE, prompt, sampling_params, request_id, priority, cache_salt, lora_request
-        )
-        async with contextlib.aclosing(outputs):
+        asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
+        async with self._running(prompt, asked, OutputKind.CUMULATIVE) as outputs:
             async for output in outputs:
                 yield output
 
@@ -166,8 +163,8 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new part of the request's output as it arrives; arguments and errors as in `generate`."""
-        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt, lora_request)
-        async with contextlib.aclosing(outputs):
+        asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
+        async with self._running(prompt, asked, OutputKind.DELTA) as outputs:
             async for output in outputs:
                 yield output
 
@@ -184,8 +181,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `stream`, for the assistant's next turn in a conversation."""
         prompt = await self._render(messages, template_options)
-        outputs = self._run(OutputKind.DELTA, prompt, sampling_params, request_id, priority, cache_salt, lora_request)
-        async with contextlib.aclosing(outputs):
+        asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
+        async with self._running(prompt, asked, OutputKind.DELTA) as outputs:
             async for output in outputs:
                 yield output
 
@@ -193,19 +190,19 @@ class AsyncLLM:
 
     async def abort(self, request_ids: str | Sequence[str]) -> list[str]:
         """Abort requests; return the ids that were running. Each gets a last output with finish_reason "abort"."""
-        engine = await self._started()
+        engine = await self._engine.get()
         return await engine.abort([request_ids] if isinstance(request_ids, str) else request_ids)
 
     async def get_tokenizer(self) -> Tokenizer:
-        return (await self._started()).input_processor.tokenizer
+        return (await self._engine.get()).input_processor.tokenizer
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""
-        return await (await self._started()).reset_prefix_cache(preempt_running)
+        return await (await self._engine.get()).reset_prefix_cache(preempt_running)
 
     async def stats(self) -> EngineStats:
         """Return the engine's latest gauges and counters."""
-        return (await self._started()).stats()
+        return (await self._engine.get()).stats()
 
     async def beam_search(
         self,
@@ -221,17 +218,13 @@ class AsyncLLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
         sampling = params.sampling_params(logprobs=0)
-        outputs = self._run(OutputKind.FINAL_ONLY, prompt, sampling, request_id, priority, cache_salt, lora_request)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                return output
-        raise AssertionError("a request ends with an output")
+        return await self._final(prompt, _Asked(sampling, request_id, priority, cache_salt, lora_request))
 
     # ---- LoRA adapters
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now, so that the first request that uses it need not wait; as LLM.add_lora."""
-        engine = await self._started()
+        engine = await self._engine.get()
         lora = await engine.find_adapter(lora_request)
         await engine.load_adapter(lora)
         self._added[lora_request.lora_int_id] = lora
@@ -242,7 +235,7 @@ class AsyncLLM:
 
         Return False if there is none with this number.
         """
-        engine = await self._started()
+        engine = await self._engine.get()
         lora = self._added.pop(lora_int_id, None)
         if lora is not None:
             engine.unload_adapter(lora)
@@ -262,7 +255,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yield once: what the model makes of the prompt's hidden states, as an array; see LLM.encode."""
         params = with_task(pooling_params or PoolingParams(), pooling_task)
-        yield pooling_output(await self._pooled(prompt, params, request_id, priority, cache_salt))
+        yield pooling_output(await self._final(prompt, _Asked(params, request_id, priority, cache_salt)))
 
     async def embed(
         self,
@@ -275,10 +268,10 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> PoolingRequestOutput[EmbeddingOutput]:
         """Return the prompt's embedding; see LLM.embed."""
-        plan = (await self._started()).input_processor.limits.tasks.plan
+        plan = (await self._engine.get()).input_processor.limits.tasks.plan
         params = with_task(pooling_params or PoolingParams(), "embed")
         prompt = with_instruction(prompt, instruction_of(plan, prompt_name))
-        return embedding_output(await self._pooled(prompt, params, request_id, priority, cache_salt))
+        return embedding_output(await self._final(prompt, _Asked(params, request_id, priority, cache_salt)))
 
     async def classify(
         self,
@@ -291,93 +284,62 @@ class AsyncLLM:
     ) -> PoolingRequestOutput[ClassificationOutput]:
         """Return the class probabilities of the prompt."""
         params = with_task(pooling_params or PoolingParams(), "classify")
-        return classification_output(await self._pooled(prompt, params, request_id, priority, cache_salt))
+        return classification_output(await self._final(prompt, _Asked(params, request_id, priority, cache_salt)))
 
     async def score(
         self, data_1: str, data_2: str, /, *, pooling_params: PoolingParams | None = None
     ) -> PoolingRequestOutput[ScoringOutput]:
         """Return how well two texts match; see LLM.score."""
-        inputs = (await self._started()).input_processor
+        inputs = (await self._engine.get()).input_processor
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
         scoring = await asyncio.to_thread(Scoring, first, second, pooling_params, inputs)
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._pooled(prompt, params))
+                group.create_task(self._final(prompt, _Asked(params)))
                 for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
             ]
         outputs = [task.result() for task in tasks]
-        return scoring_output(outputs, scoring.scores([vector_of(output) for output in outputs])[0])
+        return scoring_outputs(scoring, outputs)[0]
 
-    async def _pooled(
-        self,
-        prompt: Prompt,
-        params: PoolingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> RequestOutput:
-        """Return the finished output of a request to pool."""
-        outputs = self._run(OutputKind.FINAL_ONLY, prompt, params, request_id, priority, cache_salt, None)
-        async with contextlib.aclosing(outputs):
+    # ---- inside
+
+    async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
+        check_conversation(messages, None)
+        rendered = await (await self._engine.get()).text.render_chat(messages, ChatOptions(**template_options))
+        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
+
+    def _running(
+        self, prompt: Prompt, asked: _Asked, kind: OutputKind
+    ) -> contextlib.aclosing[AsyncGenerator[RequestOutput, None]]:
+        """Return the request's outputs; leaving the block aborts it."""
+        return contextlib.aclosing(self._run(prompt, asked, kind))
+
+    async def _final(self, prompt: Prompt, asked: _Asked) -> RequestOutput:
+        """Return the finished output of a request."""
+        async with self._running(prompt, asked, OutputKind.FINAL_ONLY) as outputs:
             async for output in outputs:
                 return output
         raise AssertionError("a request ends with an output")
 
-    # ---- inside
-
-    async def _started(self) -> AsyncEngine:
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"this AsyncLLM belongs to process {self._pid}, and this is a fork of it; make a new one in the child"
-            )
-        if self._closed:
-            raise UsageError("this AsyncLLM is closed")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        if self._loop is not loop:
-            raise UsageError("this AsyncLLM belongs to another event loop; make one for each loop, or share an LLM")
-        if self._engine is not None:
-            return self._engine
-        if self._loading is None:
-            self._loading = asyncio.create_task(_load(self._config))
-        try:
-            engine = await asyncio.shield(self._loading)  # cancelling one caller does not cancel the load
-        except Exception:
-            self._loading = None
-            raise
-        self._engine = engine
-        if self._closed:
-            raise UsageError("this AsyncLLM was closed while it was loading")
-        return engine
-
-    async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
-        check_conversation(messages, None)
-        rendered = await (await self._started()).text.render_chat(messages, ChatOptions(**template_options))
-        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
-
-    async def _run(
-        self,
-        kind: OutputKind,
-        prompt: Prompt,
-        params: Params | None,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-        lora_request: LoRARequest | None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def _run(self, prompt: Prompt, asked: _Asked, kind: OutputKind) -> AsyncGenerator[RequestOutput, None]:
         check_prompt(prompt, None)
-        engine = await self._started()
-        params = params if params is not None else SamplingParams()
-        lora = await engine.find_adapter(lora_request) if lora_request is not None else None
-        request = await engine.prepare(prompt, params, request_id, priority=priority, cache_salt=cache_salt, lora=lora)
+        engine = await self._engine.get()
+        lora = await engine.find_adapter(asked.lora_request) if asked.lora_request is not None else None
+        request = await engine.prepare(
+            prompt,
+            asked.params if asked.params is not None else SamplingParams(),
+            asked.request_id,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+            lora=lora,
+        )
         has_tokens = False
         async with contextlib.aclosing(engine.stream(request, kind, text_of(prompt))) as outputs:
             async for output in outputs:
                 has_tokens = has_tokens or any(part.token_ids for part in output.outputs)
                 if output.error is not None and not has_tokens:
                     raise RequestError(output.error, "prompt")
-                if self._closed and any(part.finish_reason == "abort" for part in output.outputs):
+                if self._engine.is_closed and any(part.finish_reason == "abort" for part in output.outputs):
                     raise UsageError("this AsyncLLM was closed while it generated")
                 yield output
 
@@ -385,14 +347,7 @@ class AsyncLLM:
 async def _load(config: EngineConfig) -> AsyncEngine:
     """Load a model into this process, on threads, without blocking the event loop."""
     setup = await asyncio.to_thread(resolve_engine, config)
-    inputs = await asyncio.to_thread(
-        build_input_processor,
-        setup.config,
-        setup.files,
-        setup.spec.vocab_size,
-        setup.max_model_len,
-        tasks=setup.tasks,
-    )
+    inputs = await asyncio.to_thread(build_input_processor, setup)
     client = ThreadClient(lambda: build_engine_core(setup))
     inputs.limits.fit((await client.start()).max_model_len)
     return AsyncEngine(client, inputs)

@@ -1,21 +1,16 @@
 """LLM: run a model in a Python program. Outputs are returned in the order of the prompts."""
 
-import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tqdm import tqdm
-
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import CapacityError, RequestError
+from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
-    CompletionOutput,
     EmbeddingOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -25,8 +20,8 @@ from pagoda.base.outputs import (
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
+from pagoda.engine.inputs.adapters import AdapterChoice, adapter_for_each
 from pagoda.engine.inputs.chat_prompts import ChatOptions
-from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
 from pagoda.engine.inputs.prompts import (
     Prompt,
@@ -37,7 +32,6 @@ from pagoda.engine.inputs.prompts import (
     for_each,
     is_one_conversation,
     is_one_prompt,
-    text_of,
 )
 from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.llm_engine import LLMEngine
@@ -48,20 +42,14 @@ from pagoda.engine.outputs.pooled import (
     classification_output,
     embedding_output,
     pooling_output,
-    scoring_output,
-    vector_of,
+    scoring_outputs,
 )
 from pagoda.engine.shared_engine import Call, SharedEngine
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine.whole_outputs import Ask, WholeOutputs
 from pagoda.engine_setup import resolve_engine
-
-logger = logging.getLogger("pagoda")
-
-_BAR_DELAY_S = 1.0  # short work shows no bar
-
-AdapterChoice = LoRARequest | Sequence[LoRARequest | None] | None
-"""The adapter of all prompts of a call, or one for each."""
+from pagoda.input_setup import build_input_processor
 
 
 class LLM:
@@ -87,9 +75,7 @@ class LLM:
             options["model"] = model
         setup = resolve_engine(EngineConfig.for_engine(**options))
         # The tokenizer first, so that its errors are reported before loading the weights.
-        inputs = build_input_processor(
-            setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len, tasks=setup.tasks
-        )
+        inputs = build_input_processor(setup)
         core = build_engine_core(setup)
         inputs.limits.fit(core.facts.max_model_len)
         self._begin(LLMEngine(core, inputs))
@@ -104,7 +90,7 @@ class LLM:
     def _begin(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._shared = SharedEngine(engine)
-        self._numbers = itertools.count()
+        self._whole = WholeOutputs(self._shared)
         self._added: dict[int, LoraRef] = {}  # by lora_int_id
 
     @property
@@ -177,51 +163,20 @@ class LLM:
 
     def _generate(
         self,
-        each: Sequence[Prompt | RequestError],
+        prompts: Sequence[Prompt | RequestError],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None,
         lora_request: AdapterChoice,
     ) -> list[RequestOutput]:
         """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
-        params = for_each(sampling_params, len(each), SamplingParams, "sampling_params")
-        adapters = _adapter_for_each(lora_request, len(each))
-        if priority is not None and len(priority) != len(each):
-            raise RequestError(f"{len(priority)} priorities for {len(each)} prompts", "priority")
-        with self._shared.entered():
-            call = Call()
-            outputs: dict[str, RequestOutput] = {}
-            ids = [str(next(self._numbers)) for _ in each]
-            try:
-                for index, (request_id, prompt) in enumerate(zip(ids, each, strict=True)):
-                    try:
-                        if isinstance(prompt, RequestError):
-                            raise prompt
-                        own_priority = priority[index] if priority is not None else 0
-                        lora = self._find_adapter(adapters[index])
-                        self._shared.add(
-                            call, request_id, prompt, params[index], OutputKind.FINAL_ONLY, own_priority, lora
-                        )
-                    except (RequestError, CapacityError) as error:
-                        if len(each) == 1:
-                            raise
-                        logger.warning("prompt %d is not served: %s", index, error)
-                        outputs[request_id] = _refused(request_id, prompt, error)
-                self._collect(call, outputs, use_tqdm)
-            finally:
-                self._shared.drop(call)
-        results = [outputs[request_id] for request_id in ids]
-        if len(results) == 1 and results[0].error is not None and not any(o.token_ids for o in results[0].outputs):
-            raise RequestError(results[0].error, "prompt")
-        return results
-
-    def _collect(self, call: Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
-        """Wait until all requests of the call have finished; store their outputs in `outputs`."""
-        disable = None if use_tqdm else True  # None: off when there is no terminal
-        with tqdm(total=len(call.live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
-            while (output := self._shared.next_output(call)) is not None:
-                outputs[output.request_id] = output
-                bar.update()
+        count = len(prompts)
+        params = for_each(sampling_params, count, SamplingParams, "sampling_params")
+        adapters = adapter_for_each(lora_request, count)
+        if priority is not None and len(priority) != count:
+            raise RequestError(f"{len(priority)} priorities for {count} prompts", "priority")
+        asks = map(Ask, prompts, params, priority if priority is not None else [0] * count, adapters)
+        return self._whole.generate(list(asks), use_tqdm)
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         with self._shared.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
@@ -244,10 +199,9 @@ class LLM:
         check_prompt(prompt, None)
         call = Call()
         with self._shared.entered():
-            lora = self._find_adapter(lora_request)
-            request_id = str(next(self._numbers))
+            lora = self._shared.find_adapter(lora_request)
             params = sampling_params or SamplingParams()
-            self._shared.add(call, request_id, prompt, params, OutputKind.DELTA, lora=lora)
+            self._shared.add(call, self._shared.new_id(), prompt, params, OutputKind.DELTA, lora=lora)
         return OutputStream(self._shared, call)
 
     def stream_chat(
@@ -285,7 +239,7 @@ class LLM:
         each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
         most_logprobs = self.engine.input_processor.limits.max_logprobs
         sampling = params.sampling_params(logprobs=min(2 * params.beam_width, most_logprobs))
-        adapters = _adapter_for_each(lora_request, len(each))
+        adapters = adapter_for_each(lora_request, len(each))
         outputs: list[RequestOutput] = []
         for begin in range(0, len(each), concurrency_limit or max(len(each), 1)):
             some = slice(begin, begin + (concurrency_limit or len(each)))
@@ -316,9 +270,6 @@ class LLM:
             if lora is not None:
                 self._shared.unload_adapter(lora)
         return lora is not None
-
-    def _find_adapter(self, given: LoRARequest | None) -> LoraRef | None:
-        return None if given is None else self.engine.input_processor.find_adapter(given)
 
     # ---- pooling
 
@@ -389,11 +340,8 @@ class LLM:
         params = with_truncation(pooling_params or PoolingParams(), truncate_prompt_tokens)
         with self._shared.entered():
             scoring = Scoring(first, second, params, self.engine.input_processor)
-        outputs = self._run_all(scoring.prompts, scoring.params, use_tqdm)
-        scores = scoring.scores([vector_of(output) for output in outputs])
-        return [
-            scoring_output([outputs[at] for at in scoring.prompts_of(pair)], score) for pair, score in enumerate(scores)
-        ]
+        outputs = self._whole.pool(list(map(Ask, scoring.prompts, scoring.params)), use_tqdm)
+        return scoring_outputs(scoring, outputs)
 
     def _pool(
         self,
@@ -406,45 +354,8 @@ class LLM:
     ) -> list[RequestOutput]:
         each = as_prompts(prompts)
         given = for_each(params, len(each), PoolingParams, "pooling_params")
-        return self._run_all(
-            [with_instruction(prompt, instruction) for prompt in each],
-            [with_truncation(with_task(one, task), truncate) for one in given],
-            use_tqdm,
-        )
-
-    def _run_all(self, each: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests to pool, all or none. Raises RequestError for the first that cannot be served."""
-        with self._shared.entered():
-            call = Call()
-            outputs: dict[str, RequestOutput] = {}
-            ids = [str(next(self._numbers)) for _ in each]
-            try:
-                for index, (request_id, prompt) in enumerate(zip(ids, each, strict=True)):
-                    try:
-                        self._shared.add(call, request_id, prompt, params[index], OutputKind.FINAL_ONLY)
-                    except RequestError as error:
-                        where = f"prompts[{index}]: " if len(each) > 1 else ""
-                        raise RequestError(f"{where}{error}", error.param) from None
-                self._collect(call, outputs, use_tqdm)
-            finally:
-                self._shared.drop(call)
-        return [outputs[request_id] for request_id in ids]
-
-
-def _adapter_for_each(given: AdapterChoice, count: int) -> Sequence[LoRARequest | None]:
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise RequestError(
-            f"lora_request is {type(given).__name__}, expected LoRARequest or a list of them", "lora_request"
-        )
-    if len(given) != count:
-        raise RequestError(f"{len(given)} lora_requests for {count} prompts", "lora_request")
-    return given
-
-
-def _refused(request_id: str, prompt: Prompt | RequestError, error: Exception) -> RequestOutput:
-    """Return the output of a prompt that was rejected."""
-    shown = None if isinstance(prompt, RequestError) else text_of(prompt)
-    ending = CompletionOutput(index=0, finish_reason="error")
-    return RequestOutput(request_id, shown, outputs=[ending], finished=True, error=str(error))
+        asks = [
+            Ask(with_instruction(prompt, instruction), with_truncation(with_task(one, task), truncate))
+            for prompt, one in zip(each, given, strict=True)
+        ]
+        return self._whole.pool(asks, use_tqdm)

@@ -6,6 +6,7 @@ own output is there. The requests of all threads are therefore batched together.
 """
 
 import contextlib
+import itertools
 import os
 import queue
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Generator
 from types import FrameType
 
 from pagoda.base.errors import PagodaError, UsageError, WorkerDied
+from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.core.request import LoraRef
 from pagoda.engine.inputs.params_preparer import Params
@@ -49,6 +51,7 @@ class SharedEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._pid = os.getpid()
+        self._ids = itertools.count()
         self._inside: set[int] = set()  # threads in a call
         self._owners: dict[str, Call] = {}  # by request id
         self._waiting: dict[object, Call] = {}
@@ -85,6 +88,14 @@ class SharedEngine:
             self._inside.discard(me)
             if self._closed and not self._is_shut_down:  # closed by a signal handler that interrupted this call
                 self._shut_down()
+
+    def new_id(self) -> str:
+        """Return a request id that no other request has."""
+        return str(next(self._ids))
+
+    def find_adapter(self, given: LoRARequest | None) -> LoraRef | None:
+        """Return the adapter that a caller names, if any. Raises RequestError if it cannot be used."""
+        return None if given is None else self.engine.input_processor.find_adapter(given)
 
     def add(
         self,

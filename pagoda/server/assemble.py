@@ -6,11 +6,11 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
-from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.templates.process import TemplateLimits
 from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import resolve_engine
+from pagoda.input_setup import build_input_processor
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits
 from pagoda.server.generation import Generator
@@ -28,15 +28,8 @@ async def build_state(
     """
     # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
-    inputs = await asyncio.to_thread(
-        build_input_processor,
-        setup.config,
-        setup.files,
-        setup.spec.vocab_size,
-        setup.max_model_len,
-        encoding_limits=EncodingLimits(config.server.server_timeouts.tokenizer_timeout_s),
-        tasks=setup.tasks,
-    )
+    encoding_limits = EncodingLimits(config.server.server_timeouts.tokenizer_timeout_s)
+    inputs = await asyncio.to_thread(build_input_processor, setup, encoding_limits)
     facts = await starting
     inputs.limits.fit(facts.max_model_len)
     names = config.model.served_model_name or (config.model.model,)

@@ -27,10 +27,10 @@ class Part(TypedDict):
 def load_profiled(options: Mapping[str, Any]) -> "tuple[LLM, Worker]":
     """An LLM as `LLM(**options)` makes it, and the worker in it. Raises what LLM raises."""
     from pagoda.assemble import build_engine_core
-    from pagoda.engine.inputs.input_processor import build_input_processor
     from pagoda.engine.llm_engine import LLMEngine
     from pagoda.engine_setup import resolve_engine
     from pagoda.executors.in_process import InProcessExecutor
+    from pagoda.input_setup import build_input_processor
     from pagoda.llm import LLM
     from pagoda.worker.worker import Worker
 
@@ -42,7 +42,7 @@ def load_profiled(options: Mapping[str, Any]) -> "tuple[LLM, Worker]":
         return executor
 
     setup = resolve_engine(EngineConfig.from_options(**options))
-    inputs = build_input_processor(setup.config, setup.files, setup.spec.vocab_size, setup.max_model_len)
+    inputs = build_input_processor(setup)
     core = build_engine_core(setup, wrap_executor=look_inside)
     if not found:
         raise ConfigError("--profile needs a worker in this process (distributed_executor_backend in_process)")

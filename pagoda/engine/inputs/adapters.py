@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 from pagoda.base.errors import ConfigError, RequestError
@@ -10,9 +11,25 @@ from pagoda.core.request import LoraRef
 from pagoda.loading.adapters.config import CONFIG_FILE
 from pagoda.loading.adapters.files import WEIGHTS_FILE, AdapterTargets, check_adapter
 
+AdapterChoice = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts of a call, or one for each."""
+
 _MOST_REMEMBERED = 1024
 
 _Signature = tuple[tuple[int, int, int], ...]
+
+
+def adapter_for_each(given: AdapterChoice, count: int) -> Sequence[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts. Raises RequestError for another number of them."""
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise RequestError(
+            f"lora_request is {type(given).__name__}, expected LoRARequest or a list of them", "lora_request"
+        )
+    if len(given) != count:
+        raise RequestError(f"{len(given)} lora_requests for {count} prompts", "lora_request")
+    return given
 
 
 class KnownAdapters:

@@ -7,10 +7,9 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
-from pagoda.base.pooling import ModelTasks, PoolingParams
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
 from pagoda.core.request import LoraRef, Request
@@ -22,13 +21,7 @@ from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, Prepare
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.templates.job import InProcessRenderer, Renderer
-from pagoda.engine.templates.process import ProtectedRenderer, TemplateLimits
-from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
-from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
-from pagoda.loading.adapters.files import AdapterTargets
-from pagoda.loading.model_config import read_architecture, read_model
-from pagoda.loading.model_files import ModelFiles
 
 _SEED_BITS = 62  # leaves room in an int64 for `seed + sequence`
 
@@ -205,35 +198,3 @@ def _normal_priority(priority: SupportsIndex) -> int:
     if not -(2**31) <= value < 2**31:
         raise RequestError(f"priority must be a 32-bit integer (got {priority!r:.80})", "priority")
     return value
-
-
-def build_input_processor(
-    config: EngineConfig,
-    files: ModelFiles,
-    vocab_size: int,
-    max_model_len: int,
-    template_limits: TemplateLimits | None = None,
-    encoding_limits: EncodingLimits | None = None,
-    tasks: ModelTasks | None = None,
-) -> InputProcessor:
-    """Build a model's input processor from its tokenizer. Chat templates are rendered in a separate process.
-
-    encoding_limits: of each text, if the tokenizer is not known to be fast.   tasks: what the model can be asked for.
-    Raises ConfigError if the tokenizer or its chat template cannot be used.
-    """
-    tokenizer = load_tokenizer(files, config.model.tokenizer, config.model.chat_template, encoding_limits)
-    model = config.model
-    limits = InputLimits(
-        vocab_size,
-        max_model_len,
-        config.scheduler.max_num_seqs,
-        model.request_limits.max_logprobs,
-        model.request_limits,
-        tasks or ModelTasks(),
-    )
-    adapters = None
-    if model.lora.enable_lora:
-        targets = AdapterTargets(read_architecture(files)[0], read_model(files))
-        adapters = KnownAdapters(targets, model.lora.max_lora_rank)
-    renderer = ProtectedRenderer(template_limits)
-    return InputProcessor(tokenizer, limits, model.seed, model.parse_special_tokens_in_chat, renderer, adapters)

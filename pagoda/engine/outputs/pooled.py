@@ -1,5 +1,7 @@
 """What the methods that pool prompts return for each of them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pagoda.base.errors import RequestError
@@ -11,6 +13,7 @@ from pagoda.base.outputs import (
     RequestOutput,
     ScoringOutput,
 )
+from pagoda.engine.inputs.scoring import Scoring
 
 
 def vector_of(output: RequestOutput) -> np.ndarray:
@@ -33,7 +36,15 @@ def classification_output(output: RequestOutput) -> PoolingRequestOutput[Classif
     return _output(output, ClassificationOutput(vector_of(output).tolist()))
 
 
-def scoring_output(parts: list[RequestOutput], score: float) -> PoolingRequestOutput[ScoringOutput]:
+def scoring_outputs(scoring: Scoring, outputs: Sequence[RequestOutput]) -> list[PoolingRequestOutput[ScoringOutput]]:
+    """Return the score of each pair.   outputs: of `scoring.prompts`."""
+    scores = scoring.scores([vector_of(output) for output in outputs])
+    return [
+        _scoring_output([outputs[at] for at in scoring.prompts_of(pair)], score) for pair, score in enumerate(scores)
+    ]
+
+
+def _scoring_output(parts: list[RequestOutput], score: float) -> PoolingRequestOutput[ScoringOutput]:
     """parts: of the pair's prompts."""
     token_ids = [token_id for part in parts for token_id in part.prompt_token_ids or []]
     num_cached = sum(part.num_cached_tokens or 0 for part in parts)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.adapter_calls import AdapterCalls
 from pagoda.engine.clients.process_client import ProcessClient
-from pagoda.engine.inputs.input_processor import build_input_processor
-from pagoda.engine_setup import resolve_engine
 from tests.engine.byte_llama import write_byte_llama
+from tests.engine.clients.engine_in_process import Work, run_engine
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 
 OPTIONS: dict[str, object] = {
@@ -38,20 +36,9 @@ OPTIONS: dict[str, object] = {
 PROMPT = "A prompt that is long enough for several blocks of the cache."
 
 
-def run(model: Path, work: Callable[[AsyncEngine, ProcessClient], Awaitable[None]]) -> None:
-    async def main() -> None:
-        config = EngineConfig.from_options(model=str(model), **OPTIONS)
-        client = ProcessClient(config, 60.0)
-        facts = await client.start()
-        setup = resolve_engine(config)
-        inputs = build_input_processor(config, setup.files, setup.spec.vocab_size, facts.max_model_len)
-        llm = AsyncEngine(client, inputs)
-        try:
-            await asyncio.wait_for(work(llm, client), 100)
-        finally:
-            await llm.shutdown()
-
-    asyncio.run(main())
+def run(model: Path, work: Work) -> None:
+    config = EngineConfig.from_options(model=str(model), **OPTIONS)
+    run_engine(work, ProcessClient(config, 60.0), config)
 
 
 async def collect(llm: AsyncEngine, name: str, lora: LoraRef | None, max_tokens: int = 24) -> list[list[int]]:

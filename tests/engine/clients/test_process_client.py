@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
-from pagoda.engine.inputs.input_processor import build_input_processor
 from pagoda.engine.outputs.output_processor import OutputKind
-from pagoda.engine_setup import resolve_engine
+from tests.engine.clients.engine_in_process import Work, run_engine
 
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
 
@@ -40,24 +38,13 @@ def tokens(outputs: list[RequestOutput]) -> dict[int, list[int]]:
 
 
 def run(
-    work: Callable[[AsyncEngine, ProcessClient], Awaitable[None]],
+    work: Work,
     module: str = "tests.engine.poisoned_engine",
     step_timeout_s: float = 60.0,
     **options: object,
 ) -> None:
-    async def main() -> None:
-        config = EngineConfig.from_options(**OPTIONS, **options)
-        client = ProcessClient(config, step_timeout_s, module)
-        facts = await client.start()
-        setup = resolve_engine(config)
-        inputs = build_input_processor(config, setup.files, setup.spec.vocab_size, facts.max_model_len)
-        llm = AsyncEngine(client, inputs)
-        try:
-            await asyncio.wait_for(work(llm, client), 100)
-        finally:
-            await llm.shutdown()
-
-    asyncio.run(main())
+    config = EngineConfig.from_options(**OPTIONS, **options)
+    run_engine(work, ProcessClient(config, step_timeout_s, module), config)
 
 
 async def wait_for_steps(client: ProcessClient, count: int) -> None:
