@@ -33,6 +33,10 @@ class PoolingBody(Body, kw_only=True, frozen=True):
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
 
+    def pooling_params(self) -> PoolingParams:
+        """Return what the body asks of the model."""
+        raise NotImplementedError
+
 
 class InputBody(PoolingBody, kw_only=True, frozen=True):
     """The fields of those that pool each input on its own."""
