@@ -59,7 +59,7 @@ def test_streaming() -> None:
 
 
 def test_openai_client(tmp_path: Path) -> None:
-    with serving(tmp_path, "--max-model-len", "512") as server:
+    with serving(tmp_path, "--dtype", "float32", "--max-model-len", "512") as server:
         lines = run("openai_client.py", f"{server.url}/v1").splitlines()
     assert lines[0] == "model: smollm2-135m"
     assert "Paris" in lines[1]

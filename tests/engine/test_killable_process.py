@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,16 @@ def process() -> Iterator[KillableProcess]:
 def ask(process: KillableProcess, text: str, timeout_s: float = LONG_S) -> list[str]:
     """The child's reply: what it got for its start, its pid, the number of its messages, the message."""
     return process.exchange(lambda _: text.encode(), timeout_s).decode().split()
+
+
+def begin(work: Callable[[], None], pid: int) -> threading.Thread:
+    """Do the work on a thread; return once the child with this pid has begun to run."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    before = Path(f"/proc/{pid}/schedstat").read_text()
+    while Path(f"/proc/{pid}/schedstat").read_text() == before:
+        time.sleep(0.001)
+    return thread
 
 
 def is_running(pid: int) -> bool:
@@ -94,11 +104,7 @@ def test_closing_ends_the_work_and_does_not_start_it_again(process: KillableProc
             failed.append(error)
 
     pid = int(ask(process, "hello")[1])
-    thread = threading.Thread(target=work)
-    thread.start()
-    before = Path(f"/proc/{pid}/schedstat").read_text()
-    while Path(f"/proc/{pid}/schedstat").read_text() == before:  # until it has begun
-        time.sleep(0.001)
+    thread = begin(work, pid)
     process.close()
     thread.join(LONG_S / 2)
     assert not thread.is_alive()
@@ -119,11 +125,7 @@ def test_cancelling_kills_the_child_at_work_and_does_not_start_the_work_again(pr
         except Cancelled as error:
             failed.append(error)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    before = Path(f"/proc/{pid}/schedstat").read_text()
-    while Path(f"/proc/{pid}/schedstat").read_text() == before:  # until it has begun
-        time.sleep(0.001)
+    thread = begin(work, int(pid))
     cancellation.cancel()
     thread.join(LONG_S / 2)
     assert not thread.is_alive()

@@ -11,7 +11,7 @@ from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.sampling import library, logprobs, reference
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.native import NativeSampling
-from tests.kernels.test_sampling import columns
+from tests.kernels.test_sampling import KINDS, columns, random_draws
 
 
 @pytest.fixture
@@ -25,22 +25,13 @@ def below_one(params: DrawParams) -> DrawParams:
 
 
 @pytest.mark.parametrize("vocab", [2, 7, 63, 64, 65, 129, 1000, 5003])
-@pytest.mark.parametrize("kind", ["normal", "ties", "flat", "masked"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_native_equals_reference(sampling: NativeSampling, vocab: int, kind: str) -> None:
-    rng = np.random.default_rng([vocab, len(kind)])
-    n = 64
-    logits = torch.from_numpy(rng.normal(0, 3, (n, vocab)).astype(np.float32))
-    if kind == "ties":
-        logits = logits.round()
-    elif kind == "flat":
-        logits = torch.zeros_like(logits)
-    elif kind == "masked":
-        logits[torch.from_numpy(rng.random((n, vocab)) < 0.7)] = -torch.inf
-        logits[:, vocab // 2] = 0.0
-    params = below_one(columns(rng, n, vocab))
+    logits, params = random_draws(kind, 64, vocab)
+    params = below_one(params)
     got = sampling.sample(logits, params)
     assert got.tolist() == reference.sample(logits, params).tolist()
-    last = sampling.sample(logits, dataclasses.replace(params, uniform=np.full(n, 1 - 2.0**-53)))
+    last = sampling.sample(logits, dataclasses.replace(params, uniform=np.full(64, 1 - 2.0**-53)))
     assert logits.gather(1, last.unsqueeze(1)).isfinite().all()
 
 

@@ -19,11 +19,12 @@ def columns(rng: np.random.Generator, n: int, vocab: int) -> DrawParams:
     return DrawParams(temperature, top_k, top_p, min_p, uniform)
 
 
-@pytest.mark.parametrize("vocab", [2, 7, 127, 128, 129, 1000, 5003])
-@pytest.mark.parametrize("kind", ["normal", "ties", "flat", "masked"])
-def test_batched_equals_reference(vocab: int, kind: str) -> None:
+KINDS = ("normal", "ties", "flat", "masked")
+
+
+def random_draws(kind: str, n: int, vocab: int) -> tuple[torch.Tensor, DrawParams]:
+    """Random logits [n, vocab] of a kind, and parameters for them."""
     rng = np.random.default_rng([vocab, len(kind)])
-    n = 48
     logits = torch.from_numpy(rng.normal(0, 3, (n, vocab)).astype(np.float32))
     if kind == "ties":
         logits = logits.round()
@@ -32,7 +33,13 @@ def test_batched_equals_reference(vocab: int, kind: str) -> None:
     elif kind == "masked":
         logits[torch.from_numpy(rng.random((n, vocab)) < 0.7)] = -torch.inf
         logits[:, vocab // 2] = 0.0
-    params = columns(rng, n, vocab)
+    return logits, columns(rng, n, vocab)
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 127, 128, 129, 1000, 5003])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batched_equals_reference(vocab: int, kind: str) -> None:
+    logits, params = random_draws(kind, 48, vocab)
     assert library.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
 
 

@@ -20,18 +20,11 @@ from pagoda.loading.model_files import identify
 from pagoda.worker.forward_pass import EagerForward, ReplayedForward
 from tests.models.tiny_encoders import CONFIGS, batch_of, make_encoder, save_encoder, states, texts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 LENGTHS = (5, 1, 130, 23, 300)
 Folders = Callable[..., Path]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 @cache

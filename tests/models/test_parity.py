@@ -15,17 +15,10 @@ from pagoda.worker.forward_pass import EagerForward
 from tests.models.paged_runner import PagedRunner, generate
 from tests.models.tiny import CONFIGS, VOCAB, greedy, make_model, save
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 NUM_TOKENS = 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,15 @@ def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 
 @pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """`pagoda serve` with SmolLM2, in float32: what every processor computes fast. Tests may kill its engine."""
+    cached_model("smollm2-135m")  # skips where it cannot be had
+    folder: Path = tmp_path_factory.mktemp("real")
+    with serving(folder, "--dtype", "float32", "--max-model-len", "2048", "--num-blocks", "400") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def gemma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """As fake_server, with Gemma's tokenizer, which puts a token before each text."""
     cached_model("gemma3-270m")  # skips where it cannot be had

@@ -2,15 +2,13 @@
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.cached_models import cached_model
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer
 from tests.server.test_replay import num_computed
 
 TEXT: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "use_beam_search": True, "n": 3}
@@ -47,14 +45,6 @@ def test_what_cannot_be_combined_is_refused_by_name(
         assert (status, answer["error"]["param"]) == (400, named), answer
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    cached_model("smollm2-135m")
-    flags = ("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8")
-    with serving(tmp_path_factory.mktemp("beams"), *flags) as live:
-        yield live
-
-
 def choices(server: LiveServer, body: dict[str, Any]) -> list[dict[str, Any]]:
     status, answer = server.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
     assert status == 200, answer
@@ -62,33 +52,33 @@ def choices(server: LiveServer, body: dict[str, Any]) -> list[dict[str, Any]]:
     return answer["choices"]
 
 
-def test_the_best_output_is_the_first_choice(server: LiveServer) -> None:
+def test_the_best_output_is_the_first_choice(real_server: LiveServer) -> None:
     body = {**TEXT, "logprobs": 1, "temperature": 0}
-    found = choices(server, body)
+    found = choices(real_server, body)
     scores = [sum(choice["logprobs"]["token_logprobs"]) for choice in found]
     assert scores == sorted(scores, reverse=True)
     assert "Paris" in found[0]["text"]
     assert {len(choice["logprobs"]["tokens"]) for choice in found} == {6}
-    assert choices(server, body) == found
+    assert choices(real_server, body) == found
 
 
-def test_a_kill_in_the_middle_of_searches_changes_nothing(server: LiveServer) -> None:
+def test_a_kill_in_the_middle_of_searches_changes_nothing(real_server: LiveServer) -> None:
     """Of a text, and of a chat whose beams follow a grammar: they begin again, and give what they would have given.
 
     They send nothing before they are done, but the counters go on.
     """
     bodies = [{**TEXT, "max_tokens": 60, "logprobs": 1}, IN_JSON]
-    undisturbed = [choices(server, body) for body in bodies]
+    undisturbed = [choices(real_server, body) for body in bodies]
     for choice in undisturbed[1]:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
-    restarts = server.load()["engine_restarts"]
-    before = num_computed(server)
+    restarts = real_server.load()["engine_restarts"]
+    before = num_computed(real_server)
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(choices, server, body) for body in bodies]
-        while num_computed(server) < before + 70:  # the prompts, and some tokens of each beam
+        asked = [pool.submit(choices, real_server, body) for body in bodies]
+        while num_computed(real_server) < before + 70:  # the prompts, and some tokens of each beam
             time.sleep(0.005)
-        assert server.load()["running"] > 0
+        assert real_server.load()["running"] > 0
         assert not asked[0].done()
-        server.kill_engine()
+        real_server.kill_engine()
         assert [one.result() for one in asked] == undisturbed
-    assert server.wait_idle()["engine_restarts"] == restarts + 1
+    assert real_server.wait_idle()["engine_restarts"] == restarts + 1

@@ -1,6 +1,5 @@
 """`best_of`: of several outputs, those with the highest mean log-probability per token are returned."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,18 +7,9 @@ import pytest
 from pagoda.base.outputs import CompletionOutput
 from pagoda.server.answers import CompletionChoice
 from pagoda.server.completions import Ranking
-from tests.cached_models import cached_model
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer
 
 BODY: dict[str, Any] = {"prompt": ["Once", "Twice"], "max_tokens": 5, "seed": 3, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    cached_model("smollm2-135m")
-    options = ("--max-model-len", "256", "--max-num-seqs", "8")
-    with serving(tmp_path_factory.mktemp("best_of"), *options) as running:
-        yield running
 
 
 def choices_of(server: LiveServer, **fields: Any) -> list[dict[str, Any]]:
@@ -34,18 +24,18 @@ def mean_logprob(choice: dict[str, Any]) -> float:
     return sum(values) / len(values)
 
 
-def test_the_best_of_all_outputs_are_returned_best_first(server: LiveServer) -> None:
-    every = choices_of(server, n=4, logprobs=0)
-    best = choices_of(server, n=2, best_of=4, logprobs=0)
+def test_the_best_of_all_outputs_are_returned_best_first(real_server: LiveServer) -> None:
+    every = choices_of(real_server, n=4, logprobs=0)
+    best = choices_of(real_server, n=2, best_of=4, logprobs=0)
     assert [choice["index"] for choice in best] == [0, 1, 2, 3]
     for number in range(2):
         ranked = sorted(every[4 * number : 4 * number + 4], key=mean_logprob, reverse=True)
         assert [choice["text"] for choice in best[2 * number : 2 * number + 2]] == [one["text"] for one in ranked[:2]]
 
 
-def test_log_probabilities_are_not_sent_unless_asked_for(server: LiveServer) -> None:
-    asked = choices_of(server, best_of=4, logprobs=0)
-    plain = choices_of(server, best_of=4)
+def test_log_probabilities_are_not_sent_unless_asked_for(real_server: LiveServer) -> None:
+    asked = choices_of(real_server, best_of=4, logprobs=0)
+    plain = choices_of(real_server, best_of=4)
     assert [choice["text"] for choice in plain] == [choice["text"] for choice in asked]
     assert [choice["logprobs"] for choice in plain] == [None, None]
 

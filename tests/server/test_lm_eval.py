@@ -8,27 +8,21 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cached_models import cached_model
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer
 
 MODEL = "smollm2-135m"
 PYTHON = Path(f"{sys.prefix}-clients") / "bin" / "python"
 SCRIPT = Path(__file__).parent / "client_scripts" / "evaluate_tasks.py"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    cached_model(MODEL)
-    if not PYTHON.exists():
-        pytest.skip(f"no {PYTHON}; install it with: make .venv-clients/.installed")
-    with serving(tmp_path_factory.mktemp("lm-eval"), "--max-model-len", "1024", "--num-blocks", "400") as live:
-        yield live
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"no {PYTHON}; install it with: make .venv-clients/.installed"
+)
 
 
 def log_probability(server: LiveServer, context: str, text: str) -> float:
@@ -42,9 +36,9 @@ def log_probability(server: LiveServer, context: str, text: str) -> float:
     return sum(entry[str(token)]["logprob"] for entry, token in zip(entries, ids[1], strict=True))
 
 
-def test_lm_eval_measures_this_model(server: LiveServer, tmp_path: Path) -> None:
+def test_lm_eval_measures_this_model(real_server: LiveServer, tmp_path: Path) -> None:
     done = subprocess.run(
-        [str(PYTHON), str(SCRIPT), server.url, str(tmp_path)],
+        [str(PYTHON), str(SCRIPT), real_server.url, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=180,
@@ -57,14 +51,14 @@ def test_lm_eval_measures_this_model(server: LiveServer, tmp_path: Path) -> None
 
     for sample in of_text["samples"]["tiny_choice"]:
         for choice, response in zip(sample["doc"]["choices"], sample["resps"], strict=True):
-            expected = log_probability(server, sample["doc"]["question"], " " + choice)
+            expected = log_probability(real_server, sample["doc"]["question"], " " + choice)
             assert float(response[0][0]) == pytest.approx(expected, abs=1e-3)
 
     # One window from the first token on, and one text longer than lm-eval's windows of 256 tokens.
     short, long = (float(sample["resps"][0][0]) for sample in of_text["samples"]["tiny_rolling"])
-    info = json.loads(server.get("/tokenizer_info")[1])
+    info = json.loads(real_server.get("/tokenizer_info")[1])
     page = of_text["samples"]["tiny_rolling"][0]["doc"]["page"]
-    assert short == pytest.approx(log_probability(server, info["bos_token"], page), abs=1e-3)
+    assert short == pytest.approx(log_probability(real_server, info["bos_token"], page), abs=1e-3)
     assert long < short < 0
     assert of_text["results"]["tiny_rolling"]["word_perplexity,none"] < math.inf
 
@@ -73,9 +67,9 @@ def test_lm_eval_measures_this_model(server: LiveServer, tmp_path: Path) -> None
             question = sample["doc"]["question"]
             body: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "stop": ["###"]}
             if kind == "chat":
-                _, answer = server.post(path, {**body, "messages": [{"role": "user", "content": question}]})
+                _, answer = real_server.post(path, {**body, "messages": [{"role": "user", "content": question}]})
                 text = answer["choices"][0]["message"]["content"]
             else:
-                _, answer = server.post(path, {**body, "prompt": question})
+                _, answer = real_server.post(path, {**body, "prompt": question})
                 text = answer["choices"][0]["text"]
             assert sample["resps"][0][0].strip() == text.strip() != ""

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from tests.cached_models import cached_model
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer
 
 MODEL = "smollm2-135m"
 GUIDELLM = Path(f"{sys.prefix}-load") / "bin" / "guidellm"
@@ -26,13 +25,9 @@ PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 16
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    cached_model(MODEL)
-    if not GUIDELLM.exists():
-        pytest.skip(f"no {GUIDELLM}; install it with: make .venv-load/.installed")
-    with serving(tmp_path_factory.mktemp("load"), "--max-model-len", "1024", "--num-blocks", "400") as live:
-        yield live
+pytestmark = pytest.mark.skipif(
+    not GUIDELLM.exists(), reason=f"no {GUIDELLM}; install it with: make .venv-load/.installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +78,13 @@ def template_tokens(server: LiveServer) -> int:
     "request_format", ["/v1/chat/completions", pytest.param("/v1/completions", marks=pytest.mark.slow)]
 )
 def test_guidellm_and_the_server_count_the_same(
-    server: LiveServer, tokenizer_folder: Path, tmp_path: Path, request_format: str
+    real_server: LiveServer, tokenizer_folder: Path, tmp_path: Path, request_format: str
 ) -> None:
-    around = template_tokens(server) if "chat" in request_format else 0
-    before = totals(server)
-    benchmark = guidellm(server.url, request_format, tokenizer_folder, tmp_path / "report.json")
-    server.wait_idle()
-    after = totals(server)
+    around = template_tokens(real_server) if "chat" in request_format else 0
+    before = totals(real_server)
+    benchmark = guidellm(real_server.url, request_format, tokenizer_folder, tmp_path / "report.json")
+    real_server.wait_idle()
+    after = totals(real_server)
 
     metrics = benchmark["metrics"]
     ends = {"successful": NUM_REQUESTS, "errored": 0, "incomplete": 0, "total": NUM_REQUESTS}

@@ -1,27 +1,17 @@
 """The server over SmolLM2: log-probabilities against transformers, and kills under load with real numbers."""
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cached_models import cached_model, transformers_model
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer
 from tests.server.test_replay import Ask, ask_all
 
 PROMPT = "The lighthouse keeper wrote one letter a month to his sister, who lived inland and"
 TOP = 5
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    cached_model("smollm2-135m")
-    folder: Path = tmp_path_factory.mktemp("real")
-    with serving(folder, "--dtype", "float32", "--max-model-len", "1024", "--num-blocks", "400") as live:
-        yield live
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +26,9 @@ def reference() -> object:
     return logprobs
 
 
-def test_logprobs_are_those_of_transformers(server: LiveServer, reference: object) -> None:
+def test_logprobs_are_those_of_transformers(real_server: LiveServer, reference: object) -> None:
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": TOP, "prompt_logprobs": 2}
-    answer = server.post("/v1/completions", {**body, "return_token_ids": True})[1]["choices"][0]
+    answer = real_server.post("/v1/completions", {**body, "return_token_ids": True})[1]["choices"][0]
     prompt_ids, ids = answer["prompt_token_ids"], answer["token_ids"]
     expected = reference(prompt_ids + ids)  # type: ignore[operator]
     logprobs = answer["logprobs"]
@@ -56,17 +46,17 @@ def test_logprobs_are_those_of_transformers(server: LiveServer, reference: objec
         assert abs(given["rank"] - int((row > row[token]).sum()) - 1) <= 1
 
 
-def test_tokens_can_be_written_as_ids(server: LiveServer) -> None:
+def test_tokens_can_be_written_as_ids(real_server: LiveServer) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0, "logprobs": True}
     text = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True}
     more = {"return_tokens_as_token_ids": True, "return_token_ids": True}
-    choice = server.post("/v1/chat/completions", {**chat, "top_logprobs": 2, **more})[1]["choices"][0]
+    choice = real_server.post("/v1/chat/completions", {**chat, "top_logprobs": 2, **more})[1]["choices"][0]
     entries = choice["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
     assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["message"]["content"]
-    plain = server.post("/v1/completions", text)[1]["choices"][0]
-    choice = server.post("/v1/completions", {**text, **more})[1]["choices"][0]
+    plain = real_server.post("/v1/completions", text)[1]["choices"][0]
+    choice = real_server.post("/v1/completions", {**text, **more})[1]["choices"][0]
     ids = choice["prompt_token_ids"] + choice["token_ids"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
     assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] if top for name in top)
@@ -74,15 +64,15 @@ def test_tokens_can_be_written_as_ids(server: LiveServer) -> None:
     assert choice["text"] == plain["text"]
 
 
-def test_chat_logprobs_and_echo(server: LiveServer) -> None:
+def test_chat_logprobs_and_echo(real_server: LiveServer) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
-    answer = server.post("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 3})[1]["choices"][0]
+    answer = real_server.post("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 3})[1]["choices"][0]
     assert len(answer["logprobs"]["content"]) == 4
     for entry in answer["logprobs"]["content"]:
         assert len(entry["top_logprobs"]) == 3
         assert entry["logprob"] == entry["top_logprobs"][0]["logprob"]
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}
-    scored = server.post("/v1/completions", body)[1]["choices"][0]
+    scored = real_server.post("/v1/completions", body)[1]["choices"][0]
     assert scored["text"] == PROMPT
     assert scored["logprobs"]["token_logprobs"][0] is None
     assert all(value < 0 for value in scored["logprobs"]["token_logprobs"][1:])
@@ -107,25 +97,26 @@ def asks_with_numbers() -> list[Ask]:
     return [("/v1/chat/completions" if "messages" in body else "/v1/completions", body) for body in bodies]
 
 
-def test_a_kill_changes_no_logprob(server: LiveServer) -> None:
+def test_a_kill_changes_no_logprob(real_server: LiveServer) -> None:
     asks = asks_with_numbers()
-    undisturbed = asyncio.run(ask_all(server, asks))
+    undisturbed = asyncio.run(ask_all(real_server, asks))
     assert all(whole["status"] == 200 for whole in undisturbed)
     assert len(undisturbed[0][0]["logprobs"]) == len(undisturbed[6][0]["logprobs"]) == 40
-    assert asyncio.run(ask_all(server, asks, kill_after=(60,))) == undisturbed
-    assert server.wait_idle()["engine_restarts"] == 1
+    num_restarts = real_server.load()["engine_restarts"]
+    assert asyncio.run(ask_all(real_server, asks, kill_after=(60,))) == undisturbed
+    assert real_server.wait_idle()["engine_restarts"] == num_restarts + 1
 
 
-def test_a_kill_changes_no_embedding(server: LiveServer) -> None:
+def test_a_kill_changes_no_embedding(real_server: LiveServer) -> None:
     body = {"input": [f"Letter {number} of the lighthouse keeper" for number in range(32)]}
-    undisturbed = server.post("/v1/embeddings", body)[1]["data"]
-    num_restarts = server.wait_idle()["engine_restarts"]
+    undisturbed = real_server.post("/v1/embeddings", body)[1]["data"]
+    num_restarts = real_server.wait_idle()["engine_restarts"]
     with ThreadPoolExecutor(1) as clients:
-        asked = clients.submit(server.post, "/v1/embeddings", body)
-        while not server.load()["server_load"]:
+        asked = clients.submit(real_server.post, "/v1/embeddings", body)
+        while not real_server.load()["server_load"]:
             assert not asked.done(), "too fast: the prompts were never seen in flight"
-        server.kill_engine()
+        real_server.kill_engine()
         status, answer = asked.result()
     assert status == 200
     assert answer["data"] == undisturbed
-    assert server.wait_idle()["engine_restarts"] == num_restarts + 1
+    assert real_server.wait_idle()["engine_restarts"] == num_restarts + 1

@@ -1,4 +1,4 @@
-"""The server over SmolLM2 in bf16, with drafts: every number is what it is without, also after a kill under load."""
+"""The server over SmolLM2 with drafts: every number is what it is without, also after a kill under load."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from tests.server.live import LiveServer, serving
 from tests.server.test_real_model import asks_with_numbers
 from tests.server.test_replay import ask_all
 
-FLAGS = ("--dtype", "bfloat16", "--max-model-len", "1024", "--num-blocks", "400")
+FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--num-blocks", "400")
 METHODS: dict[str, dict[str, object]] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
     "int8 draft model": {
@@ -25,14 +25,13 @@ METHODS: dict[str, dict[str, object]] = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
-    cached_model("smollm2-135m")
-    with serving(tmp_path_factory.mktemp("plain"), *FLAGS) as live:
-        return asyncio.run(ask_all(live, asks_with_numbers()))
+def undisturbed(real_server: LiveServer) -> object:
+    return asyncio.run(ask_all(real_server, asks_with_numbers()))
 
 
 @pytest.fixture(scope="module", params=METHODS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    cached_model("smollm2-135m")
     config = json.dumps(METHODS[request.param])
     with serving(tmp_path_factory.mktemp("drafting"), *FLAGS, "--speculative-config", config) as live:
         yield live

@@ -2,15 +2,13 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.cached_models import cached_model
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer
 from tests.server.test_openai3_clients import PYTHON
 
 SCRIPT = Path(__file__).parent / "client_scripts" / "tool_clients.py"
@@ -26,18 +24,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    cached_model("smollm2-135m")
-    with serving(tmp_path_factory.mktemp("tools"), "--dtype", "float32", "--max-model-len", "2048") as live:
-        yield live
-
-
 @pytest.fixture
-def saw(server: LiveServer, request: pytest.FixtureRequest) -> dict[str, Any]:
+def saw(real_server: LiveServer, request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the client that the test is named after has seen."""
     name = request.node.name.removeprefix("test_").partition("__")[0]
-    done = subprocess.run([str(PYTHON), str(SCRIPT), name, server.url], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [str(PYTHON), str(SCRIPT), name, real_server.url], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
