@@ -57,7 +57,7 @@ def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
         body: B = _decoder(kind).decode(data)
         body.check(limits)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), kind) from None
+        raise _explained(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _undecodable(data, error) from None
     except RecursionError:
@@ -86,7 +86,7 @@ def json_schemas() -> dict[str, Any]:
 # ---- errors
 
 
-def _explained(said: str, kind: type[Body]) -> RequestError:
+def _explained(said: str) -> RequestError:
     """Turn msgspec's "Expected `int`, got `str` - at `$.messages[3].role`" into an error that names the input first."""
     where = ""
     if match := _PLACE.search(said):

@@ -92,7 +92,7 @@ class SchemaLogic:
             return None
         branches: list[Schema] = []
         for name, value in schema.items():
-            negated = self._negate_keyword(name, value, schema, context, depth)
+            negated = self._negate_keyword(name, value, context, depth)
             if negated is None:
                 return None
             if negated is not False:
@@ -101,9 +101,7 @@ class SchemaLogic:
             return False
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
-    def _negate_keyword(
-        self, name: str, value: Any, schema: dict[str, Any], context: Schema, depth: int
-    ) -> Schema | None:
+    def _negate_keyword(self, name: str, value: Any, context: Schema, depth: int) -> Schema | None:
         deeper = depth + 1
         match name:
             case "type":
