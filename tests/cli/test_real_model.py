@@ -17,7 +17,7 @@ from pagoda.loading import resolve
 from pagoda.loading.fetch_wheel import WheelRequirement
 from tests.cached_models import cached_model
 
-SMALL = ("--max-model-len", "512", "--kv-cache-memory", "64MiB", "--threads", "1")
+SMALL = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory", "64MiB", "--threads", "1")
 
 
 @pytest.fixture(autouse=True)

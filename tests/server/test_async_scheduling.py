@@ -42,7 +42,7 @@ def asks() -> list[Ask]:
     ]
     return [
         ("/v1/completions", {"prompt": [3 + (i * 7 + k * k) % 250 for k in range(10 + i)], "seed": i, **kinds[i % 8]})
-        for i in range(24)
+        for i in range(16)
     ]
 
 
@@ -78,7 +78,7 @@ def check(server: LiveServer, expected: list[dict[str, Any]], counter: str) -> N
     asyncio.run(leave(server))
     abort(server)
     server.wait_idle()
-    assert asyncio.run(ask_all(server, asks(), kill_after=(900,))) == expected
+    assert asyncio.run(ask_all(server, asks(), kill_after=(600,))) == expected
     load = server.wait_idle()
     assert (load["engine_restarts"], load["live_tokens"]) == (1, 0)
 

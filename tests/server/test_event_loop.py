@@ -97,6 +97,10 @@ CASES: dict[str, tuple[str, bytes, int]] = {
 }
 
 
+SENT: set[str] = set()
+"""The cases that the server of this module has answered."""
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, StallReader]]:
     with watched_serving(tmp_path_factory.mktemp("watched"), *FAKE_FLAGS, "--num-blocks", "4096") as both:
@@ -110,6 +114,7 @@ def test_a_large_request_does_not_block_the_event_loop(watched: tuple[LiveServer
     stalls.take()
     status, answer = server.post(path, body)
     assert status == expected, str(answer)[:500]
+    SENT.add(name)
     time.sleep(0.05)  # what is freed after the answer counts as well
     stall_s, cpu_s = stalls.take(), stalls.cpu_s()
     most_s = MOST_CPU_OF_TEXT_S if name in ("a long text", "spaces") else MOST_CPU_S
@@ -125,13 +130,14 @@ def test_memory_comes_back(watched: tuple[LiveServer, StallReader]) -> None:
         status = Path(f"/proc/{server.process.pid}/status").read_text()
         return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) // 1024
 
-    def ask() -> None:
-        for path, body, expected in CASES.values():
+    def ask(names: set[str]) -> None:
+        for name in names:
+            path, body, expected = CASES[name]
             assert server.post(path, body)[0] == expected
 
-    ask()
+    ask(set(CASES) - SENT)
     before = resident_mb()
-    ask()
+    ask(set(CASES))
     assert resident_mb() < before + 60
 
 

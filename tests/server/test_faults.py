@@ -53,7 +53,7 @@ async def health(session: aiohttp.ClientSession) -> int:
 def test_a_killed_engine_only_causes_a_pause(tmp_path: Path) -> None:
     async def load(server: LiveServer, kills: int) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:
-            tasks = [asyncio.create_task(stream(session, i, 1800, 1 + i % 3)) for i in range(16)]
+            tasks = [asyncio.create_task(stream(session, i, 900, 1 + i % 3)) for i in range(16)]
             for _ in range(kills):
                 await asyncio.sleep(0.1)
                 assert not all(task.done() for task in tasks), "too fast: no stream was interrupted"
