@@ -29,9 +29,10 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --temperature 0 --max-tokens 64 "$(PROMPT)"
 
+# Each worker runs whole files, so that the servers and references of a file are made once.
 test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m minilm-l6
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m gemma3-270m minilm-l6
