@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.server.live import LiveServer
 
-EXAMPLES_PER_ROUTE = 15
+EXAMPLES_PER_ROUTE = 10
 
 
 def test_no_request_is_an_internal_error(fake_server: LiveServer) -> None:
