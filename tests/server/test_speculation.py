@@ -29,7 +29,7 @@ def undisturbed(real_server: LiveServer) -> object:
     return asyncio.run(ask_all(real_server, asks_with_numbers()))
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=["suffix", pytest.param("int8 draft model", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     cached_model("smollm2-135m")
     config = json.dumps(METHODS[request.param])
