@@ -20,7 +20,7 @@ from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
-from pagoda.worker.memory import KVCapacity, available_memory, plan_capacity
+from pagoda.worker.memory import KVCapacity, available_memory, memory_limit, plan_capacity, require_host_memory
 from pagoda.worker.speculation.setup import DraftSetup, resolve_drafting
 
 logger = logging.getLogger("pagoda")
@@ -133,11 +133,12 @@ def adapters_in_memory(setup: EngineSetup) -> int:
 def size_cache(setup: EngineSetup) -> KVCapacity:
     """Return the number of KV blocks that will fit, before the weights are loaded.
 
-    Raises CapacityError if a sequence of max_model_len does not fit; the message says what does.
+    Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
+    message says what does.
     """
     free = max(0, _free_bytes(setup.device) - weights_in_memory(setup) - adapters_in_memory(setup))
     config = setup.config
-    return plan_capacity(
+    capacity = plan_capacity(
         setup.groups,
         config.cache,
         setup.kv_dtype,
@@ -146,6 +147,11 @@ def size_cache(setup: EngineSetup) -> KVCapacity:
         scheduler_options(setup.config, setup.drafting),
         config.debug,
     )
+    if config.debug.distributed_executor_backend != "fake":
+        is_on_host = setup.device == "cpu"
+        loaded = weights_in_memory(setup) + adapters_in_memory(setup) if is_on_host else 0
+        require_host_memory(capacity, config.cache, memory_limit(), loaded, is_on_host)
+    return capacity
 
 
 def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) -> SchedulerOptions:

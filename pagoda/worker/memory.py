@@ -40,11 +40,20 @@ def available_memory(root: Path = Path("/")) -> int:
 
     root: where /proc and /sys are (for tests). Reclaimable page cache counts as available.
     """
-    found = [_meminfo_available(root), _address_space_left(root), *_cgroup_headrooms(root)]
+    found = [_meminfo(root, "MemAvailable"), _address_space_left(root), *(left for _, left in _cgroup_limits(root))]
     known = [value for value in found if value is not None]
     if not known:
         raise ConfigError("cannot read how much memory the machine has; set kv_cache_memory in bytes")
     return max(0, min(known))
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the most bytes that this process could ever allocate, whatever else runs; None if that is not known.
+
+    The minimum over the machine's memory, the limits of its cgroups and what its address space limit leaves.
+    """
+    found = [_meminfo(root, "MemTotal"), _address_space_left(root), *(one for one, _ in _cgroup_limits(root))]
+    return min((value for value in found if value is not None), default=None)
 
 
 def _read(path: Path) -> str | None:
@@ -60,9 +69,9 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _meminfo_available(root: Path) -> int | None:
+def _meminfo(root: Path, field: str) -> int | None:
     for line in (_read(root / "proc/meminfo") or "").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
 
@@ -92,9 +101,9 @@ def _cgroup_dirs(root: Path, controller: str) -> list[tuple[Path, bool]]:
     return found
 
 
-def _cgroup_headrooms(root: Path) -> list[int | None]:
-    """Return the bytes left under each memory limit that applies to this process."""
-    headrooms: list[int | None] = []
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """Return each memory limit that applies to this process, and the bytes left under it."""
+    found: list[tuple[int, int]] = []
     for directory, is_v2 in _cgroup_dirs(root, "memory"):
         limit = _read_int(directory / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
         used = _read_int(directory / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
@@ -102,8 +111,8 @@ def _cgroup_headrooms(root: Path) -> list[int | None]:
             continue
         field = "inactive_file" if is_v2 else "total_inactive_file"
         stat = dict(line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
-        headrooms.append(limit - used + int(stat.get(field, 0)))
-    return headrooms
+        found.append((limit, limit - used + int(stat.get(field, 0))))
+    return found
 
 
 def plan_capacity(
@@ -144,6 +153,35 @@ def plan_capacity(
             raise CapacityError(f"{what} would make {count} blocks; at most {_MAX_BLOCKS} are possible: set it lower")
     fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
     return KVCapacity(num_blocks, host_blocks, cache.block_size, block_bytes, fits)
+
+
+def require_host_memory(
+    capacity: KVCapacity, cache: CacheConfig, limit_bytes: int | None, weights_bytes: int, is_on_host: bool
+) -> None:
+    """Raise CapacityError if the pools are larger than the host's memory; the message says what fits.
+
+    The pages of a pool are taken when they are first written, so otherwise a pool that is too large would start.
+    limit_bytes: see `memory_limit`.   weights_bytes: of the weights in host memory; if they alone are too large,
+    loading them says so.   is_on_host: whether the KV cache is in host memory, too.
+    """
+    if limit_bytes is None or (left := limit_bytes - weights_bytes) <= 0:
+        return
+    if is_on_host:
+        pool = (capacity.num_blocks + 1) * capacity.block_bytes  # one more is the null block
+        if pool > left:
+            given = cache.kv_cache_memory
+            size = f"kv_cache_memory={given}" if given is not None else f"a KV cache of {capacity.num_blocks} blocks"
+            raise CapacityError(
+                f"{size} ({_mib(pool)}) does not fit in memory, of which the weights leave {_mib(left)}; set "
+                f"kv_cache_memory={left} or less"
+            )
+        left -= pool
+    swap = capacity.num_host_blocks * capacity.block_bytes
+    if swap > left:
+        raise CapacityError(
+            f"swap_space={cache.swap_space} GiB does not fit in memory, of which the weights and the KV cache leave "
+            f"{_mib(left)}; set swap_space={int(left / _GIB * 100) / 100} or less"
+        )
 
 
 def _too_little(cache: CacheConfig, max_model_len: int, budget: int, needed: int, fits: int) -> str:

@@ -18,8 +18,11 @@ from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.kv_slots import KVSlot, kv_block_bytes, kv_bytes_per_token, kv_slots
 from pagoda.worker.memory import (
+    KVCapacity,
     available_memory,
+    memory_limit,
     plan_capacity,
+    require_host_memory,
 )
 
 GIB = 1024**3
@@ -37,6 +40,15 @@ def write(root: Path, **files: str) -> None:
 def machine(root: Path, available_gib: int = 8) -> Path:
     write(root, proc__meminfo=f"MemTotal: 99 kB\nMemAvailable: {available_gib * 1024 * 1024} kB\n")
     return root
+
+
+def test_the_limit_is_what_the_machine_and_its_groups_allow(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path) is None
+    write(tmp_path, proc__meminfo=f"MemTotal: {16 * 1024 * 1024} kB\nMemAvailable: 99 kB\n")
+    assert memory_limit(tmp_path) == 16 * GIB
+    write(tmp_path, proc__self__cgroup="0::/\n")
+    write(tmp_path, sys__fs__cgroup__memory_dot_max=f"{2 * GIB}", sys__fs__cgroup__memory_dot_current=f"{GIB}")
+    assert memory_limit(tmp_path) == 2 * GIB
 
 
 def test_without_cgroups_the_machine_decides(tmp_path: Path) -> None:
@@ -114,6 +126,29 @@ def test_an_absurd_size_is_named(given: dict[str, Any]) -> None:
     name = list(given)[-1]
     with pytest.raises(CapacityError, match=f"{name} would make .* blocks; at most"):
         plan_capacity(FULL, CacheConfig(**given), "bfloat16", 1024, 0, SCHEDULER)
+
+
+def test_pools_larger_than_the_machine_are_refused_with_the_size_that_fits() -> None:
+    def check(cache: int, swap_space: float = 0, is_on_host: bool = True, limit: int | None = 8 * GIB) -> str:
+        config = CacheConfig(kv_cache_memory=cache, swap_space=swap_space)
+        capacity = plan_capacity(FULL, config, "bfloat16", 1024, 0, SCHEDULER)
+        try:
+            require_host_memory(capacity, config, limit, GIB, is_on_host)
+        except CapacityError as error:
+            return str(error)
+        return ""
+
+    assert check(7 * GIB) == ""
+    said = check(900 * GIB)
+    assert f"kv_cache_memory={900 * GIB}" in said
+    assert f"set kv_cache_memory={7 * GIB} or less" in said
+    assert check(900 * GIB, is_on_host=False) == ""  # a GPU refuses it itself
+    assert "set swap_space=3.0 or less" in check(4 * GIB, swap_space=4)
+    assert check(4 * GIB, swap_space=3) == ""
+    assert check(900 * GIB, limit=None) == ""
+    assert check(900 * GIB, limit=GIB // 2) == ""  # the weights alone do not fit: loading them says so
+    with pytest.raises(CapacityError, match="a KV cache of 9000000 blocks .* does not fit"):
+        require_host_memory(KVCapacity(9_000_000, 0, 16, 1 << 20, 1), CacheConfig(), 8 * GIB, GIB, True)
 
 
 def test_too_little_memory_names_what_would_fit() -> None:
