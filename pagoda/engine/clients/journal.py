@@ -21,8 +21,9 @@ class JournalEntry:
     """One unfinished request.
 
     tokens: emitted tokens per sequence.   live: indices of unfinished sequences.
-    num_deaths: engine deaths during a step with this request.   strikes: deaths not cleared yet; PROBATION_TOKENS
-        tokens from one engine process clear them (the first shows that prefill works, the second that decode does).
+    deaths: numbers of the engine processes that died during a step with this request.
+    is_suspect: whether it may have killed one. PROBATION_TOKENS tokens per sequence from one engine process clear it
+        (the first shows that prefill works, the second that decode does).
     entered_process: number of the last engine process it was sent to, 0 if none.   num_since_entry: tokens from it.
     aliases: handles of the request's parts in that process.
     num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
@@ -31,17 +32,13 @@ class JournalEntry:
     request: Request
     tokens: list[list[int]]
     live: set[int]
-    strikes: int = 0
-    num_deaths: int = 0
+    is_suspect: bool = False
     entered_process: int = 0
     num_since_entry: int = 0
     num_prompt_rows: int = 0
     num_rows_to_skip: int = 0
     aliases: set[int] = field(default_factory=set)
-
-    @property
-    def is_on_probation(self) -> bool:
-        return self.strikes > 0
+    deaths: set[int] = field(default_factory=set)
 
 
 class Journal:
@@ -116,8 +113,8 @@ class Journal:
             if entry is not None:
                 entry.tokens[sequence].extend(flat[at : at + count])
                 entry.num_since_entry += count
-                if entry.num_since_entry >= PROBATION_TOKENS:
-                    entry.strikes = 0
+                if entry.num_since_entry >= PROBATION_TOKENS * len(entry.live):
+                    entry.is_suspect = False
             at += count
         if outputs.prompt_logprobs:
             outputs = dataclasses.replace(outputs, prompt_logprobs=self._record_prompt_rows(outputs.prompt_logprobs))

@@ -61,7 +61,7 @@ class ProcessClient:
             self._outputs.put_nowait(self.died)
             return
         entry = self._journal.open(request)
-        if self.is_up:
+        if self.is_up and not self._suspects.hold_others:
             self._enter(entry)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -71,13 +71,13 @@ class ProcessClient:
             self._journal.close(request_id)
         if gone:
             self._send(wire.AbortRequests(tuple(gone)))
-        self._probe_next()
+        self._send_next()
 
     def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
         engine_id, engine_sequence = self._journal.engine_sequence(request_id, sequence)
         self._journal.end_sequence(request_id, sequence)
         self._send(wire.FinishSequence(engine_id, engine_sequence, status))
-        self._probe_next()
+        self._send_next()
 
     async def next_outputs(self) -> EngineCoreOutputs:
         item = await self._outputs.get()
@@ -144,9 +144,9 @@ class ProcessClient:
         """Replay all running requests to an engine that has become ready, suspects one at a time."""
         self._adapters.begin()
         self._journal.forget_aliases()
-        for entry in self._suspects.set_apart():
+        for entry in self._suspects.begin(self._supervisor.process_number):
             self._enter(entry)
-        self._probe_next()
+        self._send_next()
 
     def on_message(self, message: wire.FromEngine) -> None:
         match message:
@@ -154,7 +154,7 @@ class ProcessClient:
                 self._note_steps(step_tokens, stats)
                 self._outputs.put_nowait(self._journal.record(outputs))
                 if self._suspects.is_probing:
-                    self._probe_next()
+                    self._send_next()
             case wire.StepReport(step_tokens, stats):
                 self._note_steps(step_tokens, stats)
             case wire.IdleReport(stats, num_handled):
@@ -164,7 +164,7 @@ class ProcessClient:
                 entry = self._journal.by_handle(handle)
                 if entry is not None:
                     self._end_entry(entry, text, status)
-                self._probe_next()
+                self._send_next()
             case wire.ResetReply():
                 self._resets.on_reply(message)
             case wire.AdapterReply():
@@ -180,7 +180,7 @@ class ProcessClient:
         self._adapters.end()
 
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> None:
-        for entry in self._suspects.assign_blame(flight, self._supervisor.process_number, killed_from_outside):
+        for entry in self._suspects.assign_blame(flight, killed_from_outside):
             self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
 
     def on_give_up(self, error: WorkerDied) -> None:
@@ -193,8 +193,7 @@ class ProcessClient:
     def _enter(self, entry: JournalEntry) -> None:
         """Send a request to the engine. If that fails, finish only this request, with an error."""
         is_new = entry.entered_process == 0
-        entry.entered_process = self._supervisor.process_number
-        entry.num_since_entry = 0
+        self._suspects.sent(entry)
         try:
             requests = [entry.request] if is_new else self._journal.replay(entry)
             for data in [self._codec.encode_request(request) for request in requests]:
@@ -223,7 +222,7 @@ class ProcessClient:
         link.note_idle(num_handled)
         if link.is_idle:
             self._end_lost_entries()
-            self._probe_next()
+            self._send_next()
 
     def _end_lost_entries(self) -> None:
         """Finish requests with an error that an idle engine has lost: their clients would wait forever."""
@@ -232,10 +231,11 @@ class ProcessClient:
                 logger.error("request %s: the engine is idle and does not have it", entry.request.request_id)
                 self._end_entry(entry, "the engine has lost this request")
 
-    def _probe_next(self) -> None:
-        """Send the next suspect to the engine, if the last one has cleared itself or ended."""
-        while self.is_up and (entry := self._suspects.next()) is not None:
-            self._enter(entry)
+    def _send_next(self) -> None:
+        """Send the next suspect to the engine if the last one has cleared itself or ended, and what waited for it."""
+        while self.is_up and (entries := self._suspects.next()):
+            for entry in entries:
+                self._enter(entry)
 
     def _note_steps(self, step_tokens: tuple[int, ...], stats: wire.EngineStats | None) -> None:
         for count in step_tokens:

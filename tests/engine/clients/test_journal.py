@@ -34,14 +34,15 @@ def test_tokens_are_recorded_and_replayed_in_order() -> None:
     assert [e.request.request_id for e in journal] == ["a", "b"]
 
 
-def test_tokens_clear_the_suspicion() -> None:
+def test_two_tokens_of_each_sequence_clear_the_suspicion() -> None:
     journal = Journal()
-    entry = journal.open(request("a", 1))
-    entry.strikes = 1
-    journal.record(outputs((1, 0, [5])))
-    assert entry.is_on_probation
-    journal.record(outputs((1, 0, [6])))
-    assert not entry.is_on_probation
+    one, three = journal.open(request("a", 1)), journal.open(request("b", 2, n=3))
+    one.is_suspect = three.is_suspect = True
+    prefill = outputs((1, 0, [5]), (2, 0, [7]), (2, 1, [8]), (2, 2, [9]))
+    journal.record(prefill)
+    assert (one.is_suspect, three.is_suspect) == (True, True)
+    journal.record(prefill)
+    assert (one.is_suspect, three.is_suspect) == (False, False)
 
 
 def test_sequences_are_replayed_as_separate_requests_and_mapped_back() -> None:

@@ -1,0 +1,210 @@
+"""Suspects: whatever kills engines and when, every request ends, and only those that kill engines are rejected."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.engine.clients.journal import Journal, JournalEntry
+from pagoda.engine.clients.suspects import MAX_DEATHS, Suspects
+from pagoda.engine.flight_recorder import FlightRecord, request_key
+
+NEVER = 99
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A request that emits `length` tokens per sequence, unless it kills each engine in its step `fatal_step`."""
+
+    length: int = 3
+    fatal_step: int = NEVER  # counted in the engine that it is in, from 0
+    out_of_memory: bool = False  # a SIGKILL, as from outside
+    num_seqs: int = 1
+
+
+class Server:
+    """A journal, the suspects, and engine processes that die; sends requests as ProcessClient does."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.suspects = Suspects(self.journal)
+        self.kinds: dict[str, Kind] = {}
+        self.ends: dict[str, str] = {}
+        self.num_deaths = 0
+        self._num_processes = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.engine: dict[str, int] = {}  # steps of each request in this engine
+        self.num_steps = 0
+        self.last_batch: list[str] = []
+        self._num_processes += 1
+        self.journal.forget_aliases()
+        for entry in self.suspects.begin(self._num_processes):
+            self._enter(entry)
+        self._send_next()
+
+    def _enter(self, entry: JournalEntry) -> None:
+        name = entry.request.request_id
+        assert name not in self.engine, "sent twice"
+        self.suspects.sent(entry)
+        self.engine[name] = 0
+
+    def _send_next(self) -> None:
+        while entries := self.suspects.next():
+            for entry in entries:
+                self._enter(entry)
+
+    def add(self, kind: Kind) -> None:
+        name = f"request {len(self.kinds)}"
+        self.kinds[name] = kind
+        params = SamplingParams(n=kind.num_seqs, max_tokens=kind.length)
+        entry = self.journal.open(Request(name, np.arange(4, dtype=np.int32), params, handle=len(self.kinds)))
+        if not self.suspects.hold_others:
+            self._enter(entry)
+
+    def abort(self, name: str) -> None:
+        self.journal.close(name)
+        self.engine.pop(name, None)
+        self.ends[name] = "aborted"
+        self._send_next()
+
+    def step(self, batch: list[str]) -> None:
+        """Run a step with some of the requests in the engine."""
+        assert batch, "no request can run"
+        self.last_batch = batch
+        self.num_steps += 1
+        killers = [self.kinds[name] for name in batch if self.engine[name] == self.kinds[name].fatal_step]
+        if killers:
+            self.die(killed_from_outside=killers[0].out_of_memory)
+            return
+        for name in batch:
+            self.engine[name] += 1
+            self._emit(name)
+        if self.suspects.is_probing:
+            self._send_next()
+
+    def _emit(self, name: str) -> None:
+        """Emit one token of each sequence of a request; finish it after the last one."""
+        entry = self.journal.get(name)
+        assert entry is not None
+        handle, count = entry.request.handle, entry.request.num_seqs
+        ends = len(entry.tokens[0]) + 1 == self.kinds[name].length
+        done = RequestStatus.FINISHED_LENGTH_CAPPED
+        outputs = EngineCoreOutputs(
+            handles=np.full(count, handle, np.int64),
+            sequences=np.arange(count, dtype=np.int32),
+            counts=np.ones(count, np.int32),
+            token_ids=np.ones(count, np.int32),
+            finishes=tuple(Finish(name, handle, sequence, done, request_done=False) for sequence in range(count)),
+        )
+        self.journal.record(outputs if ends else dataclasses.replace(outputs, finishes=()))
+        if ends:
+            del self.engine[name]
+            self.ends[name] = "answered"
+
+    def die(self, killed_from_outside: bool, in_step: bool = True) -> None:
+        """End the engine during a step, or after its last one."""
+        keys = np.array([request_key(name) for name in self.last_batch], np.int64)
+        self.num_deaths += 1
+        flight = FlightRecord(self.num_steps, self.num_steps - (in_step and self.num_steps > 0), keys)
+        for entry in self.suspects.assign_blame(flight, killed_from_outside):
+            self.ends[entry.request.request_id] = "rejected"
+        self._start()
+
+    def run_to_the_end(self) -> None:
+        while len(self.journal):
+            self.step(list(self.engine))
+            assert self.num_deaths < 500, "engines die for ever"
+
+
+innocents = st.builds(Kind, length=st.integers(1, 6), num_seqs=st.integers(1, 3))
+killers = st.builds(
+    Kind, length=st.just(9), fatal_step=st.integers(0, 1), out_of_memory=st.booleans(), num_seqs=st.integers(1, 3)
+)
+late_killers = st.builds(Kind, length=st.just(9), fatal_step=st.integers(2, 6))
+
+
+def play(server: Server, data: st.DataObject, kinds: st.SearchStrategy[Kind], num_outside_kills: int) -> None:
+    """Play a random schedule: arrivals, steps with some of the requests, aborts, and kills from outside."""
+    for _ in range(data.draw(st.integers(1, 40), "events")):
+        event = data.draw(st.sampled_from(["add", "add", "step", "step", "step", "step", "abort", "kill"]))
+        if event == "add":
+            server.add(data.draw(kinds))
+        elif event == "step" and server.engine:
+            server.step(data.draw(st.lists(st.sampled_from(list(server.engine)), min_size=1, unique=True)))
+        elif event == "abort" and len(server.journal) > 3:
+            server.abort(data.draw(st.sampled_from([entry.request.request_id for entry in server.journal])))
+        elif event == "kill" and num_outside_kills:
+            num_outside_kills -= 1
+            server.die(killed_from_outside=True, in_step=data.draw(st.booleans()))
+    server.run_to_the_end()
+    assert set(server.ends) == set(server.kinds)
+
+
+@given(st.data())
+@settings(max_examples=120, deadline=None)
+def test_only_the_requests_that_kill_engines_are_rejected(data: st.DataObject) -> None:
+    server = Server()
+    play(server, data, innocents | killers, num_outside_kills=1)
+    for name, kind in server.kinds.items():
+        expected = "answered" if kind.fatal_step == NEVER else "rejected"
+        assert server.ends[name] in (expected, "aborted")
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_every_request_ends_after_a_bounded_number_of_deaths(data: st.DataObject) -> None:
+    """With requests that kill engines after they have been cleared, which may be taken for others."""
+    server = Server()
+    num_outside_kills = 6
+    play(server, data, innocents | killers | late_killers, num_outside_kills)
+    assert server.num_deaths <= MAX_DEATHS * len(server.kinds) + num_outside_kills
+
+
+def test_a_killer_is_rejected_after_two_deaths_alone_and_three_in_company() -> None:
+    alone = Server()
+    alone.add(Kind(length=9, fatal_step=1))
+    alone.run_to_the_end()
+    assert (alone.num_deaths, set(alone.ends.values())) == (2, {"rejected"})
+
+    busy = Server()
+    for _ in range(3):
+        busy.add(Kind(length=50))
+    busy.add(Kind(length=9, fatal_step=1))
+    busy.run_to_the_end()
+    assert (busy.num_deaths, list(busy.ends.values()).count("rejected")) == (3, 1)
+
+
+def test_new_requests_wait_while_only_suspects_are_probed() -> None:
+    server = Server()
+    for _ in range(2):
+        server.add(Kind(length=9))
+    server.step(list(server.engine))
+    server.die(killed_from_outside=True)
+    server.add(Kind(length=9, fatal_step=0))
+    server.step(list(server.engine))  # the new request kills the engine next to the first probe
+    assert list(server.engine) == ["request 0"]
+    server.add(Kind(length=2))
+    assert list(server.engine) == ["request 0"]
+    server.run_to_the_end()
+    assert server.ends == {f"request {i}": "rejected" if i == 2 else "answered" for i in range(4)}
+
+
+def test_an_id_used_again_is_not_sent_twice() -> None:
+    server = Server()
+    for _ in range(2):
+        server.add(Kind())
+    server.step(list(server.engine))
+    server.die(killed_from_outside=True)
+    second = server.journal.close("request 1")
+    assert second is not None
+    server.journal.open(second.request)
+    server._enter(server.journal.get("request 1"))  # type: ignore[arg-type]
+    server.run_to_the_end()
+    assert set(server.ends.values()) == {"answered"}
