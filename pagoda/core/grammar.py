@@ -21,6 +21,11 @@ class GrammarMatcher(Protocol):
         """Why it cannot continue, or ""; it does not recover."""
         ...
 
+    @property
+    def is_grammars_fault(self) -> bool:
+        """Whether the error is the grammar's: it does not compile, or exceeds a limit where the output has led."""
+        ...
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take tokens that the sequence has emitted. A token that the grammar forbids sets `error`."""
         ...

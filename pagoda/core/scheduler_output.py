@@ -205,7 +205,8 @@ class ModelRunnerOutput:
     num_sampled: int32 [num_samples], accepted drafts + 1.
     logprobs: for every sampled token in the order of `sampled` flattened without padding, or None if no request asked.
     prompt_logprobs: row -> columns for the prompt positions computed in this step that have a next prompt token.
-    pooled: row -> float32 vector.   failed: row -> message, for a row whose numbers are no longer finite.
+    pooled: row -> float32 vector.   failed: row -> message, for a row that cannot continue.
+    refused: rows among the failed whose request is at fault; for the others, the engine is.
     duration_s: execution time of the step, for the delay factor and the cost model.
     swap_s: the part of it that swap copies took.
     drafts: row -> tokens (int32 [k]) that a drafter proposes to verify in the next step.
@@ -219,6 +220,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    refused: frozenset[int] = frozenset()
     duration_s: float = 0.0
     swap_s: float = 0.0
     drafts: dict[int, np.ndarray] = field(default_factory=dict)

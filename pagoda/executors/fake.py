@@ -136,9 +136,9 @@ class FakeExecutor:
         if output.drafts:
             return self._verify(output, positions)
         tokens = self._tokens_of(rows)
-        failed = self._constrain(rows, positions, tokens)
+        failed, refused = self._constrain(rows, positions, tokens)
         if failed:
-            return self._without(failed, output, positions, tokens)
+            return self._without(failed, refused, output, positions, tokens)
         table.commit(rows, positions, tokens)
         self._digests[rows] = _extend(self._digests[rows], tokens)
         return ModelRunnerOutput(output.step, tokens[:, None], np.ones(len(rows), np.int32), duration_s=self._step_s)
@@ -162,20 +162,27 @@ class FakeExecutor:
                 pooled[row] = (vector / np.sqrt(np.dot(vector, vector))).astype(np.float32)
         return replace(result, pooled=pooled)
 
-    def _constrain(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
-        """Replace tokens that a grammar forbids, in place. Return the rows whose grammar has failed, and why."""
+    def _constrain(
+        self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray
+    ) -> tuple[dict[int, str], frozenset[int]]:
+        """Replace tokens that a grammar forbids, in place. Return `failed` and `refused` of GrammarMasks."""
         pending = self._grammars.begin(self._table, rows, positions) if self._grammars is not None else None
         if pending is None:
-            return {}
+            return {}, frozenset()
         masks = pending.result()
         for draw, mask in zip(masks.draws.tolist(), masks.bits, strict=True):
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size])
             if tokens[draw] not in allowed:
                 tokens[draw] = allowed[tokens[draw] % len(allowed)]
-        return masks.failed
+        return masks.failed, masks.refused
 
     def _without(
-        self, failed: dict[int, str], output: SchedulerOutput, positions: np.ndarray, tokens: np.ndarray
+        self,
+        failed: dict[int, str],
+        refused: frozenset[int],
+        output: SchedulerOutput,
+        positions: np.ndarray,
+        tokens: np.ndarray,
     ) -> ModelRunnerOutput:
         """Return the result of a step in which some rows get no token."""
         rows = output.sample_rows
@@ -183,7 +190,9 @@ class FakeExecutor:
         self._table.commit(rows[kept], positions[kept], tokens[kept])
         self._digests[rows[kept]] = _extend(self._digests[rows[kept]], tokens[kept])
         sampled = np.where(kept, tokens, -1)[:, None]
-        return ModelRunnerOutput(output.step, sampled, kept.astype(np.int32), failed=failed, duration_s=self._step_s)
+        return ModelRunnerOutput(
+            output.step, sampled, kept.astype(np.int32), failed=failed, refused=refused, duration_s=self._step_s
+        )
 
     def _verify(self, output: SchedulerOutput, ends: np.ndarray) -> ModelRunnerOutput:
         """Sample each row up to and including the first token that differs from its draft."""
@@ -191,12 +200,15 @@ class FakeExecutor:
         sampled = np.full((len(ends), longest), -1, np.int32)
         num_sampled = np.zeros(len(ends), np.int32)
         failed: dict[int, str] = {}
+        refused: frozenset[int] = frozenset()
         for j, row in enumerate(output.sample_rows.tolist()):
             drafts = output.drafts.get(int(output.rows[output.sample_index[j]]), ())
             position = int(ends[j]) - len(drafts)
             for draft in (*drafts, None):
                 token = self._tokens_of(np.array([row]))
-                failed |= self._constrain(np.array([row]), np.array([position]), token)
+                failed_here, refused_here = self._constrain(np.array([row]), np.array([position]), token)
+                failed |= failed_here
+                refused |= refused_here
                 if row in failed:
                     break
                 sampled[j, num_sampled[j]] = token[0]
@@ -206,4 +218,6 @@ class FakeExecutor:
                 position += 1
                 if draft is None or token[0] != draft:
                     break
-        return ModelRunnerOutput(output.step, sampled, num_sampled, failed=failed, duration_s=self._step_s)
+        return ModelRunnerOutput(
+            output.step, sampled, num_sampled, failed=failed, refused=refused, duration_s=self._step_s
+        )

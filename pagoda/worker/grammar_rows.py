@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagoda.base.abbreviate import shorten
 from pagoda.core.grammar import GrammarBackend, GrammarMatcher, MaskWork, num_mask_words
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
@@ -16,12 +17,13 @@ class GrammarMasks:
     """Masks of a step.
 
     draws: int64 [m], indices of the draws that have one.   bits: int32 [m, ceil(vocab / 32)], 1 where allowed.
-    failed: row -> why its grammar cannot continue.
+    failed: row -> why its grammar cannot continue.   refused: those rows among them whose grammar is at fault.
     """
 
     draws: np.ndarray
     bits: np.ndarray
     failed: dict[int, str] = field(default_factory=dict)
+    refused: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -139,23 +141,35 @@ class GrammarRows:
             work.append(MaskWork(self._caught_up(table, row, position), first, tuple(drafts)))
         self._backend.fill([one for one in work if not one.matcher.error], bits)
         failed: dict[int, str] = {}
+        refused: set[int] = set()
         for one in work:
             if one.matcher.error:
                 row, position = int(rows[draws[one.first]]), int(positions[draws[one.first]])
                 masks = bits[one.first : one.first + 1 + len(one.drafts)]
-                if error := self._fill_afresh(table, row, position, masks):
-                    failed[row] = error
-        return GrammarMasks(draws, bits, failed)
+                matcher = self._fill_afresh(table, row, position, masks)
+                if matcher.error:
+                    failed[row] = _explain(self._rows[row], matcher)
+                    if matcher.is_grammars_fault:
+                        refused.add(row)
+        return GrammarMasks(draws, bits, failed, frozenset(refused))
 
-    def _fill_afresh(self, table: DeviceTable, row: int, position: int, masks: np.ndarray) -> str:
-        """Fill the masks of a row whose matcher has failed, by a new matcher. Return why that fails too, or "".
+    def _fill_afresh(self, table: DeviceTable, row: int, position: int, masks: np.ndarray) -> GrammarMatcher:
+        """Fill the masks of a row whose matcher has failed, by a new matcher. Return it; it may have failed, too.
 
-        Its drafts are rejected: after them, nothing is allowed.
+        The row's drafts are rejected: after them, nothing is allowed.
         """
         self._restart(row)
         matcher = self._caught_up(table, row, position)
-        if error := matcher.error:
-            return f"the output left its grammar: {error}"
-        masks[1:] = 0
-        self._backend.fill([MaskWork(matcher, 0)], masks[:1])
-        return f"the grammar is too complex here: {error}" if (error := matcher.error) else ""
+        if not matcher.error:
+            masks[1:] = 0
+            self._backend.fill([MaskWork(matcher, 0)], masks[:1])
+        return matcher
+
+
+def _explain(grammar: _RowGrammar, matcher: GrammarMatcher) -> str:
+    """Return the error message of a row whose grammar cannot continue."""
+    said = matcher.error.strip().split("\n", 1)[0]
+    if not matcher.is_grammars_fault:
+        return f"the output left its grammar: {said}"
+    where = f"after {grammar.num_taken} tokens of output"
+    return f"the grammar cannot be followed {where}: {said}; it begins {shorten(grammar.text)!r}"

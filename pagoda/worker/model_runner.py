@@ -126,6 +126,7 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
             failed=failed,
+            refused=masks.result().refused if masks is not None else frozenset(),
             duration_s=time.perf_counter() - begin_s,
             swap_s=swap_s,
             drafts=drafts,

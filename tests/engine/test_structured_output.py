@@ -294,8 +294,28 @@ def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path) -> N
     broken = SamplingParams(max_tokens=4).with_grammar("start: nothing")
     answers = drive(core, [request(0, [5], broken, eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=3))])
     core.shutdown()
-    assert answers.finishes["r0", 0].status is RequestStatus.FINISHED_ERROR
+    assert answers.finishes["r0", 0].status is RequestStatus.FINISHED_IGNORED
+    assert "the grammar cannot be followed after 0 tokens" in str(answers.finishes["r0", 0].message)
+    assert "start: nothing" in str(answers.finishes["r0", 0].message)
     assert len(answers.tokens["r1", 0]) == 3
+
+
+@pytest.mark.parametrize("executor", ["real", "fake"])
+def test_a_grammar_that_exceeds_a_limit_while_its_output_grows_ends_its_request_only(
+    model: Path, executor: str
+) -> None:
+    options = {"distributed_executor_backend": "fake"} if executor == "fake" else {}
+    core = engine(model, **options)
+    late = f"start: /[a-z]/ /[a-z]/ ({' | '.join(json.dumps(f'{i} item') for i in range(3000))})"
+    broken = SamplingParams(max_tokens=8, temperature=0).with_grammar(late)
+    answers = drive(core, [request(0, [5], broken, eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=8))])
+    core.shutdown()
+    end = answers.finishes["r0", 0]
+    assert end.status is RequestStatus.FINISHED_IGNORED
+    assert "the grammar cannot be followed after" in str(end.message)
+    assert "max is 2000" in str(end.message)
+    assert len(answers.tokens["r0", 0]) > 0
+    assert len(answers.tokens["r1", 0]) == 8
 
 
 @pytest.mark.parametrize("method", ["forced", "ngram"])
@@ -349,6 +369,10 @@ class LimitedMatcher:
     @property
     def error(self) -> str:
         return self._inner.error or ("too many states" if self._left < 0 else "")
+
+    @property
+    def is_grammars_fault(self) -> bool:
+        return self._left < 0
 
     def advance(self, token_ids: list[int]) -> None:
         self._inner.advance(token_ids)

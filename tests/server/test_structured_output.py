@@ -157,6 +157,32 @@ def test_an_invalid_response_format_is_refused(
             assert said in answer["error"]["message"]
 
 
+def test_a_grammar_that_exceeds_a_limit_of_the_library_is_refused(fake_server: LiveServer) -> None:
+    """At once, if no output gets past the limit; else by the request that does, with an error about its grammar."""
+    many = " | ".join(json.dumps(f"{i} item") for i in range(3000))
+    for begin, said in (("", "guided_grammar: "), ("/[a-z]{200}/ ", "the grammar cannot be followed after ")):
+        for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            body = {**plain, "guided_grammar": f"start: {begin}({many})", "max_tokens": 300}
+            status, answer = fake_server.post(path, body)
+            assert status == 400, answer
+            assert answer["error"]["message"].startswith(said)
+            assert "max is 2000" in answer["error"]["message"]
+            assert len(answer["error"]["message"]) < 600
+    client = openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(
+        model="smollm2-135m",
+        prompt="It is",
+        max_tokens=300,
+        stream=True,
+        extra_body={"guided_grammar": body["guided_grammar"]},
+    )
+    pieces: list[str] = []
+    with pytest.raises(openai.APIError, match="the grammar cannot be followed after .* tokens of output"):
+        pieces.extend(chunk.choices[0].text for chunk in stream)
+    assert len("".join(pieces)) > 150
+    assert fake_server.wait_idle()["engine_restarts"] == 0
+
+
 def test_reasoning_is_not_constrained_by_a_structure(fake_server: LiveServer) -> None:
     """The prompt ends with an open <think>: the form holds from </think> on."""
     template = "{{ messages[0].content }}{# </think> #}<think>\n"

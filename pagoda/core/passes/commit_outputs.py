@@ -126,7 +126,7 @@ class CommitOutputs:
             if sequence is None or sequence.is_finished:
                 continue
             if row in result.failed:
-                finishes += self._fail(sequence, result.failed[row])
+                finishes += self._fail(sequence, result.failed[row], row in result.refused)
                 continue
             tokens = result.sampled[i, : result.num_sampled[i]].tolist()
             self.drafts.verified(sequence, row, len(output.drafts.get(row, ())), len(tokens))
@@ -138,7 +138,7 @@ class CommitOutputs:
         for row, message in result.failed.items():
             sequence = table.sequence_of[row]
             if sequence is not None and not sequence.is_finished:
-                finishes += self._fail(sequence, message)
+                finishes += self._fail(sequence, message, row in result.refused)
         pooled: dict[int, dict[int, np.ndarray]] = {}
         if result.pooled:
             first += self.outbox.take_first_outputs(np.fromiter(result.pooled, np.int32, len(result.pooled)))
@@ -175,10 +175,11 @@ class CommitOutputs:
         table.append_tokens(sequence, tokens[: end.num_kept])
         return end.num_kept, self.lifecycle.finish(sequence, end.status, end.stop_token)
 
-    def _fail(self, sequence: Sequence, message: str) -> list[tuple[int, Finish]]:
-        """The row's numbers are no longer finite: it ends, and its blocks are removed from the prefix cache."""
+    def _fail(self, sequence: Sequence, message: str, is_refused: bool) -> list[tuple[int, Finish]]:
+        """End a sequence that cannot continue, perhaps as its numbers are not finite: none may reuse its blocks."""
         self.kv.uncache(sequence)
-        finishes = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_ERROR, message=message)
+        status = RequestStatus.FINISHED_IGNORED if is_refused else RequestStatus.FINISHED_ERROR
+        finishes = self.lifecycle.finish_one(sequence, status, message=message)
         return [(sequence.request.facts.client_index, finish) for finish in finishes]
 
     def _add_beams(self, by_client: dict[int, EngineCoreOutputs], beams: BeamResults) -> dict[int, EngineCoreOutputs]:

@@ -22,6 +22,7 @@ logger = logging.getLogger("pagoda")
 MAX_GRAMMARS = 256
 _NUM_COMPILERS = 2
 _QUIET = 0
+_WRONG_TOKEN = "doesn't satisfy the grammar"  # what the library says of a token that its masks forbid
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Bounds on the work and memory of one grammar. Every process compiles with the same ones."""
 
@@ -53,6 +54,10 @@ class LlguidanceMatcher:
     def fail(self, error: BaseException) -> None:
         """The library raised `error` instead of reporting it. Raises it again if it is not the library's."""
         self._failure = _library_error(error)
+
+    @property
+    def is_grammars_fault(self) -> bool:
+        return not self._failure and _WRONG_TOKEN not in self.inner.get_error()
 
     @property
     def has_ended(self) -> bool:
@@ -109,10 +114,14 @@ class LlguidanceMatcher:
 
 
 class FailedGrammar:
-    """The GrammarMatcher of a grammar that does not compile."""
+    """The GrammarMatcher of a grammar that could not be compiled.
 
-    def __init__(self, error: str) -> None:
+    is_grammars_fault: whether the library refused the grammar, rather than failed itself.
+    """
+
+    def __init__(self, error: str, is_grammars_fault: bool = False) -> None:
         self.error = error
+        self.is_grammars_fault = is_grammars_fault
 
     def advance(self, token_ids: Sequence[int]) -> None:
         pass
@@ -251,7 +260,9 @@ class LlguidanceBackend:
         compiled: GrammarMatcher
         try:
             tokenizer = self._library_tokenizer()
-            compiled = LlguidanceMatcher(compile_grammar(tokenizer, grammar), self._eos_ids)
+            inner = compile_grammar(tokenizer, grammar)
+            error = inner.get_error()
+            compiled = FailedGrammar(error, True) if error else LlguidanceMatcher(inner, self._eos_ids)
         except PagodaError as error:
             compiled = FailedGrammar(str(error))
         except BaseException as error:

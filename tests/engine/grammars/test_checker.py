@@ -87,6 +87,24 @@ def test_a_grammar_that_overflows_the_stack_is_refused(preparer: GrammarPreparer
     preparer.prepare(StructuredOutputsParams(choice=["after that"]))
 
 
+def alternatives(count: int) -> str:
+    return " | ".join(f'"{i} item"' for i in range(count))
+
+
+@pytest.mark.parametrize("before", ["", '"x" ', '"ab" "c" '], ids=["at the beginning", "after one", "after some"])
+def test_a_grammar_that_no_output_can_follow_is_refused(preparer: GrammarPreparer, before: str) -> None:
+    """It compiles and allows a first token, but then its rows exceed the library's limit."""
+    assert "max is 2000" in refusal(preparer, grammar=f"start: {before}({alternatives(3000)})")
+    assert preparer.prepare(
+        StructuredOutputsParams(grammar=f"start: {before}({alternatives(1500)})", source="response_format")
+    )
+
+
+def test_a_grammar_that_some_outputs_can_follow_is_accepted(preparer: GrammarPreparer) -> None:
+    text = f'start: "a" "b" "c" | "x" ({alternatives(3000)})'
+    assert preparer.prepare(StructuredOutputsParams(grammar=text, source="response_format"))
+
+
 def test_the_process_is_replaced_when_it_is_killed(preparer: GrammarPreparer) -> None:
     preparer.prepare(StructuredOutputsParams(choice=["one"]))
     first = preparer._checker.process.pid
