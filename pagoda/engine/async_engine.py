@@ -54,6 +54,7 @@ class AsyncEngine:
         self._pump: asyncio.Task[None] | None = None
         self._died: WorkerDied | None = None
         self._has_died = asyncio.Event()
+        self._conversion = asyncio.Lock()  # held for a turn of the event loop, see _with_prompt_logprobs
 
     async def shutdown(self) -> None:
         """Shut down the engine; abort running requests. Idempotent."""
@@ -168,12 +169,14 @@ class AsyncEngine:
     async def _with_prompt_logprobs(self, output: RequestOutput, prompt_logprobs: PromptLogprobs) -> RequestOutput:
         """Return the output when all log-probabilities of its prompt have been converted.
 
-        This is done here, in the reader's task and in pieces, so that it delays no other request. If it fails, the
-        request ends with an error.
+        This is done here, in the reader's task and in pieces, so that it delays no other request: one piece per turn of
+        the event loop, however many requests there are. If it fails, the request ends with an error.
         """
         try:
-            while prompt_logprobs.convert_some():
-                await asyncio.sleep(0)
+            while prompt_logprobs.has_more:
+                async with self._conversion:
+                    prompt_logprobs.convert_some()
+                    await asyncio.sleep(0)
         except Exception as error:  # concerns this request only
             logger.exception("%s of request %s could not be processed", PROMPT_LOGPROBS, output.request_id)
             said = f"{PROMPT_LOGPROBS} could not be processed: {type(error).__name__}: {error}"

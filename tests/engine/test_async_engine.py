@@ -20,6 +20,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.outputs.logprob_entries import PromptLogprobs
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
@@ -285,6 +286,43 @@ def test_the_logprobs_of_a_long_prompt_delay_no_other_request(monkeypatch: pytes
     after = [event for event in events[step:] if event != "turn"]
     assert after.index("put other") < after.index("convert"), "it waited for them"
     assert events.count("convert") >= 4, "pieces without a turn of the loop between them count as one"
+
+
+def test_log_probabilities_of_many_prompts_are_converted_one_piece_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, num_requests = 129, 12
+    columns = LogprobColumns(np.ones((size - 1, 21), np.int32), np.zeros((size - 1, 21), np.float32), np.ones(size - 1))
+    turn, pieces = 0, list[int]()
+    plain_convert = PromptLogprobs.convert_some
+
+    def convert(self: PromptLogprobs) -> bool:
+        pieces.append(turn)
+        return plain_convert(self)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def test(llm: AsyncEngine) -> None:
+        plain = llm._client.next_outputs
+
+        async def with_logprobs() -> EngineCoreOutputs:
+            outputs = await plain()
+            return dataclasses.replace(outputs, prompt_logprobs=dict.fromkeys(outputs.handles.tolist(), columns))
+
+        llm._client.next_outputs = with_logprobs  # type: ignore[method-assign]
+        monkeypatch.setattr(PromptLogprobs, "convert_some", convert)
+        counting = asyncio.create_task(count_turns())
+        asking = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=20)
+        prompts = ["y" * size] * num_requests
+        each = await asyncio.gather(*(collect(llm, one, asking, request_id=f"r{i}") for i, one in enumerate(prompts)))
+        assert [len(outputs[-1].prompt_logprobs or []) for outputs in each] == [size] * num_requests
+        counting.cancel()
+
+    run(test)
+    assert len(pieces) == 2 * num_requests
+    assert len(set(pieces)) == len(pieces)
 
 
 def test_log_probabilities_that_cannot_be_read_end_their_request_alone() -> None:

@@ -33,6 +33,11 @@ class PromptLogprobs:
             self._columns.append(LogprobColumns(columns.token_ids[part], columns.logprobs[part], columns.ranks[part]))
         self._num_missing -= min(size, self._num_missing)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether positions have arrived that are not converted."""
+        return bool(self._columns)
+
     def convert_some(self) -> bool:
         """Convert a few positions. Return whether more are left."""
         if self._columns:

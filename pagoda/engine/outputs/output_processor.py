@@ -65,7 +65,7 @@ class OutputProcessor:
         """Add a request; its id and handle must not be in use.
 
         Return the log-probabilities of its prompt, if it asked for them. If this processor is lazy, their reader
-        calls `convert_some` until all are converted, before it uses an output.
+        calls `convert_some` until none is left, before it uses an output.
         """
         assert request.request_id not in self._by_id
         assert request.handle not in self._by_handle
