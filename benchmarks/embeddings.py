@@ -3,11 +3,13 @@
     python benchmarks/embeddings.py MODEL --rounds 5
 
 MODEL: a sentence-transformers folder. Each engine loads it in a process of its own and embeds the same texts in turn,
-round by round; one round more, the first, warms up. OpenVINO takes part if `openvino` is installed. One JSON line is
-printed for each round, then one with the median ratios of the peers' time to ours, and the largest difference between
-our vectors and those of sentence-transformers.
+round by round; one round more, the first, warms up. OpenVINO takes part if `openvino` is installed, or if
+--openvino-python names the interpreter of an environment that has it and sentence-transformers. One JSON line is
+printed for each round, then one with the median ratios of the peers' time to ours, and the largest differences between
+their vectors and ours.
 
-Peers get the texts in batches of --batch-size, sorted by length, as sentence-transformers does by itself.
+Peers get the texts in batches of --batch-size, sorted by length, as sentence-transformers does by itself. OpenVINO
+computes as many batches at once as its throughput mode takes.
 """
 
 import argparse
@@ -92,22 +94,24 @@ def load_openvino(model: str, threads: int, batch_size: int, dtype: str) -> Embe
 
     def embed(texts: Sequence[str]) -> np.ndarray:
         order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
-        found: np.ndarray | None = None
+        found: dict[int, np.ndarray] = {}
+
+        def pool(request: Any, given: tuple[list[int], np.ndarray]) -> None:
+            places, mask = given
+            pooled = (request.get_output_tensor(0).data * mask).sum(1) / mask.sum(1)
+            found.update(zip(places, pooled / np.linalg.norm(pooled, axis=1, keepdims=True), strict=True))
+
+        queue = openvino.AsyncInferQueue(compiled)
+        queue.set_callback(pool)
         for begin in range(0, len(order), batch_size):
             places = order[begin : begin + batch_size]
             given = tokenizer(
                 [texts[at] for at in places], padding=True, truncation=True, max_length=loaded.max_seq_length,
                 return_tensors="np",
             )  # fmt: skip
-            states = compiled(dict(given))[0]
-            mask = given["attention_mask"][:, :, None].astype(np.float32)
-            pooled = (states * mask).sum(1) / mask.sum(1)
-            pooled /= np.linalg.norm(pooled, axis=1, keepdims=True)
-            if found is None:
-                found = np.empty((len(texts), pooled.shape[1]), np.float32)
-            found[places] = pooled
-        assert found is not None
-        return found
+            queue.start_async(dict(given), (places, given["attention_mask"][:, :, None].astype(np.float32)))
+        queue.wait_all()
+        return np.stack([found[at] for at in range(len(texts))])
 
     return embed
 
@@ -137,9 +141,11 @@ class Engine:
 
     def __init__(self, name: str, arguments: argparse.Namespace, folder: Path) -> None:
         self.out = folder / f"{name}.npy"
-        given = {name: value for name, value in vars(arguments).items() if name not in ("serve", "out", "rounds")}
+        parents = ("serve", "out", "rounds", "openvino_python")
+        given = {key: value for key, value in vars(arguments).items() if key not in parents}
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if key != "model"]
-        command = [sys.executable, __file__, arguments.model, *flags, "--serve", name, "--out", str(self.out)]
+        python = arguments.openvino_python if name == "openvino" else None
+        command = [python or sys.executable, __file__, arguments.model, *flags, "--serve", name, "--out", str(self.out)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._read("ready")
 
@@ -166,7 +172,8 @@ class Engine:
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all engines in alternating rounds; return the summary."""
-    names = [name for name in ENGINES if name != "openvino" or importlib.util.find_spec("openvino")]
+    has_openvino = arguments.openvino_python or importlib.util.find_spec("openvino")
+    names = [name for name in ENGINES if name != "openvino" or has_openvino]
     with tempfile.TemporaryDirectory() as folder:
         engines = {name: Engine(name, arguments, Path(folder)) for name in names}
         rounds: list[dict[str, float]] = []
@@ -193,6 +200,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--openvino-python", help="interpreter of an environment that has OpenVINO")
     parser.add_argument("--serve", choices=tuple(ENGINES), help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -30,7 +30,7 @@ from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
 from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, text_of
-from pagoda.engine.inputs.scoring import Scoring
+from pagoda.engine.inputs.scoring import PairOptions
 from pagoda.engine.lazy_engine import LazyEngine
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.pooled import (
@@ -252,10 +252,12 @@ class AsyncLLM:
         pooling_task: PoolingTask | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yield once: what the model makes of the prompt's hidden states, as an array; see LLM.encode."""
         params = with_task(pooling_params or PoolingParams(), pooling_task)
-        yield pooling_output(await self._final(prompt, _Asked(params, request_id, priority, cache_salt)))
+        asked = _Asked(params, request_id, priority, cache_salt, lora_request)
+        yield pooling_output(await self._final(prompt, asked))
 
     async def embed(
         self,
@@ -266,12 +268,14 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput[EmbeddingOutput]:
         """Return the prompt's embedding; see LLM.embed."""
         plan = (await self._engine.get()).input_processor.limits.tasks.plan
         params = with_task(pooling_params or PoolingParams(), "embed")
         prompt = with_instruction(prompt, instruction_of(plan, prompt_name))
-        return embedding_output(await self._final(prompt, _Asked(params, request_id, priority, cache_salt)))
+        asked = _Asked(params, request_id, priority, cache_salt, lora_request)
+        return embedding_output(await self._final(prompt, asked))
 
     async def classify(
         self,
@@ -281,21 +285,37 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput[ClassificationOutput]:
         """Return the class probabilities of the prompt."""
         params = with_task(pooling_params or PoolingParams(), "classify")
-        return classification_output(await self._final(prompt, _Asked(params, request_id, priority, cache_salt)))
+        asked = _Asked(params, request_id, priority, cache_salt, lora_request)
+        return classification_output(await self._final(prompt, asked))
 
     async def score(
-        self, data_1: str, data_2: str, /, *, pooling_params: PoolingParams | None = None
+        self,
+        data_1: str,
+        data_2: str,
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+        instruction: str | None = None,
     ) -> PoolingRequestOutput[ScoringOutput]:
         """Return how well two texts match; see LLM.score."""
-        inputs = (await self._engine.get()).input_processor
+        text = (await self._engine.get()).text
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
-        scoring = await asyncio.to_thread(Scoring, first, second, pooling_params, inputs)
+        scoring = await text.plan_scores(
+            first,
+            second,
+            pooling_params or PoolingParams(),
+            ("data_1", "data_2"),
+            options=PairOptions(chat_template, instruction),
+        )
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._final(prompt, _Asked(params)))
+                group.create_task(self._final(prompt, _Asked(params, lora_request=lora_request)))
                 for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
             ]
         outputs = [task.result() for task in tasks]
@@ -336,6 +356,7 @@ class AsyncLLM:
         has_tokens = False
         async with contextlib.aclosing(engine.stream(request, kind, text_of(prompt))) as outputs:
             async for output in outputs:
+                output.lora_request = asked.lora_request
                 has_tokens = has_tokens or any(part.token_ids for part in output.outputs)
                 if output.error is not None and not has_tokens:
                     raise RequestError(output.error, "prompt")

@@ -104,9 +104,10 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
 def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
     """Return what the model can be asked for, with the pooling that the settings choose."""
     tasks = model.tasks
-    if config.model.pooling_type == "auto":
+    pooling_type = config.model.hf_overrides.pooling_type
+    if pooling_type == "auto":
         return tasks
-    plan = dataclasses.replace(tasks.plan, kind=PoolingKind(config.model.pooling_type))
+    plan = dataclasses.replace(tasks.plan, kind=PoolingKind(pooling_type))
     return dataclasses.replace(tasks, plan=plan)
 
 

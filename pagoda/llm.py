@@ -33,7 +33,7 @@ from pagoda.engine.inputs.prompts import (
     is_one_conversation,
     is_one_prompt,
 )
-from pagoda.engine.inputs.scoring import Scoring
+from pagoda.engine.inputs.scoring import PairOptions, Scoring
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.output_stream import OutputStream
 from pagoda.engine.outputs.beam_outputs import beams_of
@@ -202,7 +202,7 @@ class LLM:
             lora = self._shared.find_adapter(lora_request)
             params = sampling_params or SamplingParams()
             self._shared.add(call, self._shared.new_id(), prompt, params, OutputKind.DELTA, lora=lora)
-        return OutputStream(self._shared, call)
+        return OutputStream(self._shared, call, lora_request)
 
     def stream_chat(
         self,
@@ -281,15 +281,17 @@ class LLM:
         pooling_task: PoolingTask | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        lora_request: AdapterChoice = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what the model makes of each prompt's hidden states, as arrays, in the order of the prompts.
 
         prompts: as in `generate`.   pooling_params: for all prompts, or one for each.
-        pooling_task: "embed", "classify", "score" or "token_embed" (a vector per token); None: what the model is for.
-        truncate_prompt_tokens: see PoolingParams; replaces the value there.
+        pooling_task: "embed", "classify", "score", "token_embed" or "token_classify" (a vector, or the classes, of each
+        token); None: what the model is for.
+        truncate_prompt_tokens: see PoolingParams; replaces the value there.   lora_request: as in `generate`.
         Raises RequestError, which names the prompt, if one of them cannot be served or the model cannot do the task.
         """
-        outputs = self._pool(prompts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm)
+        outputs = self._pool(prompts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm, lora_request)
         return [pooling_output(output) for output in outputs]
 
     def embed(
@@ -300,6 +302,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         prompt_name: str | None = None,
         use_tqdm: bool = True,
+        lora_request: AdapterChoice = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Return the embedding of each prompt, in their order; arguments and errors as in `encode`.
 
@@ -307,7 +310,9 @@ class LLM:
         model's files name, if they do.
         """
         instruction = instruction_of(self.engine.input_processor.limits.tasks.plan, prompt_name)
-        outputs = self._pool(prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, instruction)
+        outputs = self._pool(
+            prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, lora_request, instruction
+        )
         return [embedding_output(output) for output in outputs]
 
     def classify(
@@ -317,9 +322,10 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: AdapterChoice = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Return the class probabilities of each prompt, in their order; arguments and errors as in `encode`."""
-        outputs = self._pool(prompts, pooling_params, "classify", truncate_prompt_tokens, use_tqdm)
+        outputs = self._pool(prompts, pooling_params, "classify", truncate_prompt_tokens, use_tqdm, lora_request)
         return [classification_output(output) for output in outputs]
 
     def score(
@@ -331,16 +337,23 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+        instruction: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Return how well each pair of texts matches: what a cross-encoder says, or the cosine of their embeddings.
 
         data_1: one text, paired with each of data_2, or as many as there are in data_2.   errors: as in `encode`.
+        lora_request: the adapter of all texts.   chat_template: Jinja text that makes one prompt of a pair, from
+        messages of the roles query and document.   instruction: for templates that have a place for one.
         """
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
         params = with_truncation(pooling_params or PoolingParams(), truncate_prompt_tokens)
         with self._shared.entered():
-            scoring = Scoring(first, second, params, self.engine.input_processor)
-        outputs = self._whole.pool(list(map(Ask, scoring.prompts, scoring.params)), use_tqdm)
+            options = PairOptions(chat_template, instruction)
+            scoring = Scoring(first, second, params, self.engine.input_processor, options=options)
+        pairs = zip(scoring.prompts, scoring.params, strict=True)
+        outputs = self._whole.pool([Ask(prompt, one, lora_request=lora_request) for prompt, one in pairs], use_tqdm)
         return scoring_outputs(scoring, outputs)
 
     def _pool(
@@ -350,12 +363,13 @@ class LLM:
         task: PoolingTask | None,
         truncate: int | None,
         use_tqdm: bool,
+        lora_request: AdapterChoice,
         instruction: str = "",
     ) -> list[RequestOutput]:
         each = as_prompts(prompts)
         given = for_each(params, len(each), PoolingParams, "pooling_params")
         asks = [
-            Ask(with_instruction(prompt, instruction), with_truncation(with_task(one, task), truncate))
-            for prompt, one in zip(each, given, strict=True)
+            Ask(with_instruction(prompt, instruction), with_truncation(with_task(one, task), truncate), 0, adapter)
+            for prompt, one, adapter in zip(each, given, adapter_for_each(lora_request, len(each)), strict=True)
         ]
         return self._whole.pool(asks, use_tqdm)

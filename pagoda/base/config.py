@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.flat_options import option_names, read_options
+from pagoda.base.hf_overrides import HFOverrides
 from pagoda.base.lora import LoRAConfig
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
@@ -67,13 +68,10 @@ class ModelConfig:
     max_model_len: Annotated[
         int | None, Setting("Longest prompt plus output, in tokens.", unset="the model's own limit")
     ] = None
-    pooling_type: Annotated[
-        str,
-        Setting(
-            "Hidden states that embeddings are made of; auto: as the model's files say, or else the last token's.",
-            words=("auto", "cls", "last", "mean"),
-        ),
-    ] = "auto"
+    hf_overrides: Annotated[
+        HFOverrides,
+        Setting("What replaces settings of the model's files: its pooling, and what makes a reranker of it."),
+    ] = field(default_factory=HFOverrides)
     seed: Annotated[int | None, Setting("Seed that makes sampled output repeatable.", unset="random")] = None
     chat_template: Annotated[
         str | None, Setting("Jinja file or text to use as the chat template.", unset="the model's own")

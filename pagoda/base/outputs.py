@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from pagoda.base.lora import LoRARequest
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -55,6 +57,7 @@ class RequestOutput:
     """A request's output so far, or only the new part if deltas were requested.
 
     error: why a request could not be served, or None.   pooled: the result of a pooling request, a float32 array.
+    lora_request: the adapter as the caller of LLM or AsyncLLM gave it.
     """
 
     request_id: str
@@ -67,6 +70,7 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     error: str | None = None
     pooled: Any = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class BeamSearchSequence:
     orig_prompt: `prompt_token_ids`, and `prompt` if it was given as text.   tokens: the prompt's, then the output's.
     logprobs: per output token, the candidates it was chosen from.   cum_logprob: sum over the output's tokens.
     text: of all `tokens`, the prompt included.   finish_reason, stop_reason: as in CompletionOutput.
+    lora_request: as in RequestOutput.
     """
 
     orig_prompt: dict[str, Any]
@@ -85,6 +90,7 @@ class BeamSearchSequence:
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(slots=True)

@@ -8,8 +8,10 @@ from typing import Literal
 from pagoda.base.errors import RequestError
 from pagoda.base.param_values import read_optional_integer, refuse
 
-PoolingTask = Literal["embed", "classify", "score", "token_embed"]
-TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "score", "token_embed")
+PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "score", "token_embed", "token_classify")
+PER_TOKEN = ("token_embed", "token_classify")
+"""Tasks whose result has a row per prompt token."""
 
 
 class PoolingKind(StrEnum):
@@ -26,7 +28,10 @@ class PoolingPlan:
 
     kind: which hidden states.   normalize: whether `embed` scales to unit length unless a request says otherwise.
     embeds: whether the vectors are embeddings.   labels: of the classification head, () without one.
+    labels_tokens: the head was trained for single tokens (`...ForTokenClassification`): it gives a prompt no class.
     label_activation: turns the head's outputs into the result of `classify`, unless a request switches it off.
+    score_template: Jinja text that makes one prompt of a query, a document and an instruction (messages of the roles
+        query, document and system), for models that were trained with one.
     prompts: instructions by name, put in front of a text.   default_prompt: the name of the one used by default.
     max_seq_length: tokens that the pooling was made for, if fewer than the model's positions.
     """
@@ -35,7 +40,9 @@ class PoolingPlan:
     normalize: bool = True
     embeds: bool = True
     labels: tuple[str, ...] = ()
+    labels_tokens: bool = False
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
+    score_template: str = ""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_seq_length: int | None = None
@@ -45,10 +52,19 @@ class PoolingPlan:
         """What the model can be asked for. A score is a similarity of embeddings, or the only output of a head."""
         found: list[PoolingTask] = ["embed", "token_embed"] if self.embeds else []
         if self.labels:
+            found.append("token_classify")
+        if self.labels and not self.labels_tokens:
             found.append("classify")
-        if self.embeds or len(self.labels) == 1:
+        if self.embeds or (len(self.labels) == 1 and not self.labels_tokens):
             found.append("score")
         return tuple(sorted(found, key=TASKS.index))
+
+    @property
+    def default_task(self) -> PoolingTask:
+        """What the model was made for."""
+        if self.embeds:
+            return "embed"
+        return "token_classify" if self.labels_tokens else "classify"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +91,7 @@ class ModelTasks:
 
     def reads_prefix_cache(self, params: "PoolingParams") -> bool:
         """Return whether the pooling can do without the hidden states of cached tokens."""
-        is_last = self.plan.kind is PoolingKind.LAST and params.task != "token_embed"
+        is_last = self.plan.kind is PoolingKind.LAST and params.task not in PER_TOKEN
         return is_last and self.is_causal and not params.skip_reading_prefix_cache
 
 
@@ -83,7 +99,8 @@ class ModelTasks:
 class PoolingParams:
     """What to compute of a prompt's hidden states: vLLM's fields. Checked when it is made; raises RequestError.
 
-    task: "embed", "classify", "score", or "token_embed" (a vector per token); None: set by the method that is called.
+    task: "embed", "classify", "score", "token_embed" or "token_classify" (a vector, or the classes, of each token);
+        None: set by the method that is called.
     normalize: scale an embedding to unit length; None: as the model was made for.
     dimensions: keep this many elements of an embedding, then normalise (models trained for it, "Matryoshka").
     use_activation: apply softmax or sigmoid to the outputs of a classification head; None: yes. Of an embedding, the

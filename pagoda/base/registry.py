@@ -9,15 +9,20 @@ from pagoda.base.errors import ConfigError
 
 T = TypeVar("T")
 
+_MOST_SHOWN = 40
 _LONGEST_COMPARED = 200  # characters: comparing strings takes time proportional to the product of their lengths
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return a hint for an unknown name: "; did you mean 'x'?", or the known names. Empty if there are none."""
+    """Return a hint for an unknown name: "; did you mean 'x'?", or known names. Empty if there are none."""
     close = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_COMPARED else []
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(sorted(known))}" if known else ""
+    if not known:
+        return ""
+    shown = sorted(known)[:_MOST_SHOWN]
+    more = f" and {len(known) - len(shown)} more" if len(known) > len(shown) else ""
+    return f"; known: {', '.join(shown)}{more}"
 
 
 class Registry(Generic[T]):

@@ -30,7 +30,6 @@ VLLM_ANSWERS = {
     "skip_tokenizer_init": "the tokenizer is always loaded; leave it out",
     "model_impl": "models are always run by pagoda's own code; leave it out",
     "hf_config_path": _CONFIG_FILE,
-    "hf_overrides": _CONFIG_FILE,
     "rope_scaling": _CONFIG_FILE,
     "rope_theta": _CONFIG_FILE,
     "generation_config": "generation_config.json is not read: send sampling parameters with each request",

@@ -13,7 +13,7 @@ from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, Rendere
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, text_of
-from pagoda.engine.inputs.scoring import Scoring
+from pagoda.engine.inputs.scoring import PLAIN_PAIRS, PairOptions, Scoring
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.templates.job import InProcessRenderer
 from pagoda.engine.templates.pool import TemplatePool
@@ -83,15 +83,22 @@ class AsyncText:
         return token_ids_of(prompt, add_special_tokens, keep=keep)
 
     async def plan_scores(
-        self, first: Sequence[str], second: Sequence[str], params: PoolingParams, names: tuple[str, str], key: str = ""
+        self,
+        first: Sequence[str],
+        second: Sequence[str],
+        params: PoolingParams,
+        names: tuple[str, str],
+        key: str = "",
+        options: PairOptions = PLAIN_PAIRS,
     ) -> Scoring:
         """Return which prompts give the scores of pairs of texts; see Scoring. Raises RequestError."""
         num_chars = sum(map(len, first)) + sum(map(len, second))
 
         def plan(cancellation: Cancellation | None = None) -> Scoring:
-            return Scoring(first, second, params, self._inputs, names, cancellation)
+            return Scoring(first, second, params, self._inputs, names, cancellation, options)
 
-        if num_chars < self._inputs.tokenizer.inline_chars:
+        renders = options.template or self._inputs.score_template  # in another process
+        if num_chars < self._inputs.tokenizer.inline_chars and not renders:
             return plan()
         return await self._threads.run(key, num_chars, plan)
 

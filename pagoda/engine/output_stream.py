@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from pagoda.base.errors import RequestError
+from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.engine.shared_engine import Call, SharedEngine
 
@@ -10,9 +11,11 @@ from pagoda.engine.shared_engine import Call, SharedEngine
 class OutputStream(Iterator[RequestOutput]):
     """The deltas of one request. `close`, or dropping the last reference, aborts the request."""
 
-    def __init__(self, shared: SharedEngine, call: Call) -> None:
+    def __init__(self, shared: SharedEngine, call: Call, lora_request: LoRARequest | None = None) -> None:
+        """lora_request: the adapter that the request uses; its outputs have it."""
         self._shared = shared
         self._call = call
+        self._lora_request = lora_request
         self._has_tokens = False
 
     def __next__(self) -> RequestOutput:
@@ -29,6 +32,7 @@ class OutputStream(Iterator[RequestOutput]):
             raise
         if output is None:
             raise StopIteration
+        output.lora_request = self._lora_request
         self._has_tokens = self._has_tokens or any(part.token_ids for part in output.outputs)
         if output.error is not None and not self._has_tokens:
             raise RequestError(output.error, "prompt")

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
@@ -66,7 +66,15 @@ class WholeOutputs:
                 raise error
             raise RequestError(f"prompts[{index}]: {error}", error.param) from None
 
-        return self._run(asks, use_tqdm, refuse)
+        return self._run(self._encoded(asks), use_tqdm, refuse)
+
+    def _encoded(self, asks: Sequence[Ask]) -> list[Ask]:
+        """Return the asks with the tokens of texts, which are encoded together."""
+        prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, RequestError)]
+        assert len(prompts) == len(asks), "prompts to pool are not rendered"
+        with self._shared.entered():
+            encoded = self._shared.engine.input_processor.tokenized(prompts, [ask.params for ask in asks])
+        return [replace(ask, prompt=prompt) for ask, prompt in zip(asks, encoded, strict=True)]
 
     def _run(self, asks: Sequence[Ask], use_tqdm: bool, refuse: Refuse) -> list[RequestOutput]:
         with self._shared.entered():
@@ -82,7 +90,10 @@ class WholeOutputs:
                 self._collect(call, outputs, use_tqdm)
             finally:
                 self._shared.drop(call)
-        return [outputs[request_id] for request_id in ids]
+        results = [outputs[request_id] for request_id in ids]
+        for output, ask in zip(results, asks, strict=True):
+            output.lora_request = ask.lora_request
+        return results
 
     def _add(self, call: Call, request_id: str, ask: Ask) -> None:
         if isinstance(ask.prompt, RequestError):

@@ -64,12 +64,25 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
+class PickedRows:
+    """Rows of a stored matrix: row i is `plus[i]`, less `minus[i]` if there is one.
+
+    path: of the stored matrix, as paths in the tree.   num_rows: of that matrix.
+    """
+
+    path: str
+    num_rows: int
+    plus: tuple[int, ...]
+    minus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """A weight [rows, columns] of a linear layer, with its bias; prepared for the kernels.
 
     parts: along the rows.   unit: columns that a shard must not divide.   num_experts: how many such matrices are
     stacked, 0 for a plain one.   quantizable: False keeps it in the compute dtype.   tied: the parameter of a Table
-    whose values it shares.
+    whose values it shares.   picked: the rows are made from rows of another stored matrix.
     """
 
     parts: tuple[Part, ...]
@@ -80,6 +93,7 @@ class Matrix:
     num_experts: int = 0
     quantizable: bool = True
     tied: "Parameter[Tensor] | None" = None
+    picked: PickedRows | None = None
 
     @property
     def rows(self) -> int:

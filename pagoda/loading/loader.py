@@ -10,7 +10,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, Parameter, Part, RotaryTable, Table, Vector
+from pagoda.layers.parameter import Declaration, Matrix, Parameter, Part, PickedRows, RotaryTable, Table, Vector
 from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import MatrixShard, shard_of
 from pagoda.loading.code_forms import INT8_GROUP
@@ -178,6 +178,8 @@ class Filler:
         return build_rotary_tables(declared.rope, declared.head_dim, self._num_positions, self._device, factors)
 
     def _matrix(self, path: str, matrix: Matrix) -> LinearWeight:
+        if matrix.picked is not None:
+            return self._picked(matrix, matrix.picked)
         return self._prepared(path, matrix, shard_of(matrix, 0, 1), 0)
 
     def _experts(self, path: str, matrix: Matrix) -> ExpertWeights:
@@ -201,6 +203,23 @@ class Filler:
         if shared is not None:
             table.fill(shared)
         return weight
+
+    def _picked(self, matrix: Matrix, picked: PickedRows) -> LinearWeight:
+        name, columns = self._naming.find(picked.path).name, matrix.columns
+        self._check_shape(name, (picked.num_rows, columns))
+
+        def rows(numbers: Sequence[int]) -> torch.Tensor:
+            found = torch.empty((len(numbers), columns), dtype=torch.float32, device=self._device)
+            for out, number in zip(found.split(1), numbers, strict=True):
+                if number >= picked.num_rows:
+                    raise ConfigError(f"token {number} has no row in tensor {name!r}, which has {picked.num_rows}")
+                self._weights.read_into(name, out, Region(None, range(number, number + 1), range(columns)))
+            return found
+
+        weight = rows(picked.plus)
+        if picked.minus:
+            weight -= rows(picked.minus)
+        return self._ops.prepare_linear(weight.to(self._dtype), None)
 
     def _prepared(self, path: str, matrix: Matrix, shard: MatrixShard, expert: int) -> LinearWeight:
         bias = None

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
@@ -12,11 +11,13 @@ from pagoda.loading.json_file import read_json_object
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
+from pagoda.loading.token_ids import find_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.dense import Dense
 from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
+from pagoda.models.token_head import TOKEN_IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def read_architecture(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
 
     Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
     """
-    return _read_gguf(GGUFFile(files.path)) if files.format == "gguf" else _read_folder(files.path)
+    return _read_gguf(GGUFFile(files.path)) if files.format == "gguf" else _read_folder(files)
 
 
 def summarize_weights(files: ModelFiles) -> WeightSummary:
@@ -84,8 +85,13 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _read_folder(folder: Path) -> tuple[Architecture, TreeConfig]:
-    config = ConfigReader(read_json_object(folder / "config.json"), str(folder / "config.json"))
+def _read_folder(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
+    folder = files.path
+    values = read_json_object(folder / "config.json") | files.overrides.changed()
+    config = ConfigReader(values, str(folder / "config.json"))
+    tokens = config.texts("classifier_from_token")
+    if tokens:
+        values[TOKEN_IDS] = find_token_ids(folder, tokens)
     names = config.texts("architectures")
     if not names:
         raise ConfigError(f"{config.origin}: 'architectures' is missing; it should name the model's class")

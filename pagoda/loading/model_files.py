@@ -1,11 +1,12 @@
 """ModelFiles: the files of a model on local disk, and their format."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
+from pagoda.base.hf_overrides import HFOverrides
 
 ModelFormat = Literal["safetensors", "gguf"]
 
@@ -15,11 +16,13 @@ class ModelFiles:
     """A model on local disk.
 
     name: what the user called it.   path: the folder (safetensors) or the .gguf file.
+    overrides: replace settings of its config.json.
     """
 
     name: str
     path: Path
     format: ModelFormat
+    overrides: HFOverrides = field(default_factory=HFOverrides)
 
 
 def identify(path: str | Path, name: str | None = None) -> ModelFiles:

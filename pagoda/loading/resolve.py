@@ -1,6 +1,7 @@
 """Resolve a model's name to local files, fetching them if necessary."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate, shorten
@@ -25,6 +26,13 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     otherwise hub snapshots are in the hub library's own cache.
     Raises ConfigError that names the model and the remedy, CapacityError when the disk is full.
     """
+    files, overrides = _resolve(config), config.hf_overrides
+    if files.format != "safetensors" and overrides.changed():
+        raise ConfigError(f"hf_overrides: model {abbreviate(config.model)} is a GGUF file and has no config.json")
+    return replace(files, overrides=overrides)
+
+
+def _resolve(config: ModelConfig) -> ModelFiles:
     model = config.model
     if config.revision is not None and not _is_hub_id(model):
         raise ConfigError(

@@ -100,13 +100,18 @@ class Bert(Model):
         self.num_token_types = config.num_token_types
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
-        if config.pooling.labels:
-            self.add_head(config.spec.hidden_size, len(config.pooling.labels))
+        hidden_size, num_labels = config.spec.hidden_size, len(config.pooling.labels)
+        self.pooler: Dense | None = None
+        self.classifier: Module | None = None
+        if config.pooling.labels_tokens:
+            self.classifier = Linear(hidden_size, num_labels, bias=True, quantizable=False)
+        elif num_labels:
+            self.add_head(hidden_size, num_labels)
 
     def add_head(self, hidden_size: int, num_labels: int) -> None:
-        """Add the layers that `classify` uses."""
+        """Add the layers that `classify` uses for a prompt."""
         self.pooler = Dense(hidden_size, hidden_size)
-        self.classifier: Module = Linear(hidden_size, num_labels, bias=True, quantizable=False)
+        self.classifier = Linear(hidden_size, num_labels, bias=True, quantizable=False)
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         x = self.embeddings(ops, batch)
@@ -117,7 +122,9 @@ class Bert(Model):
 
     def classify(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
         assert isinstance(self.classifier, Linear), "the checkpoint has no labels"
-        return ops.logits(ops.tanh(self.pooler(ops, pooled)), self.classifier.weight.value)
+        if self.pooler is not None:
+            pooled = ops.tanh(self.pooler(ops, pooled))
+        return ops.logits(pooled, self.classifier.weight.value)
 
 
 def encoder_namings(prefix: str, parts: str) -> tuple[Naming, ...]:
@@ -142,7 +149,13 @@ def read(config: ConfigReader) -> EncoderConfig:
 
 BERT = Architecture(
     name="bert",
-    hf_names=("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"),
+    hf_names=(
+        "BertModel",
+        "BertForMaskedLM",
+        "BertForPreTraining",
+        "BertForSequenceClassification",
+        "BertForTokenClassification",
+    ),
     model=Bert,
     read=read,
     hf=bert_namings("bert"),

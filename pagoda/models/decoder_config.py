@@ -9,6 +9,7 @@ from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.activation import Activation
 from pagoda.layers.attention import Heads
 from pagoda.layers.moe import ExpertsConfig
+from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.read_rope import read_rope
@@ -27,7 +28,7 @@ class DecoderConfig:
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
     attention_scale: multiplies scores.   softcaps: 0 is off.   unit_offset_norms: norms multiply by 1 + weight.
     experts: of the layers with experts.   dense_layers: indices of the layers with an MLP instead.
-    head: how a classification head pools, and its labels.
+    head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too; the model generates nothing.
     """
 
@@ -47,6 +48,7 @@ class DecoderConfig:
     experts: ExpertsConfig = _NO_EXPERTS
     dense_layers: frozenset[int] = frozenset()
     head: PoolingPlan | None = None
+    head_rows: PickedRows | None = None
     bidirectional: bool = False
 
     @property

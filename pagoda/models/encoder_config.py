@@ -25,6 +25,9 @@ ACTIVATIONS = {
 }
 """Activation functions by their names in config.json."""
 
+TOKEN_CLASSIFIER = "ForTokenClassification"
+"""The end of the names of classes with a head that takes the state of each token."""
+
 _MOST_LABELS = 1 << 16
 _LABEL_ACTIVATIONS: dict[str, LabelActivation] = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 _OF_PROBLEM: dict[str, LabelActivation] = {
@@ -93,11 +96,17 @@ def read_pooling_plan(config: ConfigReader, head_pooling: PoolingKind) -> Poolin
     has it for such a checkpoint.
     """
     names = config.texts("architectures")
-    if not names or not names[0].endswith("ForSequenceClassification"):
+    if not names or not names[0].endswith(("ForSequenceClassification", TOKEN_CLASSIFIER)):
         return PoolingPlan(PoolingKind.MEAN, normalize=False)
     labels = _read_labels(config)
-    activation = _read_label_activation(config, len(labels))
-    return PoolingPlan(head_pooling, normalize=False, embeds=False, labels=labels, label_activation=activation)
+    return PoolingPlan(
+        head_pooling,
+        normalize=False,
+        embeds=False,
+        labels=labels,
+        labels_tokens=names[0].endswith(TOKEN_CLASSIFIER),
+        label_activation=_read_label_activation(config, len(labels)),
+    )
 
 
 def _read_labels(config: ConfigReader) -> tuple[str, ...]:

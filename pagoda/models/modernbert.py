@@ -183,7 +183,12 @@ def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_th
 
 MODERNBERT = Architecture(
     name="modernbert",
-    hf_names=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    hf_names=(
+        "ModernBertModel",
+        "ModernBertForMaskedLM",
+        "ModernBertForSequenceClassification",
+        "ModernBertForTokenClassification",
+    ),
     model=ModernBert,
     read=read,
     hf=encoder_namings("model", "embeddings|layers|final_norm"),

@@ -1,7 +1,7 @@
 """Decoders without their head for tokens: embedding models, and those with a classification head.
 
 `X` stands for a decoder that is in the registry as `XForCausalLM`: `XModel` has no head, `XForSequenceClassification`
-has one that takes the hidden state of the last token.
+has one that takes the hidden state of the last token, `XForTokenClassification` one for that of each token.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.module import Module
-from pagoda.layers.parameter import Matrix, Parameter, Part
+from pagoda.layers.parameter import Matrix, Parameter, Part, PickedRows
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig
-from pagoda.models.encoder_config import read_pooling_plan
+from pagoda.models.encoder_config import TOKEN_CLASSIFIER, read_pooling_plan
 from pagoda.models.llama import Llama
+from pagoda.models.token_head import read_token_head
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import LinearWeight, Tensor
@@ -24,8 +25,8 @@ from pagoda.ops.tensor import LinearWeight, Tensor
 class ClassificationHead(Module):
     """One output per label, in float32."""
 
-    def __init__(self, hidden_size: int, num_labels: int, bias: bool = False) -> None:
-        declared = Matrix((Part("", num_labels),), hidden_size, bias, quantizable=False)
+    def __init__(self, hidden_size: int, num_labels: int, bias: bool = False, picked: PickedRows | None = None) -> None:
+        declared = Matrix((Part("", num_labels),), hidden_size, bias, quantizable=False, picked=picked)
         self.weight = Parameter[LinearWeight](declared)
 
     def __call__(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
@@ -38,14 +39,17 @@ class PooledDecoder(Model):
 
     generates = False
 
-    def __init__(self, decoder: Llama, head: PoolingPlan | None) -> None:
+    def __init__(self, decoder: Llama, head: PoolingPlan | None, picked: PickedRows | None = None) -> None:
+        """head: pooling and labels of the head, None without one.   picked: what it is made from, if not stored."""
         self.spec = decoder.spec
         self.model = decoder.model
         self.kv_groups = decoder.kv_groups
         self.is_causal, self.pooling = decoder.is_causal, decoder.pooling
         self.score: ClassificationHead | None = None
         if head is not None:
-            self.score = ClassificationHead(self.spec.hidden_size, len(head.labels))
+            self.score = ClassificationHead(
+                self.spec.hidden_size, len(head.labels), bias=head.labels_tokens, picked=picked
+            )
             self.pooling = head
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
@@ -64,10 +68,10 @@ def pooled_variants(decoder: Architecture) -> dict[str, Architecture]:
             continue
         for stem in (name.removesuffix(_CAUSAL), name.removesuffix(_CAUSAL) + "Text"):
             found[f"{stem}Model"] = replace(decoder, hf_names=(f"{stem}Model",), model=_without_head(decoder))
-            classifier = f"{stem}ForSequenceClassification"
-            found[classifier] = replace(
-                decoder, hf_names=(classifier,), model=_with_labels(decoder), read=_reading_labels(decoder)
-            )
+            for classifier in (f"{stem}ForSequenceClassification", f"{stem}{TOKEN_CLASSIFIER}"):
+                found[classifier] = replace(
+                    decoder, hf_names=(classifier,), model=_with_labels(decoder), read=_reading_labels(decoder)
+                )
     return found
 
 
@@ -83,7 +87,7 @@ def _without_head(decoder: Architecture) -> Callable[[DecoderConfig], Model]:
 
 def _with_labels(decoder: Architecture) -> Callable[[DecoderConfig], Model]:
     def make(config: DecoderConfig) -> Model:
-        return PooledDecoder(_tree(decoder, config), config.head)
+        return PooledDecoder(_tree(decoder, config), config.head, config.head_rows)
 
     return make
 
@@ -96,6 +100,10 @@ def _tree(decoder: Architecture, config: DecoderConfig) -> Llama:
 
 def _reading_labels(decoder: Architecture) -> Callable[[ConfigReader], DecoderConfig]:
     def read(config: ConfigReader) -> DecoderConfig:
-        return replace(decoder.read(config), head=read_pooling_plan(config, PoolingKind.LAST))
+        facts = decoder.read(config)
+        made = read_token_head(config, facts)
+        if made is not None:
+            return replace(facts, head=made.plan, head_rows=made.rows)
+        return replace(facts, head=read_pooling_plan(config, PoolingKind.LAST))
 
     return read

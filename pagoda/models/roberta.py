@@ -25,7 +25,8 @@ class Roberta(Bert):
 
     def classify(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
         head = self.classifier
-        assert isinstance(head, RobertaHead), "the checkpoint has no labels"
+        if not isinstance(head, RobertaHead):
+            return super().classify(ops, pooled)
         return ops.logits(ops.tanh(head.dense(ops, pooled)), head.out_proj.weight.value)
 
 
@@ -40,9 +41,11 @@ ROBERTA = Architecture(
         "RobertaModel",
         "RobertaForMaskedLM",
         "RobertaForSequenceClassification",
+        "RobertaForTokenClassification",
         "XLMRobertaModel",
         "XLMRobertaForMaskedLM",
         "XLMRobertaForSequenceClassification",
+        "XLMRobertaForTokenClassification",
     ),
     model=Roberta,
     read=read,

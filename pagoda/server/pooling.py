@@ -90,11 +90,11 @@ class Pooled:
     "/v1/embeddings", responses=answers_with(EmbeddingResponse), openapi_extra=described_body(EmbeddingRequest)
 )
 async def create_embedding(http: Request) -> Response:
-    """Return the embedding of a text, a list of token ids, or of several of either."""
+    """Return the embedding of a text, a list of token ids, of several of either, or of a conversation."""
     call = await _read(http, EmbeddingRequest, "embd")
     body, params = call.body, call.params()
     instruction = instruction_of(call.state.tasks.plan, body.prompt_name)
-    pooled = await _pool_inputs(call, [with_instruction(one, instruction) for one in body.inputs()], params)
+    pooled = await _pool_inputs(call, params, instruction)
     is_base64 = body.encoding_format == "base64"
     data = [
         EmbeddingData(index=index, embedding=_base64(vector) if is_base64 else vector.tolist())
@@ -107,7 +107,7 @@ async def create_embedding(http: Request) -> Response:
 async def create_pooling(http: Request) -> Response:
     """Return what the model makes of the hidden states of each input: an embedding, classes, or a vector per token."""
     call = await _read(http, PoolingRequest, "pool")
-    pooled = await _pool_inputs(call, call.body.inputs(), call.params())
+    pooled = await _pool_inputs(call, call.params())
     is_base64 = call.body.encoding_format == "base64"
     data = [
         PoolingData(index=index, data=_base64(vector) if is_base64 else vector.tolist())
@@ -122,7 +122,7 @@ async def create_pooling(http: Request) -> Response:
 async def create_classification(http: Request) -> Response:
     """Return the class probabilities of each input."""
     call = await _read(http, ClassificationRequest, "classify")
-    pooled = await _pool_inputs(call, call.body.inputs(), call.params())
+    pooled = await _pool_inputs(call, call.params())
     labels = call.state.tasks.plan.labels
     data = [
         ClassificationData(
@@ -171,7 +171,9 @@ async def _score(
 ) -> tuple[Pooled, list[float]]:
     """Score pairs of texts.   names: of the fields that the texts are in."""
     key = call.http.scope["state"]["key"]
-    planning = call.state.generator.llm.text.plan_scores(first, second, call.body.pooling_params(), names, key)
+    body, text = call.body, call.state.generator.llm.text
+    call.state.check_template(body.chat_template)
+    planning = text.plan_scores(first, second, body.pooling_params(), names, key, body.pair_options())
     scoring: Scoring = await cancel_on_disconnect(call.http, planning)
     of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
     of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
@@ -183,10 +185,29 @@ def _numbered(name: str, count: int) -> list[str]:
     return [f"{name}[{index}]" for index in range(count)] if count > 1 else [name]
 
 
-async def _pool_inputs(call: Call[InputBody], prompts: Sequence[Prompt], params: PoolingParams) -> Pooled:
-    """Pool each input on its own."""
+async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction: str = "") -> Pooled:
+    """Pool each input on its own, with an instruction in front of each text, or the conversation."""
     body = call.body
-    return await _pool(call, prompts, [params] * len(prompts), body.names(), body.add_special_tokens)
+    prompts: list[Prompt]
+    if body.messages is None:
+        prompts = [with_instruction(one, instruction) for one in body.inputs()]
+    else:
+        prompts = [await _rendered(call)]
+    return await _pool(call, prompts, [params] * len(prompts), body.names(), body.add_special_tokens is not False)
+
+
+async def _rendered(call: Call[InputBody]) -> list[int]:
+    """Return the token ids of a conversation."""
+    body = call.body
+    call.state.check_template(body.chat_template)
+    rendering = call.state.generator.llm.text.render_chat(
+        body.rendered_messages(),
+        body.chat_options(),
+        must_fit=body.truncate_prompt_tokens is None,
+        is_bounded=True,
+        key=call.http.scope["state"]["key"],
+    )
+    return (await cancel_on_disconnect(call.http, rendering)).token_ids
 
 
 async def _pool(

@@ -1,14 +1,17 @@
 """The bodies of requests whose prompts are pooled: embeddings, scores, rankings, classes."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.inputs.chat_prompts import ChatOptions
+from pagoda.engine.inputs.scoring import PairOptions
 from pagoda.server.fields import Body, Flag, Priority, RequestId, TokenId
+from pagoda.server.messages import DESCRIBED_MESSAGES, Messages, check_chat, without_nulls
 
 Texts = str | list[str]
 Inputs = str | list[str | TokenId | list[TokenId]]
@@ -39,13 +42,31 @@ class PoolingBody(Body, kw_only=True, frozen=True):
 
 
 class InputBody(PoolingBody, kw_only=True, frozen=True):
-    """The fields of those that pool each input on its own."""
+    """The fields of those that pool each input on its own, or a conversation as one input.
 
-    input: Inputs
-    add_special_tokens: Flag = True
+    add_special_tokens: by default true of `input`; chat templates write their own.
+    """
+
+    input: Inputs | None = None
+    messages: Annotated[Messages, Meta(min_length=1, extra_json_schema=DESCRIBED_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag = False
+    continue_final_message: Flag = False
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
+        if (self.input is None) == (self.messages is None):
+            raise RequestError("input: give either input or messages", "input")
+        if self.messages is not None:
+            check_chat(limits, self.messages, None, self.chat_template, self.chat_template_kwargs)
+            if self.continue_final_message and self.add_generation_prompt:
+                raise RequestError("continue_final_message: excludes add_generation_prompt", "continue_final_message")
+            return
+        for name in ("chat_template", "chat_template_kwargs"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name}: needs messages; input is not put into a template", name)
         if not self.input:
             raise RequestError("input: is empty", "input")
         inputs = self.inputs()
@@ -58,13 +79,31 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
             limits.check("tokenized_chars", sum(len(one) for one in inputs if isinstance(one, str)), "input")
 
     def inputs(self) -> list[str | list[int]]:
-        """The inputs as a list, in order."""
+        """The inputs as a list, in order; none if there are messages."""
+        if self.input is None:
+            return []
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return [self.input]  # type: ignore[list-item]
         return self.input  # type: ignore[return-value]
 
+    def chat_options(self) -> ChatOptions:
+        """How the messages become a prompt."""
+        return ChatOptions(
+            chat_template=self.chat_template,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            template_kwargs=self.chat_template_kwargs,
+            add_special_tokens=self.add_special_tokens is True,
+        )
+
+    def rendered_messages(self) -> Messages:
+        """The messages for a chat template: without the fields that are null."""
+        return without_nulls(self.messages or [])
+
     def names(self) -> list[str]:
         """What errors call each input."""
+        if self.input is None:
+            return ["messages"]
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return ["input"]
         return [f"input[{index}]" for index in range(len(self.input))]
@@ -81,6 +120,8 @@ class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
         limits.check_names(prompt_name=self.prompt_name)
+        if self.messages is not None and self.prompt_name is not None:
+            raise RequestError("prompt_name: needs input; write an instruction into the messages", "prompt_name")
 
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(
@@ -124,9 +165,21 @@ class ClassificationRequest(InputBody, kw_only=True, frozen=True):
 
 
 class PairBody(PoolingBody, kw_only=True, frozen=True):
-    """The fields of those that compare texts."""
+    """The fields of those that compare texts.
+
+    chat_template, instruction: of models that get a pair as one prompt from a template.
+    """
 
     use_activation: bool | None = None
+    chat_template: str | None = None
+    instruction: str | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
+        limits.check("template_chars", len(self.chat_template or ""), "chat_template")
+
+    def pair_options(self) -> PairOptions:
+        return PairOptions(self.chat_template, self.instruction)
 
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(

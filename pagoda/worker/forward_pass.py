@@ -61,15 +61,18 @@ class ForwardPass(Protocol):
         """Return rows of `forward`'s result: index int64 [S] -> [S, hidden]."""
         ...
 
-    def embed(self, pooled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def embed(self, pooled: torch.Tensor, dtype: torch.dtype, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Return embeddings of pooled states, not yet normalised: float32 [S, hidden] -> [S, size].
 
-        dtype: in which the model computes.
+        dtype: in which the model computes.   adapters: as in `compute_logits`.
         """
         ...
 
-    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of the classification head: [S, hidden] in the model's dtype -> float32 [S, labels]."""
+    def classify(self, pooled: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the outputs of the classification head: [S, hidden] in the model's dtype -> float32 [S, labels].
+
+        adapters: as in `compute_logits`.
+        """
         ...
 
 
@@ -109,21 +112,24 @@ class EagerForward:
         return self.model.forward(adapted_to(ops, self._tables, batch), batch, kv)
 
     def compute_logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
-        ops: ForwardOps = self.ops
-        if adapters is not None:
-            ops = cast(ForwardOps, AdaptedOps(ops, self._tables, {hidden.shape[0]: adapters}))
-        return cast(torch.Tensor, self.model.compute_logits(ops, hidden))
+        return cast(torch.Tensor, self.model.compute_logits(self._adapted(adapters), hidden))
 
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.select_rows(hidden, index))
 
-    def embed(self, pooled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def embed(self, pooled: torch.Tensor, dtype: torch.dtype, adapters: torch.Tensor | None = None) -> torch.Tensor:
         if not self.model.dense:
             return pooled
-        return cast(torch.Tensor, self.model.embed(self.ops, pooled.to(dtype)))
+        return cast(torch.Tensor, self.model.embed(self._adapted(adapters), pooled.to(dtype)))
 
-    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.model.classify(self.ops, pooled))
+    def classify(self, pooled: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return cast(torch.Tensor, self.model.classify(self._adapted(adapters), pooled))
+
+    def _adapted(self, adapters: torch.Tensor | None) -> ForwardOps:
+        """Return the ops of a head whose rows use `adapters`."""
+        if adapters is None:
+            return self.ops
+        return cast(ForwardOps, AdaptedOps(self.ops, self._tables, {adapters.shape[0]: adapters}))
 
 
 class ReplayedForward(EagerForward):

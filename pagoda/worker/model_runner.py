@@ -111,7 +111,7 @@ class ModelRunner:
         pooled: dict[int, np.ndarray] = {}
         if inputs.pooled:
             first = hidden.shape[0] - sum(chunk.count for chunk in inputs.pooled)
-            pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, hidden[first:])
+            pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, hidden[first:], slots)
             failed |= without_result
         drafts: dict[int, np.ndarray] = {}
         if self._speculator is not None:

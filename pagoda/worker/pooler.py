@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagoda.base.pooling import PoolingKind, PoolingParams, PoolingPlan
+from pagoda.base.pooling import PER_TOKEN, PoolingKind, PoolingParams, PoolingPlan
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.forward_pass import ForwardPass
 
@@ -38,7 +38,7 @@ class PooledChunk:
     ) -> "PooledChunk":
         """Return the part of a chunk of `num_new` tokens from `start` on."""
         begins, ends = start == 0, start + num_new == num_prompt
-        if params.task == "token_embed" or kind is PoolingKind.MEAN:
+        if params.task in PER_TOKEN or kind is PoolingKind.MEAN:
             return cls(row, start, num_new, begins, ends)
         if kind is PoolingKind.CLS:
             return cls(row, 0, int(begins), begins, ends)
@@ -68,12 +68,18 @@ class Pooler:
                 self._ids[init.row] = init.request_id
 
     def run(
-        self, chunks: Sequence[PooledChunk], pooling: Sequence[PoolingParams | None], hidden: torch.Tensor
+        self,
+        chunks: Sequence[PooledChunk],
+        pooling: Sequence[PoolingParams | None],
+        hidden: torch.Tensor,
+        adapters: np.ndarray | None = None,
     ) -> tuple[dict[int, np.ndarray], dict[int, str]]:
         """Return the results of the rows whose prompts end in this step, and the errors of those that have none.
 
         pooling: parameters by row.   hidden: [n, hidden size], the states that the chunks need, in their order.
-        A result is float32: [size] of an embedding, [labels] of a class, [prompt tokens, size] of token embeddings.
+        adapters: int32, the slot of each row's adapter; None if no row of the step has one.
+        A result is float32: [size] of an embedding, [labels] of a class; of tasks per token, [prompt tokens, size or
+        labels].
         """
         pooled: dict[int, np.ndarray] = {}
         failed: dict[int, str] = {}
@@ -89,7 +95,9 @@ class Pooler:
             if not np.isfinite(vectors).all():
                 failed[chunk.row] = NOT_FINITE
                 continue
-            pooled[chunk.row] = self._finish(vectors, params, hidden)
+            pooled[chunk.row] = self._finish(
+                vectors, params, hidden, 0 if adapters is None else int(adapters[chunk.row])
+            )
         return pooled, failed
 
     def _collect(self, chunk: PooledChunk, params: PoolingParams, states: np.ndarray) -> np.ndarray:
@@ -100,7 +108,7 @@ class Pooler:
         """
         request_id = self._ids[chunk.row]
         kept = None if chunk.begins else self._partial.pop(request_id, None)
-        if params.task != "token_embed" and self._plan.kind is PoolingKind.MEAN:
+        if params.task not in PER_TOKEN and self._plan.kind is PoolingKind.MEAN:
             kept = add_in_order(kept, states)
             result = (kept / (chunk.first + chunk.count)).astype(np.float32)[None] if chunk.ends else kept
         else:
@@ -109,13 +117,18 @@ class Pooler:
             self._partial[request_id] = kept.copy() if kept is states else kept
         return result
 
-    def _finish(self, vectors: np.ndarray, params: PoolingParams, hidden: torch.Tensor) -> np.ndarray:
-        """Apply the head and what the request asked for to one request's vectors, float32 [n, hidden size]."""
+    def _finish(self, vectors: np.ndarray, params: PoolingParams, hidden: torch.Tensor, adapter: int) -> np.ndarray:
+        """Apply the head and what the request asked for to one request's vectors, float32 [n, hidden size].
+
+        adapter: its slot, 0 for none.
+        """
         given = torch.from_numpy(vectors).to(hidden.device)
-        if params.task in ("classify", "score"):
-            logits = self._forward.classify(given.to(hidden.dtype)).float().cpu().numpy()[0]
-            return logits if params.use_activation is False else activate(logits, self._plan.label_activation)
-        found = self._forward.embed(given, hidden.dtype).float().cpu().numpy()[:, : params.dimensions]
+        slots = torch.full((len(vectors),), adapter, dtype=torch.int32, device=hidden.device) if adapter else None
+        if params.task in ("classify", "score", "token_classify"):
+            logits = self._forward.classify(given.to(hidden.dtype), slots).float().cpu().numpy()
+            scores = logits.copy() if params.use_activation is False else activate(logits, self._plan.label_activation)
+            return scores if params.task == "token_classify" else scores[0]
+        found = self._forward.embed(given, hidden.dtype, slots).float().cpu().numpy()[:, : params.dimensions]
         normalize = params.normalize if params.normalize is not None else params.use_activation
         if normalize is None:
             normalize = self._plan.normalize
@@ -143,14 +156,14 @@ def normalized(vectors: np.ndarray) -> np.ndarray:
 
 
 def activate(logits: np.ndarray, activation: str) -> np.ndarray:
-    """Return the outputs of a classification head as scores, float32 [labels].
+    """Return the outputs of a classification head as scores, float32 [n, labels].
 
     activation: "softmax", "sigmoid" or "identity".
     """
     exact = logits.astype(np.float64)
     if activation == "softmax":
-        weights = np.exp(exact - exact.max())
-        exact = weights / weights.sum()
+        weights = np.exp(exact - exact.max(axis=-1, keepdims=True))
+        exact = weights / weights.sum(axis=-1, keepdims=True)
     elif activation == "sigmoid":
         exact = np.where(exact >= 0, 1.0, np.exp(-np.abs(exact))) / (1.0 + np.exp(-np.abs(exact)))
     return exact.astype(np.float32)

@@ -197,7 +197,7 @@ def test_a_grammar_library_of_vllm_is_refused_by_its_name(flag: str) -> None:
 
 def test_an_answer_to_vllm_names_only_settings_that_exist() -> None:
     known = {"no_access_log"} | {item.name for part in PARTS for item in describe_settings(part)}
-    flat = {"max_num_partial_prefills"}
+    flat = {"max_num_partial_prefills", "pooling_type"}
     spelled: set[str] = set()
     for option in VLLM_ANSWERS:
         assert option not in known, f"{option} is a setting now: remove its answer"

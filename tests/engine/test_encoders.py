@@ -37,9 +37,7 @@ def scheduled(folder: Path, params: list[PoolingParams], chooser: random.Random 
     waiting = [
         request(number, row, given) for number, (row, given) in enumerate(zip(texts(*LENGTHS), params, strict=True))
     ]
-    extra = [
-        request(100 + number, row, PoolingParams(task="embed")) for number, row in enumerate(texts(50, 3, 299, seed=5))
-    ]
+    extra = [request(100 + number, row, params[0]) for number, row in enumerate(texts(50, 3, 299, seed=5))]
     if chooser is not None:
         waiting += extra
         chooser.shuffle(waiting)
@@ -58,16 +56,26 @@ def scheduled(folder: Path, params: list[PoolingParams], chooser: random.Random 
     return answers
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_random_schedules_change_no_bit(tmp_path: Path, name: str) -> None:
+EMBEDDINGS = [
+    PoolingParams(task="embed"),
+    PoolingParams(task="embed", normalize=True, dimensions=7),
+    PoolingParams(task="token_embed"),
+    PoolingParams(task="embed", pair_start=1),
+]
+CLASSES = [
+    PoolingParams(task="classify"),
+    PoolingParams(task="token_classify"),
+    PoolingParams(task="token_classify", use_activation=False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "tasks"),
+    [("bert", "", EMBEDDINGS), ("modernbert", "", EMBEDDINGS), ("modernbert", "classifier", CLASSES)],
+)
+def test_random_schedules_change_no_bit(tmp_path: Path, name: str, head: str, tasks: list[PoolingParams]) -> None:
     """Whatever runs beside a text, in whatever steps, on whatever number of threads; of several tasks at once."""
-    save_encoder(make_encoder(name), tmp_path)
-    tasks = [
-        PoolingParams(task="embed"),
-        PoolingParams(task="embed", normalize=True, dimensions=7),
-        PoolingParams(task="token_embed"),
-        PoolingParams(task="embed", pair_start=1),
-    ]
+    save_encoder(make_encoder(name, head), tmp_path)
     params = [tasks[number % len(tasks)] for number in range(len(LENGTHS))]
     alone = scheduled(tmp_path, params, None, max_num_seqs=1, threads=1)
     assert len(alone.pooled) == len(LENGTHS)
@@ -85,6 +93,19 @@ def test_random_schedules_change_no_bit(tmp_path: Path, name: str) -> None:
         for number in range(len(LENGTHS)):
             assert found.pooled[f"r{number}"].tobytes() == alone.pooled[f"r{number}"].tobytes(), (seed, number)
             assert found.finishes[f"r{number}", 0].status is RequestStatus.FINISHED_STOPPED
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "modernbert"])
+def test_a_class_per_token(tmp_path: Path, name: str) -> None:
+    model = make_encoder(name, "tokens")
+    save_encoder(model, tmp_path)
+    params = [PoolingParams(task="token_classify", use_activation=number % 2 == 0) for number in range(len(LENGTHS))]
+    found = scheduled(tmp_path, params, None, threads=1)
+    for number, row in enumerate(texts(*LENGTHS)):
+        with torch.inference_mode():
+            logits = model(torch.tensor([row])).logits[0]
+        want = logits.softmax(-1) if number % 2 == 0 else logits
+        np.testing.assert_allclose(found.pooled[f"r{number}"], want.numpy(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pooling_type", ["cls", "last", "mean"])

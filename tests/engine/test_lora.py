@@ -93,6 +93,42 @@ def test_each_prompt_of_a_call_has_its_own_adapter(
     assert len(store_of(llm)._slots) == 2
 
 
+def test_outputs_name_the_adapter_that_the_caller_gave(llm: LLM, folders: dict[str, Path], model: Path) -> None:
+    given = [ask(folders["a"], "of mine"), None]
+    assert [output.lora_request for output in llm.generate([PROMPT, PROMPT], GREEDY, lora_request=given)] == given
+    assert {id(delta.lora_request) for delta in llm.stream(PROMPT, GREEDY, lora_request=given[0])} == {id(given[0])}
+    beams = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2), lora_request=given[0])
+    assert [one.lora_request for one in beams[0].sequences] == [given[0]] * 2
+
+    async def main() -> list[object]:
+        async with AsyncLLM(str(model), **OPTIONS) as llm:
+            return [output.lora_request async for output in llm.generate(PROMPT, GREEDY, lora_request=given[0])]
+
+    assert {id(one) for one in asyncio.run(main())} == {id(given[0])}
+
+
+def test_embeddings_with_adapters(llm: LLM, folders: dict[str, Path], model: Path) -> None:
+    """Each prompt with its own, in one batch with others; the same vectors as alone, and as AsyncLLM gives."""
+    adapters = [ask(folders["a"]), None, ask(folders["b"]), ask(folders["c"]), ask(folders["a"])]
+    alone = [llm.embed(PROMPT, lora_request=adapter)[0].outputs.embedding for adapter in adapters]
+    assert len({tuple(vector) for vector in alone}) == 4
+    together = llm.embed([PROMPT] * len(adapters), lora_request=adapters)
+    assert [output.outputs.embedding for output in together] == alone
+    (similar,) = llm.score(PROMPT, PROMPT, lora_request=adapters[2])
+    assert similar.outputs.score == pytest.approx(1, abs=1e-6)
+    raw = llm.encode(PROMPT, pooling_task="token_embed", lora_request=adapters[3])[0].outputs.data
+    assert raw[-1].tolist() == alone[3]
+
+    async def main() -> list[list[float]]:
+        async with AsyncLLM(str(model), **OPTIONS) as llm:
+            found = await asyncio.gather(*(llm.embed(PROMPT, lora_request=adapter) for adapter in adapters))
+            return [output.outputs.embedding for output in found]
+
+    assert asyncio.run(main()) == alone
+    with pytest.raises(RequestError, match="2 lora_requests for 3 prompts"):
+        llm.embed([PROMPT] * 3, lora_request=adapters[:2])
+
+
 def test_streams_and_beams_use_adapters(llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]) -> None:
     deltas = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["b"]))
     assert [token for delta in deltas for token in delta.outputs[0].token_ids] == expected["b"]

@@ -113,7 +113,7 @@ def test_chunks_and_neighbours_change_no_bit(tmp_path: Path, pooling_type: str) 
 def test_classification_heads(tmp_path: Path, name: str, changes: dict[str, object], activation: object) -> None:
     model = saved(name, tmp_path, transformers.AutoModelForSequenceClassification, **changes)
     setup = resolve_engine(EngineConfig.from_options(model=str(tmp_path)))
-    assert setup.tasks.names == (("classify", "score") if changes["num_labels"] == 1 else ("classify",))
+    assert setup.tasks.names == ("classify", *(("score",) if changes["num_labels"] == 1 else ()), "token_classify")
     assert len(setup.tasks.plan.labels) == changes["num_labels"]
     logits = []
     for prompt in PROMPTS:
@@ -124,6 +124,34 @@ def test_classification_heads(tmp_path: Path, name: str, changes: dict[str, obje
         np.testing.assert_allclose(got, activation(want).numpy(), atol=1e-5, rtol=1e-5)  # type: ignore[operator]
     for got, want in zip(pooled(tmp_path, PoolingParams(task="classify", use_activation=False)), logits, strict=True):
         np.testing.assert_allclose(got, want.numpy(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [8, 512])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_class_per_token(tmp_path: Path, name: str, budget: int) -> None:
+    model = saved(name, tmp_path, transformers.AutoModelForTokenClassification, num_labels=5)
+    setup = resolve_engine(EngineConfig.from_options(model=str(tmp_path)))
+    assert setup.tasks.names == ("token_classify",)
+    assert setup.tasks.plan.default_task == "token_classify"
+    for params, activation in (
+        (PoolingParams(task="token_classify"), lambda logits: torch.softmax(logits, -1)),
+        (PoolingParams(task="token_classify", use_activation=False), lambda logits: logits),
+    ):
+        found = pooled(tmp_path, params, max_num_batched_tokens=budget, enable_prefix_caching=False)
+        for got, prompt in zip(found, PROMPTS, strict=True):
+            with torch.inference_mode():
+                want = activation(model(torch.tensor([prompt])).logits[0])
+            assert got.dtype == np.float32
+            np.testing.assert_allclose(got, want.numpy(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_head_of_a_prompt_takes_every_token(tmp_path: Path) -> None:
+    """As in vLLM; the last token's classes are the prompt's."""
+    saved("llama", tmp_path, transformers.AutoModelForSequenceClassification, num_labels=3)
+    tokens = pooled(tmp_path, PoolingParams(task="token_classify"), enable_prefix_caching=False)
+    assert [found.shape for found in tokens] == [(len(prompt), 3) for prompt in PROMPTS]
+    for found, of_prompt in zip(tokens, pooled(tmp_path, PoolingParams(task="classify")), strict=True):
+        assert found[-1].tobytes() == of_prompt.tobytes()
 
 
 def test_hidden_states_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> None:

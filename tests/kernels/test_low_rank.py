@@ -32,13 +32,13 @@ def table_of(
 
 
 def mixed_slots(rows: int, columns: int) -> dict[int, list[LowRankPiece]]:
-    """Ranks from 1 to 70, in one piece, in three with a gap between them, and in the last row alone; slot 4 is empty"""
+    """Ranks from 1 to 256, in one piece, in three with a gap between them, and in the last row; slot 4 is empty"""
     third = max(1, rows // 3)
     parts = [piece(rank, columns, third, at * third, seed=10 * rank) for at, rank in enumerate((4, 33)) if at < rows]
     if rows > 2:
         parts.append(piece(16, columns, 1, rows - 1, seed=7, bias=True))
     return {
-        1: [piece(70, columns, rows, seed=3)],
+        1: [piece(256, columns, rows, seed=3)],
         2: parts if rows > 2 else parts[:1],
         3: [piece(1, columns, 1, rows - 1, seed=5)],
         5: [piece(5, columns, rows, seed=9, bias=True)],

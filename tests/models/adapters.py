@@ -77,8 +77,8 @@ class RowsWithAdapters:
     def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return self._forward.select_rows(hidden, index)
 
-    def embed(self, pooled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._forward.embed(pooled, dtype)
+    def embed(self, pooled: torch.Tensor, dtype: torch.dtype, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return self._forward.embed(pooled, dtype, adapters)
 
-    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        return self._forward.classify(pooled)
+    def classify(self, pooled: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return self._forward.classify(pooled, adapters)

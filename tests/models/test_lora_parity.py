@@ -39,7 +39,7 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
         {"r": 2, "layers_to_transform": [0, 2], "layers_pattern": "layers", "target_modules": ["k_proj", "down_proj"]},
     ],
     "qwen2": [{"r": 16}, {"r": 33, "layers_to_transform": 1}],
-    "qwen3": [{"r": 16, "target_modules": EVERYTHING}, {"r": 64}],
+    "qwen3": [{"r": 4, "target_modules": EVERYTHING}, {"r": 256}, {"r": 64}],
     "mixtral": [{"r": 8, "target_modules": ["q_proj", "v_proj"]}, {"r": 9, "target_modules": ["lm_head"]}],
     # PEFT turns targets named like an expert's into target_parameters, which are refused.
     "qwen3-moe-some-layers": [{"r": 8, "target_modules": ["q_proj", "v_proj"]}, {"r": 4, "target_modules": ["o_proj"]}],
@@ -67,7 +67,7 @@ class Adapted:
         architecture, _ = read_architecture(files)
         model = load_model(files, ops, F32, CPU)
         targets = AdapterTargets(architecture, model)
-        store = AdapterStore(model, targets, ops, F32, CPU, AdapterLimits(8, 128))
+        store = AdapterStore(model, targets, ops, F32, CPU, AdapterLimits(8, 256))
         if replayed:
             assert isinstance(ops, NativeOps)
             return ReplayedForward(model, ops, store.tables), store

@@ -8,6 +8,7 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     ModernBertConfig,
     PretrainedConfig,
@@ -49,7 +50,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         layer_types=["full_attention", "sliding_attention"] * 2,
     ),
 }  # fmt: skip
-HEADS = {"": AutoModel, "mlm": AutoModelForMaskedLM, "classifier": AutoModelForSequenceClassification}
+HEADS = {
+    "": AutoModel,
+    "mlm": AutoModelForMaskedLM,
+    "classifier": AutoModelForSequenceClassification,
+    "tokens": AutoModelForTokenClassification,
+}
 
 
 def make_encoder(name: str, head: str = "", num_labels: int = 3) -> PreTrainedModel:
@@ -59,7 +65,7 @@ def make_encoder(name: str, head: str = "", num_labels: int = 3) -> PreTrainedMo
     """
     torch.manual_seed(0)
     config = CONFIGS[name]()
-    if head == "classifier":
+    if head in ("classifier", "tokens"):
         config.num_labels = num_labels
     model = HEADS[head].from_config(config).float().eval()
     with torch.no_grad():

@@ -180,7 +180,7 @@ def test_a_request_larger_than_the_cache_is_a_400(tmp_path: Path) -> None:
 
 def test_templates_of_callers_are_refused_unless_trusted(keyed_server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}"}
-    for path in ("/v1/chat/completions", "/tokenize"):
+    for path in ("/v1/chat/completions", "/tokenize", "/v1/embeddings"):
         status, answer = keyed_server.post(path, body, Authorization="Bearer one")
         assert (status, answer["error"]["param"]) == (400, "chat_template")
         assert "--trust-request-chat-template" in answer["error"]["message"]

@@ -45,6 +45,43 @@ def test_embeddings_as_numbers_as_bytes_and_of_token_ids(fake_server: LiveServer
     assert cut["usage"]["prompt_tokens"] == 2
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_a_conversation_is_one_input(fake_server: LiveServer, path: str) -> None:
+    messages = [{"role": "user", "content": "The sky <|im_end|>"}, {"role": "assistant", "content": "is blue."}]
+    for extra in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}):
+        rendered = {"messages": messages, "add_generation_prompt": False, **extra}
+        ids = fake_server.post("/tokenize", rendered)[1]["tokens"]
+        status, answer = fake_server.post(path, {"messages": messages, **extra})
+        assert status == 200, answer
+        assert answer["data"] == fake_server.post(path, {"input": ids})[1]["data"]
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+    own = fake_server.post(path, {"messages": messages, "chat_template": "{{ messages[1].content }}"})[1]
+    ids = fake_server.post("/tokenize", {"prompt": "is blue.", "add_special_tokens": False})[1]["tokens"]
+    assert own["data"] == fake_server.post(path, {"input": ids})[1]["data"]
+    cut = fake_server.post(path, {"messages": messages, "truncate_prompt_tokens": 3})[1]
+    assert cut["usage"]["prompt_tokens"] == 3
+    for body, param in (
+        ({}, "input"),
+        ({"input": "x", "messages": messages}, "input"),
+        ({"input": "x", "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": messages, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+    ):
+        status, answer = fake_server.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+    if path == "/v1/embeddings":
+        status, answer = fake_server.post(path, {"messages": messages, "prompt_name": "query"})
+        assert (status, answer["error"]["param"]) == (400, "prompt_name")
+    else:
+        status, answer = fake_server.post(path, {"input": "x", "task": "token_classify"})
+        assert status == 400
+        assert "does not support token_classify; it supports generate, embed" in answer["error"]["message"]
+
+
 def test_metrics_count_prompts_that_are_pooled(fake_server: LiveServer) -> None:
     def counted(name: str) -> float:
         lines = fake_server.get("/metrics")[1].splitlines()

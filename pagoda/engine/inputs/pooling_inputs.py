@@ -15,7 +15,7 @@ _OF_EMBEDDINGS = ("embed", "token_embed")
 
 def check_pooling(params: PoolingParams, tasks: ModelTasks) -> PoolingParams:
     """Return the parameters with their task. Raises RequestError for what the model cannot do, or has no meaning."""
-    task = params.task or ("embed" if tasks.plan.embeds else "classify")
+    task = params.task or tasks.plan.default_task
     tasks.check(task)
     if task == "score" and not tasks.plan.labels:
         raise RequestError("task: a score of this model compares the embeddings of two texts; use score", "task")

@@ -41,14 +41,25 @@ class PromptEncoder:
             else:
                 raise RequestError(f"a prompt object needs prompt or prompt_token_ids, got {sorted(prompt)}", "prompt")
         if isinstance(prompt, str):
-            token_ids = self.encode(prompt, add_special_tokens, cancellation)
-            if keep is None or len(token_ids) <= keep:
-                return token_ids
-            after = self._tokenizer.facts.added.after if add_special_tokens else ()
-            return [*token_ids[: max(keep - len(after), 0)], *after][:keep]
+            return self._cut(self.encode(prompt, add_special_tokens, cancellation), add_special_tokens, keep)
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
             return prompt if keep is None else prompt[:keep]
         raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", "prompt")
+
+    def _cut(self, token_ids: list[int], add_special_tokens: bool, keep: int | None) -> list[int]:
+        """Return the first `keep` tokens of a text, the special tokens after it among them."""
+        if keep is None or len(token_ids) <= keep:
+            return token_ids
+        after = self._tokenizer.facts.added.after if add_special_tokens else ()
+        return [*token_ids[: max(keep - len(after), 0)], *after][:keep]
+
+    def token_ids_of_all(self, texts: Sequence[str], keep: Sequence[int | None]) -> list[list[int]]:
+        """Return `token_ids_of` of several texts, which are encoded together.   keep: of each."""
+        for text in texts:
+            self._limits.of_request.check_text(text, "prompt")
+            check_encodable("prompt", text)
+        found = self._tokenizer.encode_batch(texts)
+        return [self._cut(token_ids, True, most) for token_ids, most in zip(found, keep, strict=True)]
 
     def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""

@@ -21,6 +21,7 @@ def beams_of(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
             text=tokenizer.decode([*prompt_ids, *part.token_ids]),
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
+            lora_request=output.lora_request,
         )
         for part in output.outputs
         if part.token_ids

@@ -4,6 +4,7 @@ import array
 import json
 import pickle
 import queue
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tokenizers
@@ -55,6 +56,10 @@ class BoundedEncoder:
     def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
         """See Tokenizer.encode. Raises RequestError for a text that exceeds the limits, too."""
         return self._ask(text, False, add_special_tokens, "prompt", cancellation)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer.encode_batch. Each text has its own limits."""
+        return [self.encode(text) for text in texts]
 
     def encode_marked(
         self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None

@@ -32,6 +32,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def encode_marked(
         self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
     ) -> list[int]:

@@ -18,7 +18,17 @@ _MAX_WORD_CHARS = 200  # WordPiece takes time cubic in a word's length
 _MAX_PIECE_CHARS = 128  # Unigram takes time proportional to the square of its longest piece
 _MAX_TEMPLATE_PIECES = 16
 
-_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "StripAccents": 1, "Strip": 1, "Nmt": 1}
+_GROWTH = {
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "Lowercase": 2,
+    "StripAccents": 1,
+    "Strip": 1,
+    "Nmt": 1,
+    "BertNormalizer": 24,  # NFD, a space on either side of an ideograph, lower case
+}
 _PRE_TOKENIZERS = frozenset(
     {
         *("ByteLevel", "BertPreTokenizer", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation"),

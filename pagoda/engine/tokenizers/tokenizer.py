@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return what `encode` returns for each text; on several threads, if the tokenizer can."""
+        ...
+
     def encode_marked(
         self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
     ) -> list[int]:
@@ -127,6 +131,9 @@ class LibraryTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
         return self._encoder.encode(text, add_special_tokens, cancellation)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encoder.encode_batch(texts)
 
     def encode_marked(
         self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None

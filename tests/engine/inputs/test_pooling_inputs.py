@@ -9,6 +9,7 @@ from pagoda.base.pooling import ModelTasks, PoolingKind, PoolingParams, PoolingP
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.pooling_inputs import check_pooling, instruction_of, join_pair, with_instruction
+from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, make_facts
 
@@ -69,6 +70,20 @@ def test_texts_are_cut_like_the_library_does_it(template: str, count: int) -> No
     assert request.prompt_token_ids.tolist() == backend.encode(text(0, count)).ids
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_texts_that_are_encoded_together_have_the_tokens_of_each(template: str) -> None:
+    inputs = inputs_of(template)
+    prompts: list[Prompt] = [text(0, 3), [5, 6], {"prompt": "a a"}, text(7, 19), *(text(at, 5) for at in range(300))]
+    params = [PoolingParams(truncate_prompt_tokens=7 if at % 2 else None) for at in range(len(prompts))]
+    together = inputs.tokenized(prompts, params)
+    assert together[1:3] == prompts[1:3]
+    assert all(isinstance(one, dict) and "prompt_token_ids" in one for one in (together[0], *together[3:]))
+    for one, prompt, given in zip(together, prompts, params, strict=True):
+        found, expected = (inputs.process("r", each, given, arrival_time_s=0.0) for each in (one, prompt))
+        assert found.prompt_token_ids.tolist() == expected.prompt_token_ids.tolist()
+    assert inputs.tokenized([*prompts, "\ud800"], [*params, PoolingParams()])[0] == prompts[0]
+
+
 def test_a_prompt_to_pool_may_fill_the_context() -> None:
     inputs = inputs_of("bert")
     assert inputs.process("r", text(0, 22), PoolingParams(), arrival_time_s=0.0).num_prompt_tokens == 24
@@ -85,6 +100,7 @@ def test_a_prompt_to_pool_may_fill_the_context() -> None:
         (PoolingKind.LAST, PoolingParams(), True),
         (PoolingKind.LAST, PoolingParams(skip_reading_prefix_cache=True), False),
         (PoolingKind.LAST, PoolingParams(task="token_embed"), False),
+        (PoolingKind.LAST, PoolingParams(task="token_classify"), False),
         (PoolingKind.MEAN, PoolingParams(), False),
         (PoolingKind.CLS, PoolingParams(), False),
     ],
@@ -92,7 +108,7 @@ def test_a_prompt_to_pool_may_fill_the_context() -> None:
 def test_the_prefix_cache_is_read_where_the_pooling_allows_it(
     kind: PoolingKind, params: PoolingParams, reads: bool
 ) -> None:
-    inputs = inputs_of("bert", ModelTasks(PoolingPlan(kind)))
+    inputs = inputs_of("bert", ModelTasks(PoolingPlan(kind, labels=("x", "y"))))
     assert inputs.process("r", "a a", params, arrival_time_s=0.0).reads_prefix_cache == reads
 
 

@@ -39,6 +39,7 @@ def template(num_pieces: int) -> Any:
         backend(pre_tokenizer=pre_tokenizers.Metaspace()),
         backend(normalizer=normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])),
         backend(normalizer=normalizers.NFC()),
+        backend(normalizer=normalizers.BertNormalizer()),
         backend(post_processor=template(2)),
         backend(models.WordLevel({"a": 0}, "a")),
         backend(models.WordPiece({"a": 0}, unk_token="a")),
@@ -81,7 +82,7 @@ def test_a_part_that_may_take_more_is_named(unknown: tokenizers.Tokenizer, named
     assert (unknown_part(unknown) or "").startswith(named)
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "minilm-l6"])
 def test_real_tokenizers_are_encoded_in_this_process(name: str) -> None:
     tokenizer = load_tokenizer(cached_model(name))
     assert unknown_part(tokenizer.backend) is None
