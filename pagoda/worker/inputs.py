@@ -8,13 +8,12 @@ import torch
 from pagoda.base.pooling import PoolingKind
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
+from pagoda.kernels.transfer import to_device
 from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.pooler import PooledChunk
-
-_ALIGN = 16  # bytes: alignment of each tensor in the bulk copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,14 +87,14 @@ def build_inputs(
     arrays = [table.token_ids[row_of_token, positions], positions, *slots, *everything.arrays]
     all_in_order = _counts_up(logits_index, len(positions))
     if all_in_order:  # plain decoding: the tail is the batch
-        token_ids, positions_t, *rest, tail_index = _to_device([*arrays, logits_index], device)
+        token_ids, positions_t, *rest, tail_index = to_device([*arrays, logits_index], device)
         metadata = tail_metadata = everything.metadata(rest, block_size)
         logits_index_t, index = tail_index, None
     else:
         tail, index = everything.tail(logits_index)
         logits_index = np.searchsorted(index, logits_index)
         all_in_order = _counts_up(logits_index, len(index))
-        tensors = _to_device([*arrays, *tail.arrays, index, logits_index], device)
+        tensors = to_device([*arrays, *tail.arrays, index, logits_index], device)
         token_ids, positions_t, *rest, tail_index, logits_index_t = tensors
         metadata = everything.metadata(rest, block_size)
         tail_metadata = tail.metadata(rest[: len(slots)] + rest[-len(tail.arrays) :], block_size)
@@ -104,11 +103,11 @@ def build_inputs(
     if adapters is not None:
         of_tokens = adapters[row_of_token]
         of_tail = of_tokens if index is None else of_tokens[index]
-        tokens, of_tail_t, logits_adapters = _to_device([of_tokens, of_tail, of_tail[logits_index]], device)
+        tokens, of_tail_t, logits_adapters = to_device([of_tokens, of_tail, of_tail[logits_index]], device)
         batch = replace(batch, inputs={ADAPTERS: Input(tokens), TAIL_ADAPTERS: Input(of_tail_t, Domain.TAIL)})
     if num_token_types:
         of_pair = positions >= table.pair_start[row_of_token] if num_token_types > 1 else np.zeros(len(positions))
-        (types,) = _to_device([of_pair.astype(np.int32)], device)
+        (types,) = to_device([of_pair.astype(np.int32)], device)
         batch = replace(batch, inputs={**batch.inputs, TOKEN_TYPES: Input(types)})
     return StepInputs(
         batch=batch,
@@ -231,30 +230,3 @@ def _extra_logits(
             index.append(np.arange(begin, begin + chunk.count, dtype=np.int64))
     positions = np.concatenate(index) if index else np.empty(0, np.int64)
     return positions, tuple(prompt_rows), tuple(pooled)
-
-
-def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Return the arrays as tensors on `device`: on a CPU, views of the same memory; otherwise, in one copy."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return bulk_copy(arrays, device)
-
-
-def bulk_copy(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Transfer int32 and int64 arrays to `device` in one copy; return them as views of one tensor."""
-    offsets, size = [], 0
-    for array in arrays:
-        offsets.append(size)
-        size += -(-array.nbytes // _ALIGN) * _ALIGN
-    staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    view = staging.numpy()
-    for array, offset in zip(arrays, offsets, strict=True):
-        view[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    moved = staging.to(device, non_blocking=True)
-    return [
-        moved[offset : offset + array.nbytes].view(_TORCH_TYPES[array.dtype.str]).view(array.shape)
-        for array, offset in zip(arrays, offsets, strict=True)
-    ]
-
-
-_TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64}

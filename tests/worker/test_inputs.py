@@ -8,9 +8,10 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import RowFork, SchedulerOutput
 from pagoda.kernels.native.arguments import new_group
+from pagoda.kernels.transfer import bulk_copy
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.inputs import StepInputs, build_inputs, bulk_copy
+from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.pooler import PooledChunk
 from tests.worker.hand_made import i32, row_init, step
 
