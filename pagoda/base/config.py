@@ -192,8 +192,14 @@ class ParallelConfig:
     ] = None
     kernels: Annotated[
         str,
-        Setting("Kernels to use; auto: the fastest available.", words=("auto", "native", "torch", "reference")),
+        Setting(
+            "Kernels to use; auto: the fastest available.", words=("auto", "native", "triton", "torch", "reference")
+        ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        Setting("Give a request the same bits in any batch on a GPU too, at some cost; on a CPU it always has them."),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

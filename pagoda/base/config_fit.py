@@ -92,6 +92,11 @@ def _fit_kernels(config: EngineConfig) -> EngineConfig:
     """With kernels=auto, choose torch's kernels if the native ones do not support the block size."""
     if config.parallel.kernels != "auto" or config.cache.block_size % _NATIVE_BLOCK_MULTIPLE == 0:
         return config
+    if config.parallel.batch_invariant:
+        raise ConfigError(
+            f"batch_invariant needs the native kernels, and those a block_size that is a multiple of "
+            f"{_NATIVE_BLOCK_MULTIPLE} (got {config.cache.block_size})"
+        )
     logger.warning(
         "block_size=%d is not a multiple of %d: using torch's kernels, which are slower than the native ones",
         config.cache.block_size,

@@ -26,6 +26,11 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(
             "admin_api_key must not be one of api_keys, or all users of that key would be administrators; use another"
         )
+    if config.parallel.batch_invariant and config.parallel.kernels in ("torch", "reference"):
+        raise ConfigError(
+            f"batch_invariant does not go with kernels={config.parallel.kernels!r}, whose results depend on the batch; "
+            "take kernels='auto', or leave batch_invariant out"
+        )
     config.model.lora.check()
     for name in ("lora_modules", "lora_dir"):
         if getattr(server.lora_sources, name) and not config.model.lora.enable_lora:

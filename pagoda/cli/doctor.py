@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 
 # Instruction sets that the kernels have code for, as /proc/cpuinfo spells them, best last.
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "transformers")
+PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "transformers", "triton")
 # Why this instruction set was chosen for the kernels.
 _ISA_REASONS = {
     "avx512_bf16": "the best that is supported",
@@ -140,7 +141,9 @@ def kernels_line() -> str:
 
     device = select_device(ParallelConfig())
     if device.device != torch.device("cpu"):
-        return f"torch on {device.device}"
+        if find_spec("triton") is None:
+            return f"torch on {device.device} (slower), because Triton is not installed: pip install 'pagoda-llm[cuda]'"
+        return f"triton {version('triton')} on {device.device}, compiled when first used"
     try:
         library = load()
     except NativeUnavailable as error:

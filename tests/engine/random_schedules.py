@@ -125,7 +125,7 @@ class StepCounter:
 def make_engine(
     model: Path | ModelFiles, counts: Counter[str], options: Mapping[str, object]
 ) -> tuple[EngineCore, Trace]:
-    """An engine on native kernels, replayed, and the trace it writes as it runs."""
+    """An engine on native kernels, replayed, unless other kernels are given, and the trace it writes as it runs."""
     files = model if isinstance(model, ModelFiles) else None
     path = str(files.path if files else model)
     given = {"kernels": "native", "device": "cpu", **options}
@@ -141,8 +141,9 @@ def make_engine(
     core = build_engine_core(setup, wrap_executor=wrap)
     runner = workers[0]._runner
     assert runner is not None
-    assert isinstance(runner._forward, ReplayedForward)
-    assert runner._forward.program is not None, "the forward is not recorded"
+    if given["kernels"] == "native":
+        assert isinstance(runner._forward, ReplayedForward)
+        assert runner._forward.program is not None, "the forward is not recorded"
     tap = TappedSampler(runner._sampler)
     runner._sampler = tap  # type: ignore[assignment]
     return core, tap.trace

@@ -6,12 +6,15 @@ blocks, on one and two threads, greedy and seeded (issue "the fastest engine on 
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.make_random_model import SHAPES, make
 from pagoda.base.pooling import PoolingParams
@@ -169,6 +172,19 @@ def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
         assert counts["most rows"] == size
         assert not differences(expected, trace, requests), size
     core.shutdown()
+
+
+@pytest.mark.slow
+def test_schedules_on_triton(llama: Path, without_triton: Callable[[str], NoReturn]) -> None:
+    """With --batch-invariant, on the kernels of a GPU; in Triton's interpreter, so with few requests."""
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, object] = {"kernels": "triton", "device": device, "batch_invariant": True, "dtype": "bfloat16"}
+    watched = [each for each in tiny_watched() if len(each.prompt) in (2, 7, 33, 280)]
+    watched = [replace(each, params=replace(each.params, max_tokens=5)) for each in watched]
+    expected = reference(llama, watched, options)
+    check(llama, watched, expected, options, range(800, 803), VOCAB, most_watched=4, most_fillers=2)
 
 
 @pytest.mark.parametrize("kind", ["cls", "mean"])

@@ -1,6 +1,7 @@
 """The implementations of Ops under test."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NoReturn
 
 import pytest
@@ -29,9 +30,26 @@ def compiler(without_native: Callable[[str], NoReturn]) -> Compiler:
         without_native(str(error))
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(scope="session")
+def make_triton_ops(without_triton: Callable[[str], NoReturn]) -> Callable[..., Ops]:
+    """TritonOps, the class: on a GPU, or in the interpreter (see tests/conftest.py)."""
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    from pagoda.kernels.triton_ops import TritonOps
+
+    return TritonOps
+
+
+@pytest.fixture(scope="session")
+def triton_ops(make_triton_ops: Callable[..., Ops]) -> Ops:
+    return make_triton_ops()
+
+
+@pytest.fixture(params=["torch", "native", pytest.param("triton", marks=pytest.mark.slow)])
 def fast(request: pytest.FixtureRequest) -> Ops:
-    return TorchOps() if request.param == "torch" else request.getfixturevalue("native")
+    if request.param == "torch":
+        return TorchOps()
+    return request.getfixturevalue("native" if request.param == "native" else "triton_ops")
 
 
 @pytest.fixture

@@ -1,0 +1,80 @@
+"""Paged attention of rows with few queries: the context of a row is split over programs, whose results are merged."""
+
+import triton.language as tl
+
+from pagoda.kernels.attention.triton_tiles import attend, load_queries, merge
+from pagoda.kernels.triton_jit import jit
+
+
+@jit
+def attend_splits(
+    q, acc_out, total_out, top_out, query_start, seq_lens, block_table,
+    k_pages, v_pages, k_scales, v_scales, q_stride, table_stride, page_stride, v_page_stride, scale_stride,
+    num_heads, num_splits, scale, softcap, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Attend to one split, SPLIT positions counted from the row's first, of one row and KV head.
+
+    Leave acc [T, H, splits, D], total and top [T, H, splits]. Skip a row with more than BLOCK_M query vectors.
+    """
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_token = tl.load(query_start + row)
+    query_len = tl.load(query_start + row + 1) - first_token
+    seq_len = tl.load(seq_lens + row)
+    begin = split * SPLIT
+    end = tl.minimum(begin + SPLIT, seq_len)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(seq_len - query_len - window + 1, 0)
+    if (query_len * GROUP <= BLOCK_M) & (begin < end) & (end > first):
+        vectors, query = load_queries(
+            q, q_stride, first_token, 0, query_len, kv_head, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D
+        )  # fmt: skip
+        skipped = tl.maximum(first - begin, 0) // BLOCK_N * BLOCK_N
+        acc, total, top = attend(
+            vectors, seq_len - query_len + query, block_table + row.to(tl.int64) * table_stride,
+            k_pages, v_pages, k_scales, v_scales, page_stride, v_page_stride, scale_stride,
+            kv_head, begin + skipped, first, end, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED,
+        )  # fmt: skip
+        head = kv_head * GROUP + tl.arange(0, BLOCK_M) % GROUP
+        at = ((first_token + query).to(tl.int64) * num_heads + head) * num_splits + split
+        inside = query < query_len
+        dim = tl.arange(0, BLOCK_D)
+        tl.store(total_out + at, total, mask=inside)
+        tl.store(top_out + at, top, mask=inside)
+        tl.store(
+            acc_out + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=inside[:, None] & (dim < HEAD_DIM)[None, :]
+        )  # fmt: skip
+
+
+@jit
+def merge_splits(
+    out, acc_in, total_in, top_in, query_start, seq_lens, num_heads, num_splits, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a row's queries and one head, from left to right, into out [T, H * D]."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    first_token = tl.load(query_start + row)
+    query_len = tl.load(query_start + row + 1) - first_token
+    seq_len = tl.load(seq_lens + row)
+    first_split = 0
+    if WINDOW:
+        first_split = tl.maximum(seq_len - query_len - window + 1, 0) // SPLIT
+    if query_len * GROUP <= BLOCK_M:
+        dim = tl.arange(0, BLOCK_D)
+        some = (dim < HEAD_DIM)[None, :]
+        for query in range(query_len):
+            place = (first_token + query).to(tl.int64) * num_heads + head
+            acc = tl.zeros([1, BLOCK_D], tl.float32)
+            total = tl.zeros([1], tl.float32)
+            top = tl.full([1], float("-inf"), tl.float32)
+            for split in range(first_split, tl.cdiv(seq_len, SPLIT)):
+                at = place * num_splits + split + tl.arange(0, 1)
+                more = tl.load(acc_in + at[:, None] * HEAD_DIM + dim[None, :], mask=some, other=0.0)
+                acc, total, top = merge(acc, total, top, more, tl.load(total_in + at), tl.load(top_in + at))
+            target = out + place * HEAD_DIM + dim[None, :]
+            tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=some)

@@ -1,0 +1,98 @@
+"""What the Triton attention kernels share: the online softmax over a range of a row's context, and merging two results.
+
+A tile is up to BLOCK_M query vectors of one row and one KV head: a token's GROUP query heads that share the KV head,
+then those of the next token. Its state is (acc [BLOCK_M, D], total [BLOCK_M], top [BLOCK_M]), all float32: the sum of
+values weighted by exp2(score - top), the sum of the weights, and the largest score.
+"""
+
+import triton.language as tl
+
+from pagoda.kernels.triton_jit import jit
+
+
+@jit
+def load_queries(
+    q, q_stride, first_token, first_vector, query_len, kv_head,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return (the vectors [BLOCK_M, D] from `first_vector` of the row on, the query of each)."""
+    vector = first_vector + tl.arange(0, BLOCK_M)
+    query = vector // GROUP
+    dim = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + vector % GROUP
+    at = (first_token + query).to(tl.int64) * q_stride + head * HEAD_DIM
+    inside = (query < query_len)[:, None] & (dim < HEAD_DIM)[None, :]
+    return tl.load(q + at[:, None] + dim[None, :], mask=inside, other=0.0), query
+
+
+@jit
+def _load_pages(pages, scales, block, offset, page_stride, scale_stride, kv_head, dim, inside, dtype: tl.constexpr,
+                HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr):  # fmt: skip
+    """Return positions of one KV head as ([BLOCK_N, D] in `dtype`, the scale of each)."""
+    slot = kv_head * BLOCK_SIZE + offset
+    at = block * page_stride + slot * HEAD_DIM
+    some = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    values = tl.load(pages + at[:, None] + dim[None, :], mask=some, other=0.0)
+    scale = tl.full(inside.shape, 1.0, tl.float32)
+    if QUANTIZED:
+        scale = tl.load(scales + block * scale_stride + slot, mask=inside, other=0.0)
+    return values.to(dtype), scale
+
+
+@jit
+def attend(
+    q, query_at, table, k_pages, v_pages, k_scales, v_scales, page_stride, v_page_stride, scale_stride,
+    kv_head, begin, first, end, scale, softcap, window,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Attend to positions first .. end - 1 of a row, in chunks counted from `begin` on; return (acc, total, top).
+
+    query_at: [BLOCK_M], the queries' positions.   table: the row's blocks.   scale: times log2(e), for exp2.
+    A masked position has weight 0, and a chunk without a visible one leaves the state unchanged: a query's result does
+    not depend on the other queries of its tile.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        inside = (at >= first) & (at < end)
+        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offset = at % BLOCK_SIZE
+        k, k_scale = _load_pages(k_pages, k_scales, block, offset, page_stride, scale_stride, kv_head, dim, inside,
+                                 q.dtype, HEAD_DIM, BLOCK_SIZE, QUANTIZED)  # fmt: skip
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if QUANTIZED:
+            scores *= k_scale[None, :]
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), with exp2 of a score that is in units of log2(e) already.
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0)) * 1.4426950408889634
+        visible = inside[None, :] & (at[None, :] <= query_at[:, None])
+        if WINDOW:
+            visible &= at[None, :] > query_at[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - shift[:, None])
+        keep = tl.exp2(top - shift)
+        v, v_scale = _load_pages(v_pages, v_scales, block, offset, v_page_stride, scale_stride, kv_head, dim, inside,
+                                 q.dtype, HEAD_DIM, BLOCK_SIZE, QUANTIZED)  # fmt: skip
+        total = tl.fma(total, keep, tl.sum(weights, 1))
+        if QUANTIZED:
+            weights *= v_scale[None, :]
+        acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
+        top = highest
+    return acc, total, top
+
+
+@jit
+def merge(acc, total, top, more_acc, more_total, more_top):
+    """Return the state of two consecutive ranges. fma says which product is rounded, so that all kernels agree."""
+    highest = tl.maximum(top, more_top)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    keep, keep_more = tl.exp2(top - shift), tl.exp2(more_top - shift)
+    total = tl.fma(more_total, keep_more, total * keep)
+    acc = tl.fma(more_acc, tl.broadcast_to(keep_more[:, None], acc.shape), acc * keep[:, None])
+    return acc, total, highest

@@ -1,0 +1,219 @@
+"""Sampling in Triton: one program per row finds the kept tokens by searching for their smallest logit.
+
+Nothing is sorted. Float32 logits have an order-preserving 32-bit key, and the kept tokens of a filter are those with a
+key above some cut, with the first few, in order of id, whose key is the cut. Weights are in float64, as in the
+definition. A row's program reads that row alone.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.transfer import to_device
+from pagoda.kernels.triton_jit import jit
+
+_BLOCK = 2048
+_LOWEST_KEY = tl.constexpr(-(2**31))
+_LAST_ID = tl.constexpr(2**31 - 1)
+
+
+@jit
+def _key_of(logits):
+    """Return int64 keys in the order of float32 logits."""
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@jit
+def _weight_of(logits, largest, temperature):
+    return tl.exp((logits.to(tl.float64) - largest) / temperature)
+
+
+@jit
+def _amount_above(row, vocab, cut, largest, temperature, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sum of the weights of all tokens whose key exceeds `cut`, or their number; float64."""
+    amount = tl.full([], 0.0, tl.float64)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        logits = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+        above = (at < vocab) & (_key_of(logits) > cut)
+        if BY_WEIGHT:
+            amount += tl.sum(tl.where(above, _weight_of(logits, largest, temperature), 0.0), 0)
+        else:
+            amount += tl.sum(above.to(tl.int32), 0).to(tl.float64)
+    return amount
+
+
+@jit
+def _find_cut(row, vocab, low, high, wanted, largest, temperature, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the smallest key in low + 1 .. high above which there is less than `wanted` (see _amount_above)."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        is_enough = _amount_above(row, vocab, middle, largest, temperature, BY_WEIGHT, BLOCK) >= wanted
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle)
+    return high
+
+
+@jit
+def _kept_weights(row, vocab, start, cut, ties, seen, largest, temperature, min_p, BLOCK: tl.constexpr):
+    """Return (ids, their weights, 0 where not kept, ties seen up to their end) of a block of the vocabulary.
+
+    Tokens with a key above `cut` are kept, and the first `ties` of those at the cut, of which `seen` came before.
+    """
+    at = start + tl.arange(0, BLOCK)
+    logits = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+    key = _key_of(logits)
+    is_tie = ((key == cut) & (at < vocab)).to(tl.int64)
+    rank = seen + tl.cumsum(is_tie, 0) - is_tie
+    weights = _weight_of(logits, largest, temperature)
+    kept = (at < vocab) & ((key > cut) | ((is_tie > 0) & (rank < ties))) & (weights >= min_p)
+    return at, tl.where(kept, weights, 0.0), seen + tl.sum(is_tie, 0)
+
+
+@jit
+def _pick(row, vocab, cut, ties, largest, temperature, min_p, uniform, token, BLOCK: tl.constexpr):
+    """Return the first kept id at which the running sum of weights exceeds `uniform` of their total."""
+    total = tl.full([], 0.0, tl.float64)
+    seen = tl.full([], 0, tl.int64)
+    for start in range(0, vocab, BLOCK):
+        at, weights, seen = _kept_weights(row, vocab, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
+        total += tl.sum(weights, 0)
+    target = tl.minimum(uniform * total, total * (1.0 - 1.1102230246251565e-16))
+    reached = tl.full([], 0.0, tl.float64)
+    seen = tl.full([], 0, tl.int64)
+    start = 0
+    is_found = start >= vocab
+    while (start < vocab) & (is_found == 0):
+        at, weights, seen = _kept_weights(row, vocab, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
+        is_past = (reached + tl.cumsum(weights, 0) > target) & (weights > 0)
+        first = tl.min(tl.where(is_past, at, _LAST_ID), 0)
+        last = tl.max(tl.where(weights > 0, at, -1), 0)
+        is_found = first < _LAST_ID
+        # Rounding may leave the sum slightly below the target to the end: then it is the last kept token.
+        token = tl.where(is_found, first, tl.where(last >= 0, last, token))  # type: ignore[operator]
+        reached += tl.sum(weights, 0)
+        start += BLOCK
+    return token
+
+
+@jit
+def _sample(
+    logits, stride, vocab, best_values, best_ids, temperatures, top_ks, top_ps, min_ps, uniforms, tokens,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    draw = tl.program_id(0)
+    row = logits + draw.to(tl.int64) * stride
+    token = tl.load(best_ids + draw).to(tl.int32)
+    temperature = tl.load(temperatures + draw).to(tl.float64)
+    if temperature > 0:
+        best = tl.load(best_values + draw)
+        largest = best.to(tl.float64)
+        highest = _key_of(best)
+        top_k = tl.load(top_ks + draw)
+        top_p = tl.load(top_ps + draw).to(tl.float64)
+        cut = tl.full([], _LOWEST_KEY, tl.int64)
+        ties = tl.full([], 0, tl.int64)
+        if (top_k > 0) & (top_k < vocab):
+            wanted = top_k.to(tl.float64)
+            cut = _find_cut(row, vocab, cut, highest, wanted, largest, temperature, False, BLOCK)
+            ties = top_k - _amount_above(row, vocab, cut, largest, temperature, False, BLOCK).to(tl.int64)
+        if top_p < 1:
+            at_cut = _weight_at(cut, largest, temperature)
+            total = _amount_above(row, vocab, cut, largest, temperature, True, BLOCK)
+            total += tl.where(ties > 0, ties.to(tl.float64) * at_cut, 0.0)
+            wanted = top_p * total
+            old_cut, old_ties = cut, ties
+            cut = _find_cut(row, vocab, cut - 1, highest, wanted, largest, temperature, True, BLOCK)
+            above = _amount_above(row, vocab, cut, largest, temperature, True, BLOCK)
+            ties = tl.ceil((wanted - above) / _weight_at(cut, largest, temperature)).to(tl.int64)
+            ties = tl.where(cut == old_cut, tl.minimum(ties, old_ties), ties)
+        min_p = tl.load(min_ps + draw).to(tl.float64)
+        uniform = tl.load(uniforms + draw)
+        token = _pick(row, vocab, cut, ties, largest, temperature, min_p, uniform, token, BLOCK)
+    tl.store(tokens + draw, token.to(tl.int64))
+
+
+@jit
+def _weight_at(key, largest, temperature):
+    """Return the weight of the tokens with this key."""
+    bits = key.to(tl.int32)
+    logit = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    return _weight_of(logit, largest, temperature)
+
+
+@jit
+def _best_tokens(logits, stride, vocab, values, ids, BLOCK: tl.constexpr):
+    draw = tl.program_id(0)
+    row = logits + draw.to(tl.int64) * stride
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], 0, tl.int32)
+    nan = tl.full([], 0.0, tl.float32)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+        nan += tl.sum(tl.where(value == value, 0.0, value), 0)
+        value = tl.where(value == value, value, float("-inf"))
+        largest = tl.max(value, 0)
+        first = tl.min(tl.where(value == largest, at, _LAST_ID), 0)
+        best_id = tl.where(largest > best, first, best_id)
+        best = tl.maximum(best, largest)
+    tl.store(values + draw, best + nan)
+    tl.store(ids + draw, best_id.to(tl.int64))
+
+
+@jit
+def _mask_logits(logits, stride, vocab, draws, bits, num_words, BLOCK: tl.constexpr):
+    mask = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(bits + mask * num_words + at // 32, mask=at < vocab, other=0)
+    is_forbidden = ((word >> (at % 32)) & 1) == 0
+    target = logits + tl.load(draws + mask) * stride + at
+    tl.store(target, tl.full([BLOCK], float("-inf"), tl.float32), mask=(at < vocab) & is_forbidden)
+
+
+def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See SamplingOps.best_tokens; of equals the lowest id."""
+    draws, vocab = logits.shape
+    values = torch.empty(draws, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(draws, dtype=torch.int64, device=logits.device)
+    if draws:
+        _best_tokens[(draws,)](logits, logits.stride(0), vocab, values, ids, _BLOCK, num_warps=8)
+    return values, ids
+
+
+def sample(
+    logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """See reference.sample. best: what `best_tokens` gave for these logits."""
+    best_values, best_ids = best_tokens(logits) if best is None else best
+    if not (params.temperature > 0).any():
+        return best_ids
+    draws, vocab = logits.shape
+    columns = to_device(
+        [
+            np.ascontiguousarray(params.temperature, np.float32),
+            np.ascontiguousarray(params.top_k, np.int32),
+            np.ascontiguousarray(params.top_p, np.float32),
+            np.ascontiguousarray(params.min_p, np.float32),
+            np.ascontiguousarray(params.uniform, np.float64),
+        ],
+        logits.device,
+    )
+    tokens = torch.empty(draws, dtype=torch.int64, device=logits.device)
+    _sample[(draws,)](logits, logits.stride(0), vocab, best_values, best_ids, *columns, tokens, _BLOCK, num_warps=8)
+    return tokens
+
+
+def mask_logits(logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
+    """See reference.mask_logits."""
+    if not len(draws):
+        return
+    vocab, num_words = logits.shape[1], bits.shape[1]
+    index, words = to_device(
+        [np.ascontiguousarray(draws, np.int64), np.ascontiguousarray(bits, np.int32)], logits.device
+    )
+    grid = (len(draws), triton.cdiv(vocab, _BLOCK))
+    _mask_logits[grid](logits, logits.stride(0), vocab, index, words, num_words, _BLOCK, num_warps=4)

@@ -1,0 +1,77 @@
+"""TritonOps: the Triton kernels, with torch's own where there is no faster one.
+
+The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1), on any device, slowly.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from triton import knobs
+
+from pagoda.kernels.attention.triton_attention import PagedAttention, split_tokens_of
+from pagoda.kernels.constraints import triton_constraints
+from pagoda.kernels.linear import triton_linear
+from pagoda.kernels.linear.library import LibraryLinear
+from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.low_rank.triton_low_rank import StackedLowRank
+from pagoda.kernels.moe.triton_moe import StackedExperts, stack
+from pagoda.kernels.reference_ops import implementation
+from pagoda.kernels.sampling import triton_sampling
+from pagoda.kernels.torch_ops import TorchOps
+from pagoda.kernels.triton_interpreter import fix_interpreter
+from pagoda.ops.forward import FORWARD_OPS
+from pagoda.ops.tensor import LinearWeight
+
+_CHOSEN = ("attention", "linear", "logits")
+"""Ops whose version depends on the settings."""
+
+
+def is_interpreted() -> bool:
+    """Return whether the kernels run in Triton's interpreter instead of on a GPU."""
+    return bool(knobs.runtime.interpret)
+
+
+class TritonOps(TorchOps):
+    """`Ops` on a GPU.
+
+    max_model_len: longest sequence; it decides how the context of a decode is split.
+    batch_invariant: give a row the same bits in any batch and in chunks of any length. Linear layers are then
+    multiplied by our own kernel, and attention has the same tiles in decode and prefill.
+    """
+
+    name = "triton"
+
+    constrain = staticmethod(triton_constraints.constrain)
+    sample = staticmethod(triton_sampling.sample)
+    mask_logits = staticmethod(triton_sampling.mask_logits)
+    make_low_rank_table = StackedLowRank
+
+    def __init__(self, max_model_len: int = 8192, batch_invariant: bool = False) -> None:
+        super().__init__()
+        if is_interpreted():
+            fix_interpreter()
+        for op in FORWARD_OPS.values():
+            name = f"pagoda.kernels.{op.folder}.triton_{op.folder}"
+            module = import_module(name) if find_spec(name) is not None else None
+            if op.name not in _CHOSEN and hasattr(module, op.name):
+                assert module is not None
+                setattr(self, op.name, implementation(op, module))
+        self.attention = PagedAttention(split_tokens_of(max_model_len), batch_invariant).attention
+        if batch_invariant:
+            self.linear, self.logits = triton_linear.linear, triton_linear.logits
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        return LibraryLinear(weight, bias, *weight.shape, packed=False)
+
+    def prepare_quantized_linear(
+        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> LinearWeight:
+        return self.prepare_linear(weight.dequantize().to(dtype), bias)
+
+    def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return triton_sampling.best_tokens(logits)
+
+    def prepare_experts(self, experts: Sequence[LinearWeight]) -> StackedExperts:
+        return stack(experts)

@@ -1,0 +1,34 @@
+"""Every Triton kernel compiles for the GPUs it is meant for, without spilling registers, in the memory they have."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 99 * 1024  # what a program may have on the smallest GPUs since Ampere
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_kernels_compile_without_a_gpu(tmp_path: Path, arch: str, without_triton: Callable[[str], NoReturn]) -> None:
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "benchmarks.kernel_report", "--arch", arch]
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| ") and "`" in line]
+    kernels = {row[1] for row in rows}
+    assert {"`attend_splits`", "`attend_tiles`", "`merge_splits`", "`rms_norm`", "`rotary_write_kv`"} <= kernels
+    assert {"`sample`", "`expert_linear`", "`linear`", "`shrink`", "`expand`", "`gated`"} <= kernels
+    for title, kernel, sm, _, registers, spilled, shared, ptx in rows:
+        assert sm == arch
+        assert int(registers) <= 255, (title, kernel)
+        assert int(spilled) == 0, (title, kernel)
+        assert int(shared) <= SHARED_BYTES, (title, kernel)
+        assert int(ptx) > 0

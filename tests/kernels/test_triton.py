@@ -1,0 +1,310 @@
+"""The Triton kernels against the reference, over small ugly shapes: on a GPU, or else in Triton's interpreter.
+
+The `fast` fixture runs all other kernel tests on them as well, marked slow: the interpreter takes a millisecond or more
+for each program that a GPU runs in a microsecond.
+"""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.low_rank.table import LowRankPiece
+from pagoda.kernels.ops import Ops
+from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.kernels.sampling import reference as sampling
+from pagoda.kernels.sampling.draw_params import DrawParams
+from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
+from tests.kernels.test_constraints import random_constraints
+from tests.kernels.test_ops import close
+from tests.kernels.test_sampling import columns
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ATTENTION_TOLERANCE = {F32: 3e-5, BF16: 2e-2, F16: 3e-3}
+
+
+def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def moved(metadata: AttentionMetadata) -> AttentionMetadata:
+    names = ("query_start", "seq_lens", "block_table", "slot_mapping")
+    return replace(metadata, **{name: getattr(metadata, name).to(DEVICE) for name in names})
+
+
+class Rows(PagedRows):
+    """Rows on the device under test, in pages as the cache engine makes them: a block has room for more than these."""
+
+    def __init__(self, ops: Ops, geometry: Geometry, rows: list[Sequence], seed: int = 0) -> None:
+        super().__init__(ops, geometry, rows, seed)
+        self.cache = on_device(self.cache, spare=3 * geometry.block_size)
+        self.rows = [Sequence(row.q.to(DEVICE), row.k.to(DEVICE), row.v.to(DEVICE)) for row in rows]
+
+    def step(self, new: list[tuple[int, int]], scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+        lens = [(self.computed[row], count) for row, count in new]
+        metadata = moved(make_metadata(self.geometry, lens, [self.tables[row] for row, _ in new]))
+        q, k, v = (
+            torch.cat([getattr(self.rows[row], name)[first : first + count] for (row, count), (first, _) in
+                       zip(new, lens, strict=True)])
+            for name in ("q", "k", "v")
+        )  # fmt: skip
+        self.ops.write_kv(k, v, self.cache, metadata)
+        for row, count in new:
+            self.computed[row] += count
+        return self.ops.attention(q, self.cache, metadata, scale, window, softcap)
+
+
+def on_device(cache: KVLayer, spare: int) -> KVLayer:
+    """The same shapes, as views of blocks with `spare` more elements. What no row has written is NaN, if it can be."""
+
+    def plane(pages: torch.Tensor) -> torch.Tensor:
+        nothing = torch.nan if pages.dtype.is_floating_point else 77
+        whole = torch.full((pages.shape[0], pages[0].numel() + spare), nothing, dtype=pages.dtype, device=DEVICE)
+        return whole[:, : pages[0].numel()].unflatten(1, pages.shape[1:])
+
+    scales = (None if scale is None else plane(scale) for scale in (cache.k_scale, cache.v_scale))
+    return KVLayer(plane(cache.k), plane(cache.v), *scales)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 37), (3, 576)])
+def test_norms(triton_ops: Ops, reference: ReferenceOps, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (draw(*shape, dtype=dtype) for shape in ((tokens, hidden), (tokens, hidden), (hidden,)))
+    residual, bias = residual.flip(1), weight.flip(0)
+    for offset in (False, True):
+        close(triton_ops.rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
+        for got, want in zip(
+            triton_ops.add_rms_norm(x, residual, weight, 1e-5, offset),
+            reference.add_rms_norm(x, residual, weight, 1e-5, offset),
+            strict=True,
+        ):
+            close(got, want)
+    close(triton_ops.layer_norm(3 * x + 5, weight, bias, 1e-5), reference.layer_norm(3 * x + 5, weight, bias, 1e-5))
+    for got, want in zip(
+        triton_ops.add_layer_norm(x, residual, weight, bias, 1e-12),
+        reference.add_layer_norm(x, residual, weight, bias, 1e-12),
+        strict=True,
+    ):
+        close(got, want)
+
+
+def test_norm_of_heads_inside_a_fused_projection(triton_ops: Ops, reference: ReferenceOps) -> None:
+    q, k, _ = triton_ops.split_qkv(draw(3, (4 + 2 * 2) * 80, dtype=BF16), 4, 2, 80)
+    for heads in (q, k):
+        for size in (80, 80 * heads.shape[1]):  # each head by itself, and all heads of a token as one vector
+            weight = draw(size, dtype=BF16)
+            close(triton_ops.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_activations(triton_ops: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    gate = torch.linspace(-20, 20, 1100)
+    gate_up = torch.cat([gate, gate.flip(0) / 20]).to(DEVICE, dtype).view(1, -1).repeat(2, 1)
+    for name in ("silu_mul", "gelu_tanh_mul", "gelu_mul", "gelu", "gelu_tanh", "silu", "tanh"):
+        close(getattr(triton_ops, name)(gate_up), getattr(reference, name)(gate_up))
+        assert getattr(triton_ops, name)(gate_up * torch.nan).isnan().all()
+    close(triton_ops.softcap(gate_up, 7.0), reference.softcap(gate_up, 7.0))
+    close(triton_ops.tanh(gate_up / 1e4), reference.tanh(gate_up / 1e4))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
+def test_rotary_and_the_write(triton_ops: Ops, reference: ReferenceOps, int8_cache: bool, dtype: torch.dtype) -> None:
+    geometry = Geometry(6, 3, 80, 8, dtype, int8_cache)
+    q, k, v = triton_ops.split_qkv(draw(11, 12 * 80, dtype=dtype), 6, 3, 80)
+    cos, sin = draw(100, 40), draw(100, 40, seed=1)
+    positions = torch.arange(3, 14, dtype=torch.int32, device=DEVICE)
+    metadata = moved(make_metadata(geometry, [(3, 11)], [[3, 1]]))
+    ours, theirs = (on_device(geometry.new_cache(3), spare=5) for _ in range(2))
+    got = triton_ops.rotary_write_kv(q, k, v, positions, cos, sin, ours, metadata)
+    close(got, reference.rotary_write_kv(q, k, v, positions, cos, sin, theirs, metadata))
+    for name in ("k", "v", "k_scale", "v_scale"):
+        written, wanted = getattr(ours, name), getattr(theirs, name)
+        if written is not None:
+            tolerance = 1 if written.dtype == torch.int8 else 8e-3
+            torch.testing.assert_close(
+                written.float(), wanted.float(), atol=tolerance, rtol=8e-3, equal_nan=True
+            )  # fmt: skip
+
+
+def test_a_scale_of_nan_stays(triton_ops: Ops) -> None:
+    geometry = Geometry(2, 2, 16, 8, BF16, int8_cache=True)
+    k = draw(3, 2, 16, dtype=BF16)
+    k[1, 0, 7] = torch.nan
+    cache = on_device(geometry.new_cache(1), spare=0)
+    triton_ops.write_kv(k, k, cache, moved(make_metadata(geometry, [(0, 3)], [[1]])))
+    assert cache.k_scale is not None
+    assert cache.k_scale[1, :, :3].isnan().tolist() == [[False, True, False], [False, False, False]]
+
+
+def attention_ops(make_triton_ops, batch_invariant: bool) -> Ops:
+    """TritonOps that split contexts so early that short rows have several splits."""
+    ops = make_triton_ops(batch_invariant=batch_invariant)
+    from pagoda.kernels.attention.triton_attention import PagedAttention
+
+    ops.attention = PagedAttention(64, batch_invariant).attention
+    return ops
+
+
+# heads, KV heads, head size, block size, window, softcap
+@pytest.mark.parametrize(
+    ("shape", "dtype", "int8_cache", "batch_invariant"),
+    [
+        ((3, 1, 48, 24, 0, 50.0), F32, False, False),
+        ((2, 1, 64, 16, 40, 0.0), BF16, False, True),
+        ((5, 1, 16, 8, 33, 30.0), BF16, True, False),
+        pytest.param((9, 3, 64, 16, 70, 0.0), F16, False, False, marks=pytest.mark.slow),
+        pytest.param((2, 1, 256, 16, 0, 0.0), F16, False, False, marks=pytest.mark.slow),
+        pytest.param((20, 1, 80, 8, 33, 30.0), BF16, True, True, marks=pytest.mark.slow),
+        pytest.param((4, 2, 32, 16, 0, 0.0), F32, True, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_attention(
+    make_triton_ops, reference: ReferenceOps, shape: tuple, dtype: torch.dtype, int8_cache: bool, batch_invariant: bool
+) -> None:
+    *sizes, window, softcap = shape
+    geometry = Geometry(*sizes, dtype=dtype, int8_cache=int8_cache)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((1, 9, 80))]
+    ours = Rows(attention_ops(make_triton_ops, batch_invariant), geometry, rows)
+    theirs = Rows(reference, geometry, rows, seed=1)
+    tolerance = 2e-2 if int8_cache else ATTENTION_TOLERANCE[dtype]
+    for step in ([(2, 60)], [(1, 8), (2, 17)], [(0, 1), (1, 1), (2, 1)], [(2, 2)]):
+        got, want = (paged.step(step, 0.1, window, softcap) for paged in (ours, theirs))
+        torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [0, 30])
+def test_attention_has_the_same_bits_in_any_batch(make_triton_ops, window: int) -> None:
+    """Decodes and chunks of any length, alone or in a batch, past the first splits."""
+    geometry = Geometry(3, 1, 48, 24, dtype=BF16)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((100, 20))]
+    ops = attention_ops(make_triton_ops, batch_invariant=True)
+    single = Rows(ops, geometry, rows[:1])
+    want = torch.cat([single.step([(0, count)], 0.1, window) for count in (62, 1, 1, 1, 35)])
+    rng = random.Random(7)
+    together, got = Rows(ops, geometry, rows, seed=5), []
+    while together.computed[0] < 100:
+        count = min(rng.choice([1, 30, 40]), 100 - together.computed[0])
+        neighbour = min(rng.choice([0, 1, 7]), 20 - together.computed[1])
+        step = [(1, neighbour), (0, count)] if neighbour else [(0, count)]
+        got.append(together.step(step, 0.1, window)[neighbour:])
+    assert torch.equal(torch.cat(got), want)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_linear_has_the_same_bits_in_any_batch(make_triton_ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    ops = make_triton_ops(batch_invariant=True)
+    x, weight, bias = draw(67, 150, dtype=dtype), draw(45, 150, dtype=dtype, seed=1) / 10, draw(45, dtype=dtype, seed=2)
+    for with_bias in (None, bias):
+        ours, theirs = (each.prepare_linear(weight, with_bias) for each in (ops, reference))
+        got = ops.linear(x, ours)
+        torch.testing.assert_close(got, reference.linear(x, theirs), atol=2e-2, rtol=2e-2)
+        close(ops.logits(x, ours) / 10, reference.logits(x, theirs) / 10)
+        assert torch.equal(got, torch.cat([ops.linear(x[:3], ours), ops.linear(x[3:], ours)]))
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "masked"])
+def test_sampled_tokens_are_the_references(triton_ops: Ops, kind: str) -> None:
+    rng = np.random.default_rng(len(kind))
+    draws, vocab = 12, 2053  # in two blocks
+    logits = torch.from_numpy(rng.normal(0, 3, (draws, vocab)).astype(np.float32))
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "masked":
+        logits[torch.from_numpy(rng.random((draws, vocab)) < 0.9)] = -torch.inf
+        logits[:, vocab // 2] = 0.0
+    params = columns(rng, draws, vocab)
+    moved_logits = logits.to(DEVICE)
+    best = triton_ops.best_tokens(moved_logits)
+    assert torch.equal(best[0].cpu(), logits.max(-1).values)
+    assert best[1].tolist() == [int(np.argmax(row)) for row in logits.numpy()]
+    assert triton_ops.sample(moved_logits, params, best).tolist() == sampling.sample(logits, params).tolist()
+
+
+def test_a_row_without_a_token_gives_nan(triton_ops: Ops) -> None:
+    logits = draw(3, 100)
+    logits[0, 70] = torch.nan
+    logits[2] = -torch.inf
+    values, ids = triton_ops.best_tokens(logits)
+    assert values.isnan().tolist() == [True, False, False]
+    assert ids[1] == logits[1].argmax()
+    one = np.ones(3, np.float32)
+    params = DrawParams(one, np.full(3, 5, np.int32), one / 2, 0 * one, one.astype(np.float64) / 2)
+    tokens = triton_ops.sample(logits, params, (values, ids))  # ends, for rows that cannot be sampled from too
+    assert ((tokens >= 0) & (tokens < 100)).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_constraints_and_masks(triton_ops: Ops, reference: ReferenceOps, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    constraints = random_constraints(rng, 12, 1000)
+    logits = torch.from_numpy(rng.normal(0, 4, (12, 1000)).astype(np.float32))
+    logits[3, 9], logits[4, 0], logits[6, 0] = torch.inf, -torch.inf, 0.0
+    got, want = logits.to(DEVICE).clone(), logits.clone()
+    triton_ops.constrain(got, constraints)
+    reference.constrain(want, constraints)
+    assert torch.equal(got.cpu().nan_to_num(nan=1e30), want.nan_to_num(nan=1e30))
+    draws, bits = np.array([7, 2]), rng.integers(-(2**31), 2**31, (2, 32)).astype(np.int32)
+    triton_ops.mask_logits(got, draws, bits)
+    reference.mask_logits(want, draws, bits)
+    assert torch.equal(got.cpu().nan_to_num(nan=1e30), want.nan_to_num(nan=1e30))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "experts", "top_k"), [(1, 64, 32, 4, 2), (37, 33, 49, 8, 3), (70, 20, 16, 2, 1)]
+)
+def test_experts(
+    triton_ops: Ops, reference: ReferenceOps,
+    tokens: int, hidden: int, inner: int, experts: int, top_k: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    up, down = draw(experts, 2 * inner, hidden, dtype=dtype) / 4, draw(experts, hidden, inner, dtype=dtype, seed=1) / 4
+    x, router = draw(tokens, hidden, dtype=dtype, seed=2), draw(tokens, experts, seed=3)
+    ours, theirs = (
+        [ops.prepare_experts([ops.prepare_linear(weight) for weight in stack]) for stack in (up, down)]
+        for ops in (triton_ops, reference)
+    )
+    got = triton_ops.moe(x, router, *ours, top_k, True)
+    tolerance = 1e-5 if dtype == F32 else 2e-2
+    torch.testing.assert_close(got, reference.moe(x, router, *theirs, top_k, True), atol=tolerance, rtol=tolerance)
+    alone = [triton_ops.moe(x[t : t + 1], router[t : t + 1], *ours, top_k, True) for t in (0, tokens - 1)]
+    assert torch.equal(torch.cat(alone), got[[0, -1]])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_low_rank(triton_ops: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    rows, size = 150, 70
+    slots = {
+        1: [LowRankPiece(draw(40, size) / 8, draw(rows, 40, seed=1) / 6)],
+        3: [
+            LowRankPiece(draw(5, size, seed=2) / 8, draw(60, 5, seed=3), 0, draw(60, seed=4)),
+            LowRankPiece(draw(17, size, seed=5) / 8, draw(30, 17, seed=6), 100),
+        ],
+    }
+    tables = [ops.make_low_rank_table(5, rows, size, dtype) for ops in (triton_ops, reference)]
+    x, before = draw(6, size + 3, dtype=dtype, seed=7)[:, :size], draw(6, rows, dtype=dtype, seed=8)
+    adapters, token_ids = (torch.tensor(ids, dtype=torch.int32, device=DEVICE) for ids in
+                           ([0, 3, 1, 4, 3, 1], [0, 69, 3, 3, 70, 2**20]))  # fmt: skip
+    single = []
+    for slot, pieces in sorted(slots.items(), reverse=True):  # the larger rank comes later
+        results = []
+        for ops, table in zip((triton_ops, reference), tables, strict=True):
+            table.fill(slot, pieces)
+            y, embedded = before.clone(), before.clone()
+            ops.add_low_rank(y, x, adapters, table)
+            ops.add_low_rank_embedding(embedded, token_ids, adapters, table)
+            results.append((y, embedded))
+        for got, want in zip(*results, strict=True):
+            tolerance = 1e-5 if dtype == F32 else 3e-2
+            torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+        single.append(results[0][0][[0, 1, 3, 4]])
+    assert torch.equal(single[0], single[1])  # rows of slot 3, whatever other adapters need
+    tables[0].clear(3)
+    y = before.clone()
+    triton_ops.add_low_rank(y, x, adapters, tables[0])
+    assert torch.equal(y[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
