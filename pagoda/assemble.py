@@ -18,7 +18,7 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
-from pagoda.executors.in_process import InProcessExecutor
+from pagoda.executors.in_process import InProcessExecutor, StepRunner
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.controller import DraftController
@@ -50,6 +50,9 @@ def build_engine_core(
     clock = clock or SystemClock()
     options = scheduler_options(setup.config, setup.drafting)
     grammars = _make_grammars(setup)
+    own = _make_executor(setup, capacity, options.max_rows, grammars, pin_threads)
+    if setup.device == "cuda" and isinstance(own, InProcessExecutor):
+        setup, capacity = _measure(own.worker, setup, capacity)
 
     scheduler = Scheduler(
         options,
@@ -61,7 +64,6 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         grammars=grammars,
     )
-    own = _make_executor(setup, capacity, scheduler.max_rows, grammars, pin_threads)
     executor: Executor = own
     if wrap_executor is not None:
         executor = wrap_executor(executor, scheduler.max_rows)
@@ -100,6 +102,29 @@ def _make_grammars(setup: EngineSetup) -> GrammarBackend:
     )
 
 
+def _measure(worker: StepRunner, setup: EngineSetup, capacity: KVCapacity) -> tuple[EngineSetup, KVCapacity]:
+    """Load the weights, and size the KV pools by what is left next to them and the largest step.
+
+    Unless they were given as numbers of blocks or bytes. Raises CapacityError that says what would fit.
+    """
+    from pagoda.worker.worker import Worker
+
+    config = setup.config
+    if config.debug.num_blocks is not None or config.cache.kv_cache_memory is not None or not setup.groups:
+        return setup, capacity
+    assert isinstance(worker, Worker)
+    scheduler = config.scheduler
+    try:
+        free = worker.free_for_cache(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_little_memory(setup, capacity, error) from error
+    setup, capacity = fit_cache(setup, free)
+    worker.set_pools(capacity.num_blocks, capacity.num_host_blocks)
+    return setup, capacity
+
+
 def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None:
     """Start the executor. Raises CapacityError if memory runs out while it loads, whichever library notices."""
     try:
@@ -107,13 +132,18 @@ def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None
     except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        dtype = setup.config.model.quantization or setup.dtype
-        weights = weights_in_memory(setup)
-        raise CapacityError(
-            f"memory ran out while loading {setup.files.name!r}: weights take about {weights >> 20} MiB as {dtype}, "
-            f"the KV cache {capacity.pool_bytes >> 20} MiB; lower kv_cache_memory, quantize (quantization='int8'), or "
-            f"raise the memory limit ({shorten(str(error))})"
-        ) from error
+        raise _too_little_memory(setup, capacity, error) from error
+
+
+def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exception) -> CapacityError:
+    """Return the error that says what loading takes."""
+    dtype = setup.config.model.quantization or setup.dtype
+    weights = weights_in_memory(setup)
+    return CapacityError(
+        f"memory ran out while loading {setup.files.name!r}: weights take about {weights >> 20} MiB as {dtype}, "
+        f"the KV cache {capacity.pool_bytes >> 20} MiB; lower kv_cache_memory, quantize (quantization='int8'), or "
+        f"raise the memory limit ({shorten(str(error))})"
+    )
 
 
 def _make_executor(

@@ -131,13 +131,18 @@ def adapters_in_memory(setup: EngineSetup) -> int:
     return lora.num_kept * adapter_memory(model, lora.max_lora_rank, setup.dtype, setup.is_packed)
 
 
-def size_cache(setup: EngineSetup) -> KVCapacity:
-    """Return the number of KV blocks that will fit, before the weights are loaded.
+def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
+    """Return the number of KV blocks that will fit.
 
+    free_bytes: what is free next to the loaded weights and the largest step; None before they are loaded.
     Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
     message says what does.
     """
-    free = max(0, _free_bytes(setup.device) - weights_in_memory(setup) - adapters_in_memory(setup))
+    if free_bytes is None:
+        free = _free_bytes(setup.device) - weights_in_memory(setup)
+    else:
+        free = free_bytes - (setup.drafting.memory_bytes if setup.drafting else 0)
+    free = max(0, free - adapters_in_memory(setup))
     config = setup.config
     capacity = plan_capacity(
         setup.groups,
@@ -174,17 +179,17 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
     )
 
 
-def fit_cache(setup: EngineSetup) -> tuple[EngineSetup, KVCapacity]:
+def fit_cache(setup: EngineSetup, free_bytes: int | None = None) -> tuple[EngineSetup, KVCapacity]:
     """As `size_cache`; where max_model_len is the model's own, it is lowered to what the cache holds, with a warning.
 
     Raises CapacityError if the option was given and does not fit, or if less than 1,024 tokens would be left.
     """
     try:
-        return setup, size_cache(setup)
+        return setup, size_cache(setup, free_bytes)
     except CapacityError:
         if "max_model_len" in (setup.config.given or ()):
             raise
-        capacity = size_cache(_with_max_model_len(setup, 1))
+        capacity = size_cache(_with_max_model_len(setup, 1), free_bytes)
         own, fits = setup.max_model_len, capacity.max_tokens
         if fits < min(own, _SHORTEST_FITTED):
             raise

@@ -79,9 +79,7 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}  # written by Lifecycle
         policy: Policy = POLICIES[config.scheduling_policy]()
         sizing = KVSizing.of(kv_groups, cache.block_size, max_model_len, config)
-        # A row is given out again when the steps that name it are complete: each step in flight may pin
-        # max_num_seqs rows.
-        self.max_rows = config.max_num_seqs * max(config.pipeline_depth, 1)
+        self.max_rows = config.max_rows
         has_windows, is_async = any(group.is_window for group in sizing.groups), config.async_scheduling
         has_encoder = config.encoder_budget > 0
         self._table = table = RequestTable(

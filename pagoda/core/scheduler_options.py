@@ -42,3 +42,8 @@ class SchedulerOptions:
     no_partial_media: bool = False
     check_invariants: bool = False
     decision_log_steps: int = 0
+
+    @property
+    def max_rows(self) -> int:
+        """Return the rows of the table: each step in flight may pin max_num_seqs of them until it is complete."""
+        return self.max_num_seqs * max(self.pipeline_depth, 1)

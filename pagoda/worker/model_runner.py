@@ -67,13 +67,20 @@ class ModelRunner:
 
         If the kernels do not support this model and these settings, this fails at startup instead of in every request.
         """
-        self._table.token_ids[0, 0] = 0
         nothing_yet = np.zeros(1, np.int32)
         one = np.ones(1, np.int32)
-        output = SchedulerOutput(0, nothing_yet, nothing_yet, one, nothing_yet, nothing_yet, 1)
+        self.dry_run(SchedulerOutput(0, nothing_yet, nothing_yet, one, nothing_yet, nothing_yet, 1))
+
+    @torch.inference_mode()
+    def dry_run(self, output: SchedulerOutput) -> None:
+        """Compute a step, up to its logits, of rows that are not in the table: all of their tokens are 0."""
+        for row, start, num_new in zip(output.rows, output.start, output.num_new, strict=True):
+            self._table.token_ids[row, start : start + num_new] = 0
         inputs = build_inputs(self._table, output, self._device, num_token_types=self._forward.num_token_types)
         hidden = self._forward.forward(inputs.batch, self._cache.layers)
         if self._forward.generates:
+            if not inputs.takes_all_logits:
+                hidden = self._forward.select_rows(hidden, inputs.batch.logits_index)
             self._forward.compute_logits(hidden)
 
     @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,17 +15,22 @@ from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import Ops
 from pagoda.kernels.select import select_ops
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
+from pagoda.models.base import Model
 from pagoda.worker.adapters import AdapterLimits, Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.devices import select_device
+from pagoda.worker.devices import Device, select_device
+from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
 from pagoda.worker.grammar_rows import GrammarRows
+from pagoda.worker.graphed_forward import GraphedForward
+from pagoda.worker.largest_steps import largest_steps
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.make import make_speculator
@@ -80,6 +85,19 @@ class StepProfile:
     region_s: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    """What a worker has before its KV pools.   max_len: positions of a row, those past its end included."""
+
+    device: Device
+    ops: Ops
+    model: Model
+    forward: ForwardPass
+    store: AdapterStore | None
+    dtype: torch.dtype
+    max_len: int
+
+
 class Worker:
     """Loads the model in `start`, then runs steps in order. Not thread-safe."""
 
@@ -88,20 +106,20 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._forward: ForwardPass | None = None
         self._adapters: AdapterStore | None = None
+        self._loaded: _Loaded | None = None
 
-    def start(self) -> None:
-        """Load the weights and allocate the KV pools.
-
-        Raises ConfigError if the device does not support the settings, CapacityError if the KV pools do not fit.
-        """
+    def _load(self) -> "_Loaded":
+        """Load the weights. Raises ConfigError if the device does not support the settings."""
         begin_s = time.perf_counter()
         config = self._config
         device = select_device(config.parallel)
         device.prepare()
-        ops = select_ops(config.parallel.kernels, device.device, device.threads)
         dtype = _DTYPES[config.dtype]
         # A step in flight may write tokens past the end of a finished row: reserve positions for them.
         max_len = config.max_model_len + config.max_drafts + 1
+        ops = select_ops(
+            config.parallel.kernels, device.device, device.threads, max_len, config.parallel.batch_invariant
+        )
         model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
         store = None
         if config.adapters is not None:
@@ -109,53 +127,98 @@ class Worker:
             store = AdapterStore(model, targets, ops, dtype, device.device, config.adapters)
         tables = store.tables if store is not None else None
         forward: ForwardPass = EagerForward(model, ops, tables)
-        if isinstance(ops, NativeOps):
+        if device.device.type == "cuda" and ops.name == "triton" and model.kv_groups:
+            forward = GraphedForward(model, ops, config.max_rows, max_len, device.device, tables)
+        elif isinstance(ops, NativeOps):
             forward = ReplayedForward(model, ops, tables)
             # The native kernels have their own threads. torch's threads, woken for a small op in between, would
             # busy-wait for milliseconds on the same cores.
             torch.set_num_threads(1)
             self._settle_threads(ops)
-        loaded_s = time.perf_counter()
+        self._forward, self._adapters = forward, store
+        logger.info("weights loaded in %.2f s", time.perf_counter() - begin_s)
+        return _Loaded(device, ops, model, forward, store, dtype, max_len)
+
+    def free_for_cache(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Load the weights, run the largest steps there can be, and return the bytes of a GPU left for the KV pools.
+
+        Call it before `start`, and `set_pools` after it. Raises as `start` does.
+        """
+        loaded = self._loaded = self._load()
+        config, device = self._config, loaded.device
+        assert isinstance(device, CudaDevice)
+        # Rows without blocks: all of their tokens are in the null block.
+        table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(loaded.model.kv_groups))
+        runner = ModelRunner(loaded.forward, table, self._make_cache(loaded, 0, 0), device.device, Sampler(loaded.ops))
+        steps = largest_steps(max_num_seqs, max_num_batched_tokens, config.max_model_len)
         try:
-            cache = CacheEngine(
-                model.kv_groups,
+            free = device.free_bytes_beside(lambda: [runner.dry_run(step) for step in steps])
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"a step of {max_num_batched_tokens} tokens, or of {max_num_seqs} sequences, does not fit in the GPU's "
+                f"memory next to the weights; lower max_num_batched_tokens or max_num_seqs ({error})"
+            ) from error
+        logger.info("next to the weights and the largest step, %d MiB are free on %s", free >> 20, device.device)
+        return free
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Replace the sizes of the KV pools, before `start`."""
+        self._config = replace(self._config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+
+    def start(self) -> None:
+        """Load the weights, unless that is done, and allocate the KV pools.
+
+        Raises ConfigError if the device does not support the settings, CapacityError if the KV pools do not fit.
+        """
+        loaded = self._loaded or self._load()
+        self._loaded = None
+        begin_s = time.perf_counter()
+        cache = self._make_cache(loaded, self._config.num_blocks, self._config.num_host_blocks)
+        self._runner = self._make_runner(loaded, cache)
+        self._runner.warm_up()
+        logger.info(
+            "worker ready on %s: %s kernels, %d threads, KV pools in %.2f s",
+            loaded.device.device,
+            loaded.ops.name,
+            loaded.device.threads,
+            time.perf_counter() - begin_s,
+        )
+
+    def _make_cache(self, loaded: "_Loaded", num_blocks: int, num_host_blocks: int) -> CacheEngine:
+        config = self._config
+        try:
+            return CacheEngine(
+                loaded.model.kv_groups,
                 config.block_size,
-                config.num_blocks,
-                config.num_host_blocks,
+                num_blocks,
+                num_host_blocks,
                 _DTYPES[config.kv_dtype],
-                device.device,
+                loaded.device.device,
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
-            raise CapacityError(f"{config.num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
-        table = DeviceTable(config.max_rows, max_len, config.block_size, len(model.kv_groups))
-        self._forward, self._adapters = forward, store
-        adapters = Adapters(store, config.max_rows) if store is not None else None
+            raise CapacityError(f"{num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
+
+    def _make_runner(self, loaded: "_Loaded", cache: CacheEngine) -> ModelRunner:
+        config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device.device
+        table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
+        adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
         speculator = None
         if config.drafting is not None:
             speculator = make_speculator(
                 config.drafting,
-                forward,
+                loaded.forward,
                 table,
                 cache,
                 ops,
-                dtype,
-                device.device,
+                loaded.dtype,
+                device,
                 config.max_model_len,
                 grammars,
                 adapters,
             )
-        self._runner = ModelRunner(
-            forward, table, cache, device.device, Sampler(ops), speculator, grammars, adapters, config.pooling
-        )
-        self._runner.warm_up()
-        logger.info(
-            "worker ready on %s: %s kernels, %d threads, weights in %.2f s, KV pools in %.2f s",
-            device.device,
-            ops.name,
-            device.threads,
-            loaded_s - begin_s,
-            time.perf_counter() - loaded_s,
+        return ModelRunner(
+            loaded.forward, table, cache, device, Sampler(ops), speculator, grammars, adapters, config.pooling
         )
 
     def _settle_threads(self, ops: NativeOps) -> None:
@@ -217,4 +280,4 @@ class Worker:
         """Free the model and the pools. Idempotent."""
         if self._runner is not None:
             self._runner.shutdown()
-        self._runner = self._forward = self._adapters = None
+        self._runner = self._forward = self._adapters = self._loaded = None

@@ -1,8 +1,13 @@
-"""One CUDA GPU as a device: the same path as on a CPU, with torch's own kernels."""
+"""One CUDA GPU as a device."""
+
+from collections.abc import Callable
 
 import torch
 
 from pagoda.base.errors import ConfigError
+
+_MARGIN = 0.02
+"""Of the GPU's memory: for what no step shows, such as CUDA graphs, compiled kernels and fragments."""
 
 
 class CudaDevice:
@@ -24,3 +29,14 @@ class CudaDevice:
         """Bytes the driver has free, and those that torch's allocator holds unused."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def free_bytes_beside(self, run: Callable[[], object]) -> int:
+        """Return the bytes that stay free at the moment at which `run` takes most, less a margin."""
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        _, total = torch.cuda.mem_get_info(self.device)
+        return max(0, self.free_bytes() - peak - int(total * _MARGIN))
