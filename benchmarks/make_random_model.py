@@ -21,7 +21,7 @@ BOS, EOS = 256, 257  # after the bytes
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama's sizes, as config.json names them; with experts, a Qwen3-MoE's."""
+    """A Llama's sizes, as config.json names them; with experts a Qwen3-MoE's, with qk_norm a Qwen3's."""
 
     hidden_size: int
     intermediate_size: int
@@ -38,6 +38,18 @@ class Shape:
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool | None = None
+    qk_norm: bool = False
+
+    @property
+    def norms_heads(self) -> bool:
+        return self.qk_norm or bool(self.num_experts)
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The model's class and type, as config.json names them."""
+        if self.num_experts:
+            return "Qwen3MoeForCausalLM", "qwen3_moe"
+        return ("Qwen3ForCausalLM", "qwen3") if self.qk_norm else ("LlamaForCausalLM", "llama")
 
 
 SHAPES: dict[str, Shape] = {
@@ -58,6 +70,24 @@ SHAPES: dict[str, Shape] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+    ),
+    "llama-3.1-8b": Shape(
+        *(4096, 14336, 32, 32, 8, 128, 128256, 131072, 500000.0, False),
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936, 40960, 1000000.0, qk_norm=True),
+    "qwen3-30b-a3b": Shape(
+        *(2048, 6144, 48, 32, 4, 128, 151936, 40960, 1000000.0, False),
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
     ),
     "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, 8192, 100000.0),
     # 1.0 billion parameters, of which a token uses 0.2
@@ -88,8 +118,8 @@ SHAPES: dict[str, Shape] = {
 
 
 def config_of(shape: Shape) -> dict[str, object]:
-    sizes = {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
-    kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if shape.num_experts else ("LlamaForCausalLM", "llama")
+    sizes = {name: getattr(shape, name) for name in Shape.__dataclass_fields__ if name != "qk_norm"}
+    kind = shape.kind
     return {
         "architectures": [kind[0]],
         "model_type": kind[1],
@@ -129,14 +159,15 @@ def weights_of(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
             f"{prefix}self_attn.v_proj.weight": drawn(kv_size, hidden),
             f"{prefix}self_attn.o_proj.weight": drawn(hidden, q_size, depth**-0.5),
         }
+        if shape.norms_heads:
+            norm = torch.ones(shape.head_dim, dtype=torch.bfloat16)
+            weights |= {f"{prefix}self_attn.{name}_norm.weight": norm.clone() for name in ("q", "k")}
         mlps = {f"{prefix}mlp.": inner}
         if shape.num_experts:
             assert shape.moe_intermediate_size is not None
             mlps = {
                 f"{prefix}mlp.experts.{expert}.": shape.moe_intermediate_size for expert in range(shape.num_experts)
             }
-            norm = torch.ones(shape.head_dim, dtype=torch.bfloat16)
-            weights |= {f"{prefix}self_attn.{name}_norm.weight": norm.clone() for name in ("q", "k")}
             weights[f"{prefix}mlp.gate.weight"] = drawn(shape.num_experts, hidden)
         for mlp, width in mlps.items():
             weights |= {

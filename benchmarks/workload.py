@@ -93,6 +93,11 @@ WORKLOADS: dict[str, Callable[[Draw], list[Row]]] = {
     "batch8": lambda draw: batch(draw, 8),
     "batch32": lambda draw: batch(draw, 32),
     "decode64": lambda draw: [Row(draw.tokens(16), 256) for _ in range(64)],
+    "decode1": lambda draw: [Row(draw.tokens(16), 256)],
+    "decode8": lambda draw: [Row(draw.tokens(16), 256) for _ in range(8)],
+    "decode256": lambda draw: [Row(draw.tokens(16), 256) for _ in range(256)],
+    "nano256": lambda draw: [Row(draw.tokens(draw.length(100, 1024)), draw.length(100, 1024)) for _ in range(256)],
+    "prefill8k": lambda draw: [Row(draw.tokens(8192), 1) for _ in range(8)],
     "prefill64": lambda draw: [Row(draw.tokens(512), 1) for _ in range(64)],
 }
 
