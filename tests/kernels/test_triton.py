@@ -178,7 +178,7 @@ def test_attention(
         torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("window", [0, pytest.param(30, marks=pytest.mark.slow)])
 def test_attention_has_the_same_bits_in_any_batch(make_triton_ops, window: int) -> None:
     """Decodes and chunks of any length, alone or in a batch, past the first splits."""
     geometry = Geometry(3, 1, 48, 24, dtype=BF16)
