@@ -144,9 +144,15 @@ def reference(model: Path | ModelFiles, watched: list[Watched], options: dict[st
     return trace
 
 
+@functools.cache
+def tiny_reference(model: Path, mode: str) -> Trace:
+    """What `tiny_watched` get alone."""
+    return reference(model, tiny_watched(), MODES[mode])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sample_of_schedules(llama: Path, mode: str) -> None:
-    expected = reference(llama, tiny_watched(), MODES[mode])
+    expected = tiny_reference(llama, mode)
     counts = check(llama, tiny_watched(), expected, MODES[mode], range(6, 16), VOCAB)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks", "threads 1", "threads 2"} - set(+counts)
     assert not missing, counts
@@ -157,7 +163,7 @@ def test_a_sample_of_schedules(llama: Path, mode: str) -> None:
 def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
     """Four requests of one row each, at random places of batches of 4 to 64."""
     watched = [each for each in tiny_watched() if len(each.prompt) in (2, 16, 40, 90)]
-    expected = reference(llama, watched, MODES[mode])
+    expected = tiny_reference(llama, mode)
     rng = np.random.default_rng(threads)
     counts: Counter[str] = Counter()
     options = {"max_num_seqs": 64, "num_blocks": 400, "threads": threads, "max_model_len": MAX_MODEL_LEN}
@@ -208,7 +214,7 @@ def test_windows_and_several_groups(mixed: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sample_of_schedules_with_drafts(llama: Path, mode: str) -> None:
     """Every method, in all kinds of schedules: the bits are those without drafts."""
-    expected = reference(llama, tiny_watched(), MODES[mode])
+    expected = tiny_reference(llama, mode)
     first = 500 + 10 * list(MODES).index(mode)
     counts = check(llama, tiny_watched(), expected, MODES[mode], range(first, first + 5), VOCAB, draft_model=llama)
     assert 0 < counts["accepted"] < counts["drafted"]
@@ -220,7 +226,7 @@ def test_a_hundred_schedules_with_drafts(llama: Path, mixed: Path, mode: str) ->
     """25 per mode, every fifth of them on the model with several groups."""
     options = MODES[mode]
     first = 20_000 + 100 * list(MODES).index(mode)
-    expected = reference(llama, tiny_watched(), options)
+    expected = tiny_reference(llama, mode)
     check(llama, tiny_watched(), expected, options, range(first, first + 20), VOCAB, draft_model=llama)
     options = {**options, "dtype": "bfloat16"}
     expected = reference(mixed, tiny_watched(), {**options, "num_blocks": 300})
@@ -240,17 +246,17 @@ LORA: dict[str, object] = {"enable_lora": True, "max_lora_rank": 40}
 
 
 @pytest.fixture(scope="module")
-def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoraRef]:
+def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoraRef, ...]:
     """Of ranks 3 to 40, for different layers and parts of them."""
     folder = tmp_path_factory.mktemp("adapters")
-    return [
+    return (
         write_adapter(folder / "small", llama, 3, 1),
         write_adapter(folder / "large", llama, 40, 2, EVERYTHING),
         write_adapter(folder / "some", llama, 16, 3, ("q_proj", "v_proj", "down_proj"), layers=(1,)),
-    ]
+    )
 
 
-def adapted(watched: list[Watched], adapters: list[LoraRef]) -> list[Watched]:
+def adapted(watched: list[Watched], adapters: tuple[LoraRef, ...]) -> list[Watched]:
     """Every request with an adapter or none; the first of each kind, with all of them, so that they share prompts."""
     choices = [None, *adapters]
     found = [replace(each, adapter=choices[i // 2 % len(choices)]) for i, each in enumerate(watched)]
@@ -260,11 +266,17 @@ def adapted(watched: list[Watched], adapters: list[LoraRef]) -> list[Watched]:
     ]
 
 
+@functools.cache
+def adapted_reference(model: Path, adapters: tuple[LoraRef, ...], mode: str) -> Trace:
+    """What those of `adapted` get alone."""
+    return reference(model, adapted(tiny_watched(), adapters), {**MODES[mode], **LORA})
+
+
 @pytest.mark.parametrize("mode", ["bf16", "int8"])
-def test_adapters(llama: Path, adapters: list[LoraRef], mode: str) -> None:
+def test_adapters(llama: Path, adapters: tuple[LoraRef, ...], mode: str) -> None:
     """A request's bits depend neither on its neighbours' adapters nor on their number; blocks are shared by none."""
     options, watched = {**MODES[mode], **LORA}, adapted(tiny_watched(), adapters)
-    expected = reference(llama, watched, options)
+    expected = adapted_reference(llama, adapters, mode)
     assert len({tuple(expected.tokens[1000 + 10 * i]) for i in range(len(adapters) + 1)}) == len(adapters) + 1
     first = 600 + 10 * list(MODES).index(mode)
     counts = check(llama, watched, expected, options, range(first, first + 6), VOCAB, adapters=adapters)
@@ -272,26 +284,26 @@ def test_adapters(llama: Path, adapters: list[LoraRef], mode: str) -> None:
     assert not missing, counts
 
 
-def test_adapters_with_drafts(llama: Path, adapters: list[LoraRef]) -> None:
+def test_adapters_with_drafts(llama: Path, adapters: tuple[LoraRef, ...]) -> None:
     options, watched = {**MODES["bf16"], **LORA}, adapted(tiny_watched(), adapters)
-    expected = reference(llama, watched, options)
+    expected = adapted_reference(llama, adapters, "bf16")
     counts = check(llama, watched, expected, options, range(640, 644), VOCAB, draft_model=llama, adapters=adapters)
     assert 0 < counts["accepted"] < counts["drafted"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_a_hundred_schedules_of_adapters(llama: Path, adapters: list[LoraRef], mode: str) -> None:
+def test_a_hundred_schedules_of_adapters(llama: Path, adapters: tuple[LoraRef, ...], mode: str) -> None:
     """25 per mode."""
     options, watched = {**MODES[mode], **LORA}, adapted(tiny_watched(), adapters)
     first = 30_000 + 100 * list(MODES).index(mode)
-    expected = reference(llama, watched, options)
+    expected = adapted_reference(llama, adapters, mode)
     check(llama, watched, expected, options, range(first, first + 25), VOCAB, adapters=adapters)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_experts(experts: Path, mode: str) -> None:
-    expected = reference(experts, tiny_watched(), MODES[mode])
+    expected = tiny_reference(experts, mode)
     check(experts, tiny_watched(), expected, MODES[mode], range(300, 304), VOCAB)
 
 
@@ -300,7 +312,7 @@ def test_experts(experts: Path, mode: str) -> None:
 def test_a_hundred_schedules_of_experts(experts: Path, mode: str) -> None:
     """25 per mode."""
     first = 9000 + 100 * list(MODES).index(mode)
-    expected = reference(experts, tiny_watched(), MODES[mode])
+    expected = tiny_reference(experts, mode)
     check(experts, tiny_watched(), expected, MODES[mode], range(first, first + 25), VOCAB)
 
 
@@ -310,7 +322,7 @@ def test_a_thousand_schedules(llama: Path, mixed: Path, mode: str) -> None:
     """250 a mode, every fifth of them on the model with several groups."""
     options = MODES[mode]
     first = 1000 * (1 + list(MODES).index(mode))
-    expected = reference(llama, tiny_watched(), options)
+    expected = tiny_reference(llama, mode)
     counts = check(llama, tiny_watched(), expected, options, range(first, first + 200), VOCAB)
     print(mode, dict(counts))
     expected = reference(mixed, tiny_watched(), {**options, "num_blocks": 300})
