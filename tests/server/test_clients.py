@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,9 +102,10 @@ parts = [c.choices[0].delta.content or "" for c in litellm.completion(**ask, str
 print(json.dumps([whole, "".join(parts)]))
 """
     pytest.importorskip("litellm")
-    done = subprocess.run(
-        [sys.executable, "-c", script, f"{fake_server.url}/v1"], capture_output=True, text=True, timeout=120, check=True
-    )
+    command = [sys.executable, "-c", script, f"{fake_server.url}/v1"]
+    # Without the variable, litellm waits for a list of prices from the network.
+    env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
     whole, streamed = json.loads(done.stdout.splitlines()[-1])
     assert whole == streamed != ""
 

@@ -63,10 +63,10 @@ def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path) -> None:
             await llm.load_adapter(LoraRef("a", str(tmp_path / "a"), "00"))
         loras = {name: await llm.find_adapter(LoRARequest(name, 1, str(tmp_path / name))) for name in "ab"}
         await llm.load_adapter(loras["a"])
-        undisturbed = {name: await collect(llm, f"first {name}", loras.get(name), 400) for name in ("a", "b", "")}
+        undisturbed = {name: await collect(llm, f"first {name}", loras.get(name), 250) for name in ("a", "b", "")}
         assert len({str(tokens) for tokens in undisturbed.values()}) == 3
         running = {
-            name: asyncio.create_task(collect(llm, f"again {name}", loras.get(name), 400)) for name in undisturbed
+            name: asyncio.create_task(collect(llm, f"again {name}", loras.get(name), 250)) for name in undisturbed
         }
         while not client.stats().num_running:
             await asyncio.sleep(0.001)
@@ -80,7 +80,7 @@ def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path) -> None:
         await loading
         assert client.num_deaths == 1
         assert list(client._adapters._loaded) == [loras["b"].digest]
-        assert await collect(llm, "last", loras["a"], 400) == undisturbed["a"]
+        assert await collect(llm, "last", loras["a"], 250) == undisturbed["a"]
 
     run(model, work)
 

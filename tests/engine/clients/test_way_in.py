@@ -51,7 +51,7 @@ async def assert_clean(llm: AsyncEngine, client: ProcessClient) -> None:
     assert len(client._journal) == 0
     assert llm._outputs.live_ids == []
     assert llm._readers == {}
-    await asyncio.sleep(2 * STEP_TIMEOUT_S)
+    await asyncio.sleep(1.25 * STEP_TIMEOUT_S)  # the watch looks every tenth of a second
     assert client._supervisor.link is not None
     assert client._supervisor.link.is_idle
     assert client.stuck_for_s() < STEP_TIMEOUT_S
