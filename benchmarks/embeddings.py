@@ -81,10 +81,26 @@ def load_openvino(model: str, threads: int, batch_size: int, dtype: str) -> Embe
     from sentence_transformers import SentenceTransformer
 
     loaded = SentenceTransformer(model, device="cpu")
-    tokenizer, module = loaded.tokenizer, loaded[0].auto_model
+    tokenizer, encoder = loaded.tokenizer, loaded[0].auto_model
+
+    class WithMask(torch.nn.Module):
+        """The encoder with a mask of four dimensions: transformers' code that makes one cannot be traced."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(
+            self, input_ids: torch.Tensor, token_type_ids: torch.Tensor, attention_mask: torch.Tensor
+        ) -> torch.Tensor:
+            hidden = (1.0 - attention_mask[:, None, None, :].float()) * torch.finfo(torch.float32).min
+            hidden = hidden.expand(-1, 1, input_ids.shape[1], -1)
+            output = self.encoder(input_ids=input_ids, token_type_ids=token_type_ids, attention_mask=hidden)
+            return output.last_hidden_state
+
     example = dict(tokenizer(["an example", "another one"], padding=True, return_tensors="pt"))
     with torch.inference_mode():
-        converted = openvino.convert_model(module, example_input=example)
+        converted = openvino.convert_model(WithMask(), example_input=example)
     precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     compiled = openvino.Core().compile_model(
         converted,
