@@ -122,7 +122,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's output as it grows, everything so far each time; the last one has `finished` set.
 
-        prompt: a string, token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`; one per call.
+        prompt: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `{"prompt_embeds": ...}` (see
+            LLM.generate); one per call.
         lora_request: the LoRA adapter to use; needs enable_lora.
         Raises RequestError for a prompt that cannot be served, before anything runs; UsageError if the AsyncLLM is
         closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.

@@ -80,6 +80,8 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     device = _device_name(config.parallel)
     tasks = _tasks(config, model)
     config = config if tasks.is_causal else fit_whole_prompts(config)
+    if config.model.enable_prompt_embeds and not model.takes_embeds:
+        raise ConfigError(f"enable_prompt_embeds: {files.name!r} does not take prompts as embeddings; leave it out")
     config, max_model_len = fit_defaults(config, _max_model_len(config, spec, tasks.plan.max_seq_length), device)
     dtype = _dtype(_asked_dtype(config, device), spec.torch_dtype, device)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype

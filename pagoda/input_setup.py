@@ -26,6 +26,7 @@ def build_input_processor(setup: EngineSetup, encoding_limits: EncodingLimits | 
         model.request_limits.max_logprobs,
         model.request_limits,
         setup.tasks,
+        setup.spec.hidden_size if model.enable_prompt_embeds else 0,
     )
     adapters = None
     if model.lora.enable_lora:

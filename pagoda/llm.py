@@ -30,6 +30,7 @@ from pagoda.engine.inputs.prompts import (
     check_conversation,
     check_prompt,
     for_each,
+    is_embeds,
     is_one_conversation,
     is_one_prompt,
 )
@@ -125,7 +126,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one finished output for each prompt, in their order.
 
-        prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of those.
+        prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `{"prompt_embeds": ...}` (a numpy
+            array or torch tensor [tokens, hidden size]; needs enable_prompt_embeds), or a list of those.
         sampling_params: for all prompts, or one for each; SamplingParams() when not given.
         use_tqdm: show progress on a terminal when it takes long.   priority: one for each prompt, smaller is sooner.
         lora_request: the adapter of all prompts, or a list with one (or None) for each; needs enable_lora.
@@ -244,7 +246,8 @@ class LLM:
         for begin in range(0, len(each), concurrency_limit or max(len(each), 1)):
             some = slice(begin, begin + (concurrency_limit or len(each)))
             outputs += self.generate(each[some], sampling, use_tqdm=use_tqdm, lora_request=adapters[some])
-        return [beams_of(output, self.tokenizer) for output in outputs]
+        pairs = zip(outputs, each, strict=True)
+        return [beams_of(output, self.tokenizer, not is_embeds(prompt)) for output, prompt in pairs]
 
     # ---- LoRA adapters
 

@@ -92,6 +92,15 @@ def test_embeddings() -> None:
     assert "Paris" in lines[4]
 
 
+def test_prompt_embeddings() -> None:
+    lines = run("prompt_embeddings.py").splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["text", "first", "second", "again", "base64"]
+    assert "' Paris" in lines[0]
+    said = [line.partition(", ")[2] for line in lines[:4]]
+    assert said[1] == said[3] != said[2]
+    assert "32 tokens from the prefix cache" in lines[3]
+
+
 def test_policy() -> None:
     lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
     assert len(lengths) == 4

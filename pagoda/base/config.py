@@ -72,6 +72,9 @@ class ModelConfig:
         HFOverrides,
         Setting("What replaces settings of the model's files: its pooling, and what makes a reranker of it."),
     ] = field(default_factory=HFOverrides)
+    enable_prompt_embeds: Annotated[bool, Setting("Accept prompts as embeddings, in place of text or token ids.")] = (
+        False
+    )
     seed: Annotated[int | None, Setting("Seed that makes sampled output repeatable.", unset="random")] = None
     chat_template: Annotated[
         str | None, Setting("Jinja file or text to use as the chat template.", unset="the model's own")

@@ -41,6 +41,10 @@ _FINISH_REASONS = {
 }
 
 
+PLACEHOLDER_ID = 0
+"""The token id of prompt positions that are given as embeddings. No output depends on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoraRef:
     """One adapter.
@@ -86,6 +90,8 @@ class Request:
         as output, are not emitted again, and sampling continues after them. Empty, or one tuple per sequence.
     arrival_time_s: on the engine's clock.   priority: smaller is sooner.
     encoder_len: encoder tokens of an encoder-decoder request (sizes its cross-attention table), else 0.
+    prompt_embeds: float32 [n, hidden], what the first n prompt positions have in place of their tokens' embeddings;
+        their token ids are PLACEHOLDER_ID.
     """
 
     request_id: str
@@ -104,10 +110,16 @@ class Request:
     media: tuple[MediaItem, ...] = ()
     encoder_len: int = 0
     prior_output: tuple[tuple[int, ...], ...] = ()
+    prompt_embeds: np.ndarray | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_embeds(self) -> int:
+        """How many of the first prompt positions are given as embeddings."""
+        return 0 if self.prompt_embeds is None else len(self.prompt_embeds)
 
     @property
     def reads_prefix_cache(self) -> bool:

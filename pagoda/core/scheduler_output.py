@@ -31,6 +31,7 @@ class RowInit:
     block_ids: per KV group, int32 [num_blocks]; 0 is the null block (freed: out of the window).
     sequence: its index in the request.   seed: of this sequence (request seed + index).
     cache_salt: of its request; what is learnt from this row's text may only be used for rows with the same salt.
+    prompt_embeds: of its request: float32 [n, hidden], for positions 0 .. n - 1.
     """
 
     row: int
@@ -49,6 +50,7 @@ class RowInit:
     media: tuple[MediaItem, ...] = ()
     encoder_len: int = 0
     cache_salt: str | None = None
+    prompt_embeds: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,14 +120,14 @@ class AsyncEngine:
         arrival_time_s = self._clock.now()
         self.input_processor.check_before_tokenising(prompt, params)
         keep = self.input_processor.num_kept(params)
-        token_ids = await self.text.token_ids_of(prompt, add_special_tokens, key, keep)
+        encoded = await self.text.read(prompt, add_special_tokens, key, keep)
         if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
             params = await self.text.prepare_params(params, key)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_is_new(request_id)
         return self.input_processor.make_request(
             request_id,
-            token_ids,
+            encoded,
             params,
             arrival_time_s=arrival_time_s,
             priority=priority,

@@ -12,7 +12,8 @@ from pagoda.engine.fair_threads import FairThreads
 from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
-from pagoda.engine.inputs.prompts import Prompt, text_of
+from pagoda.engine.inputs.prompt_encoder import EncodedPrompt
+from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.inputs.scoring import PLAIN_PAIRS, PairOptions, Scoring
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.templates.job import InProcessRenderer
@@ -67,20 +68,19 @@ class AsyncText:
             return await self._threads.run(key, num_chars, prepare)
         return self._inputs.params.prepare(params)
 
-    async def token_ids_of(
+    async def read(
         self, prompt: Prompt, add_special_tokens: bool = True, key: str = "", keep: int | None = None
-    ) -> Any:
-        """Return the prompt's token ids (a sequence or array), not yet validated. Raises RequestError.
+    ) -> EncodedPrompt:
+        """Return the prompt as the model reads it, not yet validated. Raises RequestError.
 
         keep: see PromptEncoder.token_ids_of.
         """
-        text = text_of(prompt)
-        token_ids_of = self._inputs.prompts.token_ids_of
-        if text is not None and self._is_long(text):
-            return await self._threads.run(
-                key, len(text), lambda cancellation: token_ids_of(prompt, add_special_tokens, cancellation, keep)
-            )
-        return token_ids_of(prompt, add_special_tokens, keep=keep)
+        read, size = self._inputs.prompts.read, size_of(prompt)
+        if not size or size < self._inputs.tokenizer.inline_chars:
+            return read(prompt, add_special_tokens, keep=keep)
+        return await self._threads.run(
+            key, size, lambda cancellation: read(prompt, add_special_tokens, cancellation, keep)
+        )
 
     async def plan_scores(
         self,

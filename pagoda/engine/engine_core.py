@@ -48,6 +48,7 @@ class EngineCore:
         *,
         waits_for_drafts: bool = False,
         adapters: AdapterLoader | None = None,
+        embeds_size: int = 0,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
 
@@ -55,6 +56,7 @@ class EngineCore:
         ModelRunnerOutput.no_drafts_until): drafts for rows that are scheduled already are of no use.
         grammars: the backend that the scheduler and the executor use; None if requests cannot have a grammar.
         adapters: the executor, if requests may use LoRA adapters.
+        embeds_size: elements of a prompt embedding; 0 if prompts cannot be given as embeddings.
         """
         self.facts = facts
         self._scheduler = scheduler
@@ -64,6 +66,7 @@ class EngineCore:
         self._depth = pipeline_depth
         self._grammars = grammars
         self._adapters = adapters
+        self._embeds_size = embeds_size
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
@@ -79,6 +82,7 @@ class EngineCore:
         If it fails, the engine's state is unchanged.
         """
         check_token_ids(request, self._vocab_size)
+        check_embeds(request, self._embeds_size)
         if request.lora is not None:
             self._adapter_loader()
         grammar = request.grammar
@@ -229,6 +233,25 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     for name, ids in named.items():
         if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:
             raise RequestError(f"{name}: id {worst} is outside of the vocabulary (0 .. {vocab_size - 1})", name)
+
+
+def check_embeds(request: Request, size: int) -> None:
+    """Raise RequestError unless the prompt's embeddings are float32 [1 .. prompt tokens, size] and finite.
+
+    size: 0 if prompts cannot be given as embeddings.
+    """
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return
+    if not size:
+        raise RequestError("prompt embeddings are off on this engine: set enable_prompt_embeds", "prompt_embeds")
+    fits = embeds.ndim == 2 and embeds.shape[1] == size and 1 <= len(embeds) <= request.num_prompt_tokens
+    if not fits or embeds.dtype != np.float32:
+        raise RequestError(f"prompt_embeds: {embeds.dtype} {embeds.shape} does not fit the model", "prompt_embeds")
+    if not np.isfinite(embeds).all():
+        raise RequestError("prompt_embeds: has values that are not finite", "prompt_embeds")
+    if request.sampling is not None and request.sampling.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs: embeddings have no tokens that could be probable", "prompt_logprobs")
 
 
 def _has_events(output: SchedulerOutput) -> bool:

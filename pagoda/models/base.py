@@ -22,6 +22,7 @@ class Model(Module):
     is_causal: False: a token attends to all tokens, so that a prompt is computed in one chunk and nothing is cached.
     generates: False: there is no head for tokens, and `compute_logits` is never called.
     num_token_types: where it is not 0, a batch has the input TOKEN_TYPES: int32 [num_tokens], below this number.
+    takes_embeds: prompts may be given as embeddings (see layers/embedding.py).
     """
 
     spec: ModelSpec
@@ -30,6 +31,7 @@ class Model(Module):
     is_causal: bool = True
     generates: bool = True
     num_token_types: int = 0
+    takes_embeds: bool = False
     dense: Sequence["PoolingLayer"] = ()
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:

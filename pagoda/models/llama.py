@@ -80,7 +80,7 @@ class LlamaModel(Module):
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """[num_tail, hidden], normed."""
-        x, residual = self.embed_tokens(ops, batch.token_ids), None
+        x, residual = self.embed_tokens.of_batch(ops, batch), None
         layers = self.layers[: batch.num_layers] if batch.num_layers else self.layers
         for layer in layers:
             x, residual = layer(ops, x, residual, batch, kv, last=layer is layers[-1])
@@ -91,6 +91,7 @@ class Llama(Model):
     """The model and its head. Models that differ in their layers name another layer class."""
 
     layer: type[LlamaLayer] = LlamaLayer
+    takes_embeds = True
 
     def __init__(self, config: DecoderConfig) -> None:
         spec = config.spec

@@ -35,6 +35,7 @@ class Domain(IntEnum):
     TAIL = 1  # the tokens whose final hidden states are needed
     LOGITS = 2  # the rows that give logits
     ENCODER = 3  # an encoder's positions
+    EMBEDS = 4  # the batch's tokens that are given as embeddings
 
 
 class Scalar(Enum):

@@ -36,6 +36,7 @@ from pagoda.ops.shape_rules import (
     check_low_rank,
     check_moe,
     check_norm,
+    check_put_rows,
     check_rotary_write,
     check_tables,
     half_of_gate_up,
@@ -325,6 +326,17 @@ class ForwardOps(Protocol):
     )
     def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """[T, hidden], int64 [S] -> [S, hidden]."""
+        ...
+
+    @op(
+        "rows",
+        check_put_rows,
+        x=Rows(contiguous=True, any_domain=True, writes=True),
+        rows=Rows("x", contiguous=True),
+        index=Rows(I64, below="x"),
+    )
+    def put_rows(self, x: Tensor, rows: Tensor, index: Tensor) -> None:
+        """x[index[i]] = rows[i], in place: x [T, hidden], rows [S, hidden], index int64 [S] without repeats."""
         ...
 
     @op(

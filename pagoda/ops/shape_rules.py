@@ -64,6 +64,11 @@ def check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"adapters of a layer [{rows}, {columns}] do not fit {given}")
 
 
+def check_put_rows(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if shapes["rows"][1:] != shapes["x"][1:]:
+        raise ValueError(f"rows {shapes['rows']} do not fit x {shapes['x']}")
+
+
 def check_layer_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     if not shapes["weight"] == shapes["bias"] == shapes["x"][1:]:
         raise ValueError(f"weight {shapes['weight']} and bias {shapes['bias']} do not fit x {shapes['x']}")

@@ -24,8 +24,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, Request
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
-from pagoda.engine.inputs.prompts import Prompt as EnginePrompt
-from pagoda.engine.inputs.prompts import text_of
+from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.answers import Timings
@@ -33,8 +32,6 @@ from pagoda.server.errors import ApiError
 from pagoda.server.live_ids import LiveIds
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.streams import cancel_on_disconnect
-
-Prompt = str | list[int]
 
 _PROMPTS_PER_TURN = 16
 """Prompts of one HTTP request to prepare or start per turn of the event loop, so that others are not delayed."""
@@ -47,7 +44,7 @@ class PromptsToPrepare:
     params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
     """
 
-    prompts: Sequence[EnginePrompt]
+    prompts: Sequence[Prompt]
     params: Sequence[Params]
     names: Sequence[str]
     priority: int
@@ -57,10 +54,10 @@ class PromptsToPrepare:
 
     @property
     def num_chars(self) -> int:
-        """Characters to tokenise."""
+        """Characters to tokenise, and bytes of embeddings to read."""
         first = self.params[0]
         words = first.bad_words if isinstance(first, SamplingParams) else ()
-        return sum(map(len, words)) + sum(len(text_of(prompt) or "") for prompt in self.prompts)
+        return sum(map(len, words)) + sum(map(size_of, self.prompts))
 
     @property
     def has_grammar(self) -> bool:
@@ -243,7 +240,7 @@ class Generator:
     async def begin_pooling(
         self,
         http: HttpRequest,
-        prompts: Sequence[EnginePrompt],
+        prompts: Sequence[Prompt],
         params: Sequence[PoolingParams],
         names: Sequence[str],
         request_id: str,

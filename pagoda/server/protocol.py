@@ -15,6 +15,8 @@ from msgspec import UNSET, Meta, UnsetType
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
+from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.fields import (
     Body,
     Flag,
@@ -58,7 +60,9 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     add_special_tokens: Flag = False
-    best_of: Unserved = None  # see TEXT_ONLY
+    # see TEXT_ONLY
+    best_of: Unserved = None
+    prompt_embeds: Unserved = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
@@ -107,7 +111,8 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
 class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt_embeds: str | list[str] | None = None
     max_tokens: PromptOnlyCount | UnsetType | None = UNSET
     max_completion_tokens: PromptOnlyCount | None = None
     best_of: OutputCount | None = None
@@ -134,17 +139,18 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
         check_chat_only(self)
+        if not self.prompt_embeds and not self.prompt:
+            raise RequestError("prompt: is required" if self.prompt is None else "prompt: is empty", "prompt")
         num_prompts = len(self.prompts())
         limits.check("prompts", num_prompts, "prompt")
         self._check_best_of()
         limits.check("outputs", num_prompts * self.num_outputs, "prompt")
         limits.check_lists_of_prompts(self, num_prompts)
         if self.truncate_prompt_tokens is not None:
-            num_chars = sum(len(prompt) for prompt in self.prompts() if isinstance(prompt, str))
+            num_chars = sum(len(prompt) for prompt in self._texts() if isinstance(prompt, str))
             limits.check("tokenized_chars", num_chars, "prompt")
-        if not self.prompt:
-            raise RequestError("prompt: is empty", "prompt")
-        _check_alike(self.prompt)
+        _check_alike(self.prompt or "")
+        self._check_embeds()
         field, asked = self.asked_tokens
         if asked == 0 and not self.echo:
             raise RequestError(f"{field}: 0 is only allowed with echo", field)
@@ -173,16 +179,34 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         if self.use_beam_search:
             raise RequestError("best_of: a beam search returns its best beams; set only n, its width", "best_of")
 
+    def _check_embeds(self) -> None:
+        if not self.prompt_embeds:
+            return
+        for name in ("echo", "prompt_logprobs"):
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"{name}: a prompt of embeddings has no tokens; leave {name} out", name)
+
     @property
     def num_logprobs(self) -> int | None:
         """Number of log-probabilities per token; None for null and false."""
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list, in order."""
+    def prompts(self) -> list[Prompt]:
+        """The prompts as a list, in order: first those that are embeddings."""
+        return [*self._embeds(), *self._texts()]
+
+    def _embeds(self) -> list[Prompt]:
+        given = self.prompt_embeds or []
+        if isinstance(given, str):
+            return [{"prompt_embeds": EncodedEmbeds(given)}]
+        return [{"prompt_embeds": EncodedEmbeds(data, f"prompt_embeds[{index}]")} for index, data in enumerate(given)]
+
+    def _texts(self) -> list[str | list[int]]:
+        if not self.prompt:
+            return []
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
+        if isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
 

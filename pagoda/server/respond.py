@@ -16,9 +16,10 @@ from msgspec import UNSET, Struct, UnsetType
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.answers import Timings, Usage
 from pagoda.server.body import read_body
-from pagoda.server.generation import Generation, Prompt
+from pagoda.server.generation import Generation
 from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.state import ServerState, state_of

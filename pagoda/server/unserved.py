@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from pagoda.base.errors import RequestError
-from pagoda.server.errors import ApiError
 
 Unserved = Annotated[Any, Meta(description="Not served: only a neutral value", extra_json_schema={"enum": [None]})]
 
@@ -30,7 +29,6 @@ class UnservedFields(Struct, kw_only=True, frozen=True):
     modalities: Unserved = None
     moderation: Unserved = None
     prediction: Unserved = None
-    prompt_embeds: Unserved = None
     repetition_detection: Unserved = None
     return_mm_kwargs: Unserved = None
     return_prompt_text: Unserved = None
@@ -48,14 +46,10 @@ class UnservedFields(Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class UnservedField:
-    """what: completes "this server does not support ...".   neutral: accepted values, in addition to NEUTRAL.
-
-    is_planned: rejected with 501 instead of 400.
-    """
+    """what: completes "this server does not support ...".   neutral: accepted values, in addition to NEUTRAL."""
 
     what: str
     neutral: tuple[Any, ...] = ()
-    is_planned: bool = False
 
 
 NEUTRAL: tuple[Any, ...] = (None, False, [], "")
@@ -76,7 +70,6 @@ UNSERVED = {
     "modalities": UnservedField("modalities other than text", (["text"], "text")),
     "moderation": UnservedField("moderation"),
     "prediction": UnservedField("predicted outputs"),
-    "prompt_embeds": UnservedField("prompts as embeddings", is_planned=True),
     "repetition_detection": UnservedField("repetition detection"),
     "return_mm_kwargs": UnservedField(_MEDIA, (True,)),
     "return_prompt_text": UnservedField("`return_prompt_text`; use `return_token_ids` and /detokenize"),
@@ -114,11 +107,11 @@ CHAT_ONLY = {
 
 
 # Declared by ChatCompletionRequest, for the same reason.
-TEXT_ONLY = {"best_of": UnservedField("`best_of`", (1,))}
+TEXT_ONLY = {"best_of": UnservedField("`best_of` (use `n`)", (1,)), "prompt_embeds": UnservedField("`prompt_embeds`")}
 
 
 def check_unserved(body: UnservedFields) -> None:
-    """Raise RequestError, or ApiError (501), for the first field that has a value other than a neutral one."""
+    """Raise RequestError for the first field that has a value other than a neutral one."""
     _check(body, UNSERVED, "")
 
 
@@ -129,7 +122,7 @@ def check_chat_only(body: Struct) -> None:
 
 def check_text_only(body: Struct) -> None:
     """Like `check_unserved`, for a chat completion's fields of text completions."""
-    _check(body, TEXT_ONLY, " with a chat completion; it belongs to /v1/completions, or use `n`")
+    _check(body, TEXT_ONLY, " with a chat completion; it belongs to /v1/completions")
 
 
 def _check(body: Struct, fields: dict[str, UnservedField], where: str) -> None:
@@ -137,6 +130,4 @@ def _check(body: Struct, fields: dict[str, UnservedField], where: str) -> None:
         value = getattr(body, name)
         if value is None or value in NEUTRAL or value in field.neutral:
             continue
-        if field.is_planned:
-            raise ApiError(501, f"{name}: {field.what} is not available yet on this server", name)
         raise RequestError(f"{name}: this server does not support {field.what}{where}", name)

@@ -15,6 +15,7 @@ from pagoda.worker.token_counts import TokenCounts
 # Columns with one number per row that a fork copies.
 _COLUMNS = (
     "num_prompt",
+    "num_embeds",
     "num_tokens",
     "temperature",
     "top_k",
@@ -36,6 +37,7 @@ class DeviceTable:
     token_ids: int32 [max_rows, max_len], prompt, then the worker's own samples, then drafts of the current step.
     block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
+    num_embeds: int32 [max_rows], first positions that are given as embeddings and have no token.
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
     constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
     token_counts: per row with penalties, else None; they count from `token_ids` when they are asked.
@@ -51,6 +53,7 @@ class DeviceTable:
         self.block_tables = tuple(np.zeros((max_rows, max_blocks), np.int32) for _ in range(num_groups))
         self.seeds = np.zeros(max_rows, np.uint64)
         self.num_prompt = np.zeros(max_rows, np.int32)
+        self.num_embeds = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int32)
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int32)
@@ -119,6 +122,7 @@ class DeviceTable:
         self.token_ids[row, :num_tokens] = init.token_ids
         self.num_tokens[row] = num_tokens
         self.num_prompt[row] = init.num_prompt_tokens
+        self.num_embeds[row] = 0 if init.prompt_embeds is None else len(init.prompt_embeds)
         self.seeds[row] = init.seed & 0xFFFFFFFFFFFFFFFF
         for table, ids in zip(self.block_tables, init.block_ids, strict=True):
             table[row, : len(ids)] = ids
@@ -152,7 +156,10 @@ class DeviceTable:
         self.constrained[row] = constraints is not None
         counts = constraints is not None and constraints.has_penalty
         with_prompt = bool(self.repetition[row] != 1)
-        self.token_counts[row] = TokenCounts(int(self.num_prompt[row]), with_prompt) if counts else None
+        self.token_counts[row] = self._new_counts(row, with_prompt) if counts else None
+
+    def _new_counts(self, row: int, with_prompt: bool) -> TokenCounts:
+        return TokenCounts(int(self.num_prompt[row]), int(self.num_embeds[row]) if with_prompt else None)
 
     def _fork(self, fork: RowFork) -> None:
         src, dst = fork.src, fork.dst

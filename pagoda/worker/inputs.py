@@ -10,10 +10,12 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.kernels.transfer import to_device
 from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
+from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.pooler import PooledChunk
+from pagoda.worker.prompt_embeds import StepEmbeds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,12 +52,14 @@ def build_inputs(
     adapters: np.ndarray | None = None,
     pooling: PoolingKind = PoolingKind.LAST,
     num_token_types: int = 0,
+    embeds: StepEmbeds | None = None,
 ) -> StepInputs:
     """Gather the step's inputs. `output` must not be empty and must have been applied to `table`.
 
     adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
     pooling: which hidden states pooled rows need.
     num_token_types: of a model that takes token types, else 0.
+    embeds: prompt embeddings among the step's tokens.
     """
     rows = output.rows
     # Kernels read raw int32 memory.
@@ -109,6 +113,10 @@ def build_inputs(
         of_pair = positions >= table.pair_start[row_of_token] if num_token_types > 1 else np.zeros(len(positions))
         (types,) = to_device([of_pair.astype(np.int32)], device)
         batch = replace(batch, inputs={**batch.inputs, TOKEN_TYPES: Input(types)})
+    if embeds is not None:
+        (index_t,) = to_device([embeds.index], device)
+        of_embeds = {EMBEDS: Input(embeds.values, Domain.EMBEDS), EMBED_ROWS: Input(index_t, Domain.EMBEDS)}
+        batch = replace(batch, inputs={**batch.inputs, **of_embeds})
     return StepInputs(
         batch=batch,
         draw_rows=draws.rows,

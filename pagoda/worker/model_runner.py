@@ -18,6 +18,7 @@ from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.pooler import Pooler
+from pagoda.worker.prompt_embeds import PromptEmbeds
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.step_times import StepTimes
@@ -44,11 +45,12 @@ class ModelRunner:
         grammars: GrammarRows | None = None,
         adapters: Adapters | None = None,
         pooling: PoolingPlan | None = None,
+        embeds: PromptEmbeds | None = None,
     ) -> None:
         """speculator: proposes drafts after each step; None if nothing drafts.
 
         grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
-        pooling: in place of the model's own.
+        pooling: in place of the model's own.   embeds: None if no prompt may be given as embeddings.
         """
         self._forward = forward
         self._table = table
@@ -59,6 +61,7 @@ class ModelRunner:
         self._grammars = grammars
         self._adapters = adapters
         self._pooler = Pooler(forward, pooling)
+        self._embeds = embeds
         self.times = StepTimes()
 
     @torch.inference_mode()
@@ -99,8 +102,9 @@ class ModelRunner:
             duration_s = time.perf_counter() - begin_s
             return ModelRunnerOutput(output.step, _NO_TOKENS, _NO_COUNTS, duration_s=duration_s, swap_s=swap_s)
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
+        embeds = self._embeds.take(output) if self._embeds is not None else None
         inputs = build_inputs(
-            self._table, output, self._device, slots, self._pooler.kind, self._forward.num_token_types
+            self._table, output, self._device, slots, self._pooler.kind, self._forward.num_token_types, embeds
         )
         masks: Future[GrammarMasks] | None = None
         if self._grammars is not None:  # filled while the forward runs
@@ -165,6 +169,8 @@ class ModelRunner:
             if self._adapters is not None:
                 self._adapters.apply(output)
             self._pooler.apply(output)
+            if self._embeds is not None:
+                self._embeds.apply(output)
             self._table.apply(output)
         except Exception as error:
             raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error

@@ -12,10 +12,10 @@ class TokenCounts:
     so there is nothing to undo when they are rejected. If a row continues from an earlier position, it is counted anew.
     """
 
-    def __init__(self, num_prompt: int, with_prompt: bool) -> None:
-        """with_prompt: tokens of the prompt are penalized too (by the repetition penalty)."""
+    def __init__(self, num_prompt: int, first_penalized: int | None = 0) -> None:
+        """first_penalized: from this position on, tokens of the prompt are penalized too; None: only the output."""
         self._num_prompt = num_prompt
-        self._begin = 0 if with_prompt else num_prompt
+        self._begin = num_prompt if first_penalized is None else first_penalized
         self._start_over()
 
     def _start_over(self) -> None:

@@ -32,6 +32,7 @@ from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.largest_steps import largest_steps
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.prompt_embeds import PromptEmbeds
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.make import make_speculator
 from pagoda.worker.speculation.setup import DraftSetup
@@ -49,7 +50,7 @@ class WorkerConfig:
     num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
     max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
     grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
-    pooling: in place of the model's own.
+    pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
     """
 
     files: ModelFiles
@@ -68,6 +69,7 @@ class WorkerConfig:
     drafting: DraftSetup | None = None
     adapters: AdapterLimits | None = None
     pooling: PoolingPlan | None = None
+    takes_embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ class Worker:
         table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
+        embeds = PromptEmbeds(loaded.dtype, device) if config.takes_embeds else None
         speculator = None
         if config.drafting is not None:
             speculator = make_speculator(
@@ -218,7 +221,7 @@ class Worker:
                 adapters,
             )
         return ModelRunner(
-            loaded.forward, table, cache, device, Sampler(ops), speculator, grammars, adapters, config.pooling
+            loaded.forward, table, cache, device, Sampler(ops), speculator, grammars, adapters, config.pooling, embeds
         )
 
     def _settle_threads(self, ops: NativeOps) -> None:

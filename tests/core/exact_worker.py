@@ -60,6 +60,7 @@ class Row:
     names: list[Name] = field(default_factory=list)  # of KV at each position
     num_logprobs: int = 0
     is_pooled: bool = False
+    embeds: tuple[bytes, ...] = ()  # of the first positions
 
     def name_at(self, position: int, tokens: list[int]) -> Name:
         """What the KV at `position` is computed from: the prefix before it, and the token or media there."""
@@ -74,7 +75,7 @@ class Row:
             for item in self.media:
                 if item.offset <= position < item.offset + item.length:
                     return item.content_hash, position - item.offset
-        return tokens[position]
+        return self.embeds[position] if position < len(self.embeds) else tokens[position]
 
 
 class ExactWorker:
@@ -152,6 +153,8 @@ class ExactWorker:
         )
         row.cross_written = init.num_computed > 0
         row.is_pooled = init.pooling is not None
+        if init.prompt_embeds is not None:
+            row.embeds = tuple(one.tobytes() for one in init.prompt_embeds)
         if init.sampling is not None and init.sampling.beam_search is not None:
             row.num_logprobs = num_beam_candidates(init.sampling, init.eos_token_ids)
         self.rows[init.row] = row
@@ -190,6 +193,7 @@ class ExactWorker:
             old.lora, old.media, old.encoder_len, old.num_prompt, old.cross_written, list(old.names),
             old.num_logprobs,
         )  # fmt: skip
+        self.rows[target].embeds = old.embeds
 
     def _write(self, output: SchedulerOutput) -> dict[int, list[int]]:
         """Write all KV of the step; the tokens each row was fed, drafts included."""

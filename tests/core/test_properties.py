@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, Sche
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
-from pagoda.core.request import LoraRef, MediaItem
+from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem
 from pagoda.core.scheduler_options import SchedulerOptions
 from tests.core.traffic import VOCABULARY, Setting, Traffic, make_request
 
@@ -135,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         penalty=st.sampled_from([0.0, 1.0, 1.0, -1.0]),
         early=st.sampled_from([False, True, "never"]),
         is_pooled=st.sampled_from([False, False, False, True]),
+        num_embeds=st.sampled_from([0, 0, 0, 3, 9, 18]),
         places=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 2)), max_size=2),
     )
     def arrive(
@@ -153,12 +155,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         penalty: float,
         early: bool | Literal["never"],
         is_pooled: bool,
+        num_embeds: int,
         places: list[tuple[int, int, int]],
     ) -> None:
         setting = self.traffic.setting
         self.count += 1
         prompt = [(7 * flavour + place) % VOCABULARY for place in range(length)]
         prompt[shared:] = [(self.count + place) % VOCABULARY for place in range(len(prompt[shared:]))]
+        embeds = None
+        if num_embeds and not setting.scheduler.encoder_budget:
+            embeds = np.array(prompt[:num_embeds], np.float32)[:, None]
+            prompt[:num_embeds] = [PLACEHOLDER_ID] * len(embeds)
         media: list[MediaItem] = []
         if setting.scheduler.encoder_budget and not setting.encoder_decoder:
             for offset, size, kind in sorted(places):
@@ -186,6 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_salt=salt,
             skip_prefix_read=skip,
             media=tuple(media),
+            prompt_embeds=embeds,
             client_index=self.count % 2,
             eos_token_ids=(0,) if self.count % 3 == 0 else (),
             encoder_len=length % 6 + 1 if setting.encoder_decoder else 0,

@@ -36,6 +36,7 @@ class Watched:
     """A request whose every bit is compared. Branch b of it draws with seed + b, and by that seed it is known.
 
     skips_prefix: its prompt is not looked up in the prefix cache.
+    embeds: of the first positions of its prompt, which has zeros there.
     """
 
     prompt: list[int]
@@ -43,6 +44,7 @@ class Watched:
     seed: int
     adapter: LoraRef | None = None
     skips_prefix: bool = False
+    embeds: np.ndarray | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -169,7 +171,8 @@ def play(core: EngineCore, trace: Trace, script: Script) -> None:
             number = order.pop(0)
             each = script.requests[number]
             added = request(number, each.prompt, each.params, each.seed)
-            core.add_request(replace(added, lora=each.adapter, skip_prefix_read=each.skips_prefix))
+            more = {"lora": each.adapter, "skip_prefix_read": each.skips_prefix, "prompt_embeds": each.embeds}
+            core.add_request(replace(added, **more))  # type: ignore[arg-type]
         if step in leaves:
             core.abort([leaves[step]])
         if step in script.resets:
@@ -315,14 +318,17 @@ def random_script(
     requests = [watched[i] for i in picked]
     for number in range(int(rng.integers(0, most_fillers + 1))):
         length = int(rng.choice([1, 9, 40, 100]))
-        prompt = rng.integers(3, vocab_size, length).tolist()
+        prompt, embeds = rng.integers(3, vocab_size, length).tolist(), None
         if rng.random() < 0.3:  # the beginning of a watched one, which is then found in the prefix cache
-            other = watched[int(rng.integers(len(watched)))].prompt
-            prompt = other[: int(rng.integers(1, len(other) + 1))] + prompt[:3]
+            other = watched[int(rng.integers(len(watched)))]
+            shared = int(rng.integers(1, len(other.prompt) + 1))
+            prompt = other.prompt[:shared] + prompt[:3]
+            if rng.random() < 0.7:  # otherwise its tokens are zeros, with which it must not be found
+                embeds = other.embeds[:shared] if other.embeds is not None else None
         params = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), max_tokens=int(rng.integers(1, 20)))
         which = int(rng.integers(len(adapters) + 1)) if adapters else 0
         adapter = adapters[which - 1] if which else None
-        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number, adapter))
+        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number, adapter, embeds=embeds))
     rng.shuffle(requests)  # type: ignore[arg-type]  # a list is what it takes
     at_once = rng.random() < 0.6
     arrivals = [0 if at_once else int(rng.integers(0, 40)) for _ in requests]

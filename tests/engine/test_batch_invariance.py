@@ -301,6 +301,57 @@ def test_a_hundred_schedules_of_adapters(llama: Path, adapters: tuple[LoraRef, .
     check(llama, watched, expected, options, range(first, first + 25), VOCAB, adapters=adapters)
 
 
+EMBEDS: dict[str, object] = {"enable_prompt_embeds": True}
+
+
+def embedded(watched: list[Watched], size: int) -> list[Watched]:
+    """The same with embeddings for all or the first part of most prompts, many of which begin alike."""
+    rng = np.random.default_rng(8)
+    head = rng.normal(size=(70, size)).astype(np.float32)
+    found = []
+    for i, each in enumerate(watched):
+        asks_logprobs = isinstance(each.params, SamplingParams) and each.params.prompt_logprobs is not None
+        count = len(each.prompt) if i % 3 else int(rng.integers(len(each.prompt) + 1))
+        if asks_logprobs or i % 5 == 4 or not count:
+            found.append(each)
+            continue
+        own = rng.normal(size=(count, size)).astype(np.float32)
+        embeds = np.concatenate([head, own[70:]])[:count] if i % 2 else own
+        found.append(replace(each, prompt=[0] * count + each.prompt[count:], embeds=embeds))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["bf16", "int8, int8 kv"])
+def test_prompt_embeddings(llama: Path, mode: str) -> None:
+    """Embeddings next to tokens, in chunks, computed again after preemption, and found in the prefix cache."""
+    options, watched = {**MODES[mode], **EMBEDS}, embedded(tiny_watched(), 192)
+    expected = reference(llama, watched, options)
+    counts = check(llama, watched, expected, options, range(800, 808), VOCAB)
+    missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
+    assert not missing, counts
+
+
+def test_prompt_embeddings_with_adapters_and_drafts(llama: Path, adapters: list[LoraRef]) -> None:
+    options = {**MODES["bf16"], **LORA, **EMBEDS}
+    watched = embedded(adapted(tiny_watched(), adapters), 192)
+    expected = reference(llama, watched, options)
+    counts = check(llama, watched, expected, options, range(850, 856), VOCAB, draft_model=llama, adapters=adapters)
+    assert 0 < counts["accepted"] < counts["drafted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_schedules_of_prompt_embeddings(llama: Path, mixed: Path, mode: str) -> None:
+    """25 per mode, every fifth of them on the model with several groups."""
+    options, watched = {**MODES[mode], **EMBEDS}, embedded(tiny_watched(), 192)
+    first = 40_000 + 100 * list(MODES).index(mode)
+    expected = reference(llama, watched, options)
+    check(llama, watched, expected, options, range(first, first + 20), VOCAB)
+    options, watched = {**options, "dtype": "bfloat16"}, embedded(tiny_watched(), 48)
+    expected = reference(mixed, watched, {**options, "num_blocks": 300})
+    check(mixed, watched, expected, options, range(first + 20, first + 25), VOCAB, num_groups=3)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_experts(experts: Path, mode: str) -> None:
     expected = tiny_reference(experts, mode)

@@ -62,7 +62,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "/v1/completions",
         {"prompt": "Hi", "max_tokens": 3, "seed": 1},
-        ("prompt", "prompt.0", "prompt.0.0", "prompt.prompt_token_ids", *_SAMPLING),
+        ("prompt", "prompt.0", "prompt.0.0", "prompt.prompt_token_ids", "prompt_embeds", "prompt_embeds.0", *_SAMPLING),
     ),
     Route(
         "/tokenize",

@@ -16,7 +16,7 @@ _DEADLINES = (
     "--server-timeouts.template-timeout-s",
     "1",
 )
-_LIMITS = (*_KEYS, *_DEADLINES, "--trust-request-chat-template")
+_LIMITS = (*_KEYS, *_DEADLINES, "--trust-request-chat-template", "--enable-prompt-embeds")
 FAKE_FLAGS = (*FAKE_ENGINE, *_LIMITS)
 REAL_FLAGS = ("--num-blocks", "512", "--max-model-len", "2048", *_LIMITS)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
@@ -202,6 +203,27 @@ def test_linear_and_logits(fast: Ops, reference: ReferenceOps, rows: int, dtype:
 def test_select_rows(fast: Ops) -> None:
     x = draw(9, 4, dtype=F32)
     assert torch.equal(fast.select_rows(x, torch.tensor([8, 0, 3])), x[[8, 0, 3]])
+
+
+@DTYPES
+def test_put_rows(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    x, rows, index = draw(9, 33, dtype=dtype), draw(3, 33, dtype=dtype, seed=1), torch.tensor([8, 0, 3])
+    got, want = x.clone(), x.clone()
+    fast.put_rows(got, rows, index)
+    reference.put_rows(want, rows, index)
+    assert torch.equal(got, want)
+    assert torch.equal(got[index], rows)
+    others = [row for row in range(9) if row not in (8, 0, 3)]
+    assert torch.equal(got[others], x[others])
+    with pytest.raises(InvariantBroken, match="put_rows: index: element 1"):
+        fast.put_rows(got, rows, torch.tensor([0, 9, 1]))
+    assert torch.equal(got, want)
+
+
+def test_rows_to_put_must_fit(native: NativeOps) -> None:
+    for rows in (draw(2, 5, dtype=F32), draw(2, 4, dtype=BF16)):
+        with pytest.raises(ValueError, match="rows"):
+            native.put_rows(draw(3, 4, dtype=F32), rows, torch.tensor([0, 1]))
 
 
 @DTYPES

@@ -95,25 +95,23 @@ def test_neutral_values_change_nothing(fake_server: LiveServer) -> None:
                 assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
 
 
-ASKING: dict[str, tuple[Any, int]] = {
-    "modalities": (["text", "audio"], 400),
-    "verbosity": ("low", 400),
-    "functions": ([{"name": "f"}], 400),
-    "function_call": ("auto", 400),
-    "kv_transfer_params": ({"a": 1}, 400),
-    "truncation_side": ("right", 400),
-    "prompt_embeds": ("AAAA", 501),
-    "guided_decoding_backend": ("xgrammar", 400),
+ASKING: dict[str, Any] = {
+    "modalities": ["text", "audio"],
+    "verbosity": "low",
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "kv_transfer_params": {"a": 1},
+    "truncation_side": "right",
+    "guided_decoding_backend": "xgrammar",
 }
 
 
 @pytest.mark.parametrize("name", ASKING)
 def test_what_is_not_served_is_named(fake_server: LiveServer, name: str) -> None:
-    value, expected = ASKING[name]
     for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
-        status, answer = fake_server.post(path, {**plain, name: value})
-        assert status == expected, answer
-        assert "support" in answer["error"]["message"] or "not available yet" in answer["error"]["message"]
+        status, answer = fake_server.post(path, {**plain, name: ASKING[name]})
+        assert status == 400, answer
+        assert "support" in answer["error"]["message"]
         assert name in (answer["error"]["param"], "structured_outputs")
 
 

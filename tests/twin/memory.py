@@ -43,7 +43,8 @@ class Memory:
     def content(self, group: int, request: Request, tokens: list[int], end: int) -> Hashable:
         """The name of the block that ends at `end`: everything its KV depends on."""
         media = tuple((item.content_hash, item.offset) for item in request.media if item.offset < end)
-        return (group, tuple(tokens[:end]), adapter_of(request), request.cache_salt, media)
+        embeds = request.prompt_embeds[:end].tobytes() if request.prompt_embeds is not None else b""
+        return (group, tuple(tokens[:end]), embeds, adapter_of(request), request.cache_salt, media)
 
     def hit(self, request: Request, tokens: list[int]) -> tuple[int, list[list[int]]]:
         """Tokens found, and the blocks that hold them per group. The last token is always computed."""

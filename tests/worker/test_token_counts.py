@@ -22,7 +22,7 @@ def test_random_histories(seed: int, with_prompt: bool) -> None:
     vocab, num_prompt = int(rng.choice([3, 40, 5000])), int(rng.integers(1, 30))
     row = np.zeros(400, np.int32)
     row[:num_prompt] = rng.integers(0, vocab, num_prompt)
-    counts, known = TokenCounts(num_prompt, with_prompt), num_prompt
+    counts, known = TokenCounts(num_prompt, 0 if with_prompt else None), num_prompt
     for _ in range(60):
         # A verified row draws at its last position, then after each draft; then some drafts are accepted.
         drafts = int(rng.choice([0, 0, 1, 4]))
@@ -57,7 +57,7 @@ def test_a_step_counts_its_new_token_alone(num_steps: int, monkeypatch: pytest.M
 
     monkeypatch.setattr(TokenCounts, "_count", count)
     monkeypatch.setattr(TokenCounts, "_count_all", count_all)
-    counts = TokenCounts(1000, with_prompt=True)
+    counts = TokenCounts(1000)
     for position in range(1000, 1000 + num_steps):
         counts.before(position, row, position)
     assert looked_at == [1000] + [1] * (num_steps - 1)

@@ -66,7 +66,7 @@ class CachedContent:
         if chain is None:
             facts = sequence.request.facts
             root = make_root(self.prefix_cache.seed, facts.lora, facts.cache_salt)
-            chain = self._chains[sequence] = HashChain(root, self._block_size, facts.media)
+            chain = self._chains[sequence] = HashChain(root, self._block_size, facts.media, facts.prompt_embeds)
         chain.extend(sequence.token_ids, len(sequence.token_ids))
         return chain
 

@@ -1,8 +1,9 @@
 """Prefix cache: hashes of full blocks, and the map from hash to block.
 
-A block's hash is the SHA-256 of everything before its end: the seed, the adapter, the salt, every token, and the media
-items that the blocks touch. It is taken from one running hasher, so that a block costs one short update and no parent
-is hashed again; equal hashes mean equal prefixes, which is what a chain of parent hashes is for.
+A block's hash is the SHA-256 of everything before its end: the seed, the adapter, the salt, every token, the media
+items that the blocks touch, and the bytes of prompt embeddings. It is taken from one running hasher, so that a block
+costs one short update and no parent is hashed again; equal hashes mean equal prefixes, which is what a chain of parent
+hashes is for.
 """
 
 import hashlib
@@ -37,14 +38,23 @@ class HashChain:
     hashes: one of 32 bytes per full block, in order.
     """
 
-    __slots__ = ("_block_bytes", "_block_size", "_hasher", "_media", "hashes")
+    __slots__ = ("_block_bytes", "_block_size", "_embeds", "_hasher", "_media", "_num_embeds", "hashes")
 
-    def __init__(self, root: bytes, block_size: int, media: tuple[MediaItem, ...] = ()) -> None:
+    def __init__(
+        self,
+        root: bytes,
+        block_size: int,
+        media: tuple[MediaItem, ...] = (),
+        embeds: np.ndarray | None = None,
+    ) -> None:
+        """embeds: of the first positions, as Request.prompt_embeds."""
         self.hashes: list[bytes] = []
         self._hasher = hashlib.sha256(root)
         self._block_size = block_size
         self._block_bytes = block_size * _TOKEN_BYTES
         self._media = media
+        self._embeds = embeds
+        self._num_embeds = 0 if embeds is None else len(embeds)
 
     def extend(self, token_ids: np.ndarray, num_tokens: int) -> None:
         """Hash every full block among the first `num_tokens` of `token_ids` (int32, the whole sequence)."""
@@ -52,8 +62,8 @@ class HashChain:
         last = num_tokens // self._block_size
         if last <= first:
             return
-        if self._media:
-            self._extend_with_media(token_ids, first, last)
+        if self._media or first * self._block_size < self._num_embeds:
+            self._extend_with_inputs(token_ids, first, last)
             return
         data = token_ids[first * self._block_size : last * self._block_size].tobytes()
         width = self._block_bytes
@@ -62,20 +72,25 @@ class HashChain:
             update(data[at : at + width])
             append(digest())
 
-    def _extend_with_media(self, token_ids: np.ndarray, first: int, last: int) -> None:
+    def _extend_with_inputs(self, token_ids: np.ndarray, first: int, last: int) -> None:
         """Blocks that an item touches start a new hasher, keyed by what came before and by the items with their
-        offsets from the block's start. Blocks before the first item thus keep the hashes they have without it."""
+        offsets from the block's start; blocks with embeddings, by what came before and the bytes of the embeddings,
+        which are in place of tokens. Blocks before the first item thus keep the hashes they have without it."""
         size = self._block_size
         for block in range(first, last):
-            tokens = token_ids[block * size : (block + 1) * size].tobytes()
+            begin, end = block * size, (block + 1) * size
             items = [
-                _sized(item.content_hash.encode(), str(item.offset - block * size).encode())
+                _sized(item.content_hash.encode(), str(item.offset - begin).encode())
                 for item in self._media
-                if item.offset < (block + 1) * size and item.offset + item.length > block * size
+                if item.offset < end and item.offset + item.length > begin
             ]
             if items:
                 self._hasher = hashlib.sha256(b"media" + _sized(self._hasher.digest(), *items))
-            self._hasher.update(tokens)
+            num_embeds = min(max(self._num_embeds - begin, 0), size)
+            if num_embeds and self._embeds is not None:
+                given = self._embeds[begin : begin + num_embeds].tobytes()
+                self._hasher = hashlib.sha256(b"embeds" + _sized(self._hasher.digest(), given))
+            self._hasher.update(token_ids[begin + num_embeds : end].tobytes())
             self.hashes.append(self._hasher.digest())
 
     def fork(self) -> "HashChain":

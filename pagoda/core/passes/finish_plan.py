@@ -88,4 +88,5 @@ class FinishPlan:
             media=facts.media,
             encoder_len=facts.encoder_len,
             cache_salt=facts.cache_salt,
+            prompt_embeds=facts.prompt_embeds,
         )

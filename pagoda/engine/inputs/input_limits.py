@@ -13,7 +13,7 @@ class InputLimits:
 
     vocab_size: exclusive upper bound of token ids.   max_model_len: prompt plus output, in tokens.
     max_num_seqs: largest n.   of_request: bounds of the counts and sizes that callers control.
-    tasks: what the model can be asked for.
+    tasks: what the model can be asked for.   embeds_size: elements of a prompt embedding; 0: prompts cannot be those.
     """
 
     vocab_size: int
@@ -22,6 +22,7 @@ class InputLimits:
     max_logprobs: int = 20
     of_request: RequestLimits = field(default_factory=RequestLimits)
     tasks: ModelTasks = field(default_factory=ModelTasks)
+    embeds_size: int = 0
 
     def fit(self, max_model_len: int) -> None:
         """Set max_model_len to the engine's, which may be lower than the one given at construction."""

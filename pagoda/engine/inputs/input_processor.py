@@ -18,7 +18,7 @@ from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.chat_prompts import ChatPrompts
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
-from pagoda.engine.inputs.prompt_encoder import PromptEncoder
+from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.templates.job import InProcessRenderer, Renderer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -77,10 +77,9 @@ class InputProcessor:
     ) -> Request:
         """Tokenise and validate a prompt and its parameters. Raises RequestError."""
         self.check_before_tokenising(prompt, params)
-        token_ids = self.prompts.token_ids_of(prompt, keep=self.num_kept(params))
         return self.make_request(
             request_id,
-            token_ids,
+            self.prompts.read(prompt, keep=self.num_kept(params)),
             params,
             arrival_time_s=arrival_time_s,
             priority=priority,
@@ -128,7 +127,7 @@ class InputProcessor:
     def make_request(
         self,
         request_id: str,
-        token_ids: Sequence[int] | np.ndarray,
+        prompt: EncodedPrompt,
         params: Params | PreparedParams,
         *,
         arrival_time_s: float,
@@ -136,7 +135,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         lora: LoraRef | None = None,
     ) -> Request:
-        """Like `process`, for token ids."""
+        """Like `process`, for a prompt that is tokenised."""
         given = params.params if isinstance(params, PreparedParams) else params
         check_type(given)
         bounds = self.limits.of_request
@@ -147,9 +146,14 @@ class InputProcessor:
             _check_salt(cache_salt)
             bounds.check_names(cache_salt=cache_salt)
         if isinstance(given, SamplingParams):
-            prompt_ids = self.prompts.checked_ids(token_ids, given.truncate_prompt_tokens)
+            prompt_ids = self.prompts.checked_ids(prompt, given.truncate_prompt_tokens)
+            if prompt.embeds is not None and given.prompt_logprobs is not None:
+                raise RequestError(
+                    "prompt_logprobs: a prompt of embeddings has no tokens that could be probable; leave it out",
+                    "prompt_logprobs",
+                )
         else:
-            prompt_ids = self.prompts.checked_ids(token_ids, None, num_output=0)
+            prompt_ids = self.prompts.checked_ids(prompt, None, num_output=0)
         ready = (params if isinstance(params, PreparedParams) else self.params.prepare(params)).params
         sampling = self.params.fit(ready, len(prompt_ids)) if isinstance(ready, SamplingParams) else None
         pooling = ready if isinstance(ready, PoolingParams) else None
@@ -167,6 +171,7 @@ class InputProcessor:
             eos_token_ids=self._eos_token_ids,
             lora=lora,
             cache_salt=cache_salt,
+            prompt_embeds=prompt.cut_to(len(prompt_ids)),
         )
 
     def remembered_adapter(self, given: LoRARequest) -> LoraRef | None:

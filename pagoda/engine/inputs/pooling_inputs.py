@@ -46,12 +46,12 @@ def with_truncation(params: PoolingParams, truncate: int | None) -> PoolingParam
 
 
 def with_instruction(prompt: Prompt, instruction: str) -> Prompt:
-    """Return a text with an instruction in front of it; a prompt of token ids stays as it is."""
+    """Return a text with an instruction in front of it; a prompt of token ids or embeddings stays as it is."""
     if not instruction:
         return prompt
     if isinstance(prompt, str):
         return instruction + prompt
-    if isinstance(prompt, Mapping) and "prompt" in prompt and "prompt_token_ids" not in prompt:
+    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
         return {"prompt": instruction + prompt["prompt"]}
     return prompt
 

@@ -1,15 +1,38 @@
 """PromptEncoder: turn prompts into token ids, within the engine's limits."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.text import check_encodable
+from pagoda.core.request import PLACEHOLDER_ID
 from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPrompt:
+    """A prompt as the model reads it, not yet validated.
+
+    embeds: float32 [n, hidden], of the first n positions; their token ids are placeholders. None: all are tokens.
+    name: what errors call it.
+    """
+
+    token_ids: Sequence[int] | np.ndarray
+    embeds: np.ndarray | None = None
+    name: str = "prompt"
+
+    def cut_to(self, num_tokens: int) -> np.ndarray | None:
+        """Return the embeddings that remain if only the last `num_tokens` positions do."""
+        if self.embeds is None:
+            return None
+        remaining = self.embeds[len(self.token_ids) - num_tokens :]
+        return remaining if len(remaining) else None
 
 
 class PromptEncoder:
@@ -21,6 +44,24 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, limits: InputLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+
+    def read(
+        self,
+        prompt: Prompt,
+        add_special_tokens: bool = True,
+        cancellation: Cancellation | None = None,
+        keep: int | None = None,
+    ) -> EncodedPrompt:
+        """Return any prompt as the model reads it; see `token_ids_of`. Raises RequestError if it is not a prompt."""
+        if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
+            return EncodedPrompt(self.token_ids_of(prompt, add_special_tokens, cancellation, keep))
+        size = self._limits.embeds_size
+        if not size:
+            raise RequestError("prompt embeddings are off on this engine: set enable_prompt_embeds", "prompt_embeds")
+        given = prompt["prompt_embeds"]
+        embeds = read_embeds(given, size)[:keep]
+        name = given.name if isinstance(given, EncodedEmbeds) else "prompt_embeds"
+        return EncodedPrompt(np.full(len(embeds), PLACEHOLDER_ID, np.int32), embeds, name)
 
     def token_ids_of(
         self,
@@ -67,20 +108,19 @@ class PromptEncoder:
         check_encodable("prompt", text)
         return self._tokenizer.encode(text, add_special_tokens, cancellation)
 
-    def checked_ids(
-        self, token_ids: Sequence[int] | np.ndarray, truncate: int | None, num_output: int = 1
-    ) -> np.ndarray:
-        """Return the validated prompt: int32 [num_prompt_tokens]. Raises RequestError.
+    def checked_ids(self, prompt: EncodedPrompt, truncate: int | None, num_output: int = 1) -> np.ndarray:
+        """Return the validated prompt's token ids: int32 [num_prompt_tokens]. Raises RequestError.
 
         truncate: as SamplingParams.truncate_prompt_tokens.   num_output: tokens for which there must be room.
         """
+        token_ids = prompt.token_ids
         limits, most = self._limits, self._limits.max_model_len - num_output
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
         if truncate is not None:
             token_ids = token_ids[-(most if truncate == -1 else truncate) :]
         if len(token_ids) > most:
-            raise self._too_long(f"{len(token_ids)} tokens", num_output)
+            raise self._too_long(f"{len(token_ids)} tokens", num_output, prompt.name)
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError("a prompt is a string or a flat list of integer token ids", "prompt")
@@ -108,9 +148,9 @@ class PromptEncoder:
         if bound.min_tokens(looked_at, enough=most + 1) > most:
             raise self._too_long(f"at least {most + 1} tokens ({len(text)} characters)", num_output)
 
-    def _too_long(self, size: str, num_output: int) -> RequestError:
+    def _too_long(self, size: str, num_output: int, name: str = "prompt") -> RequestError:
         most = f"max_model_len is {self._limits.max_model_len}" + (", output included" if num_output else "")
         return RequestError(
             f"the prompt has {size}, but {most}; shorten it, or set truncate_prompt_tokens",
-            "prompt",
+            name,
         )

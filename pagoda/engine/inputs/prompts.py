@@ -5,6 +5,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
+from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 
 P = TypeVar("P")
 
@@ -22,7 +23,14 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings; see `read_embeds`. `prompt` is its text, for display only."""
+
+    prompt_embeds: Any
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 """The types of a single prompt."""
 
 
@@ -31,6 +39,19 @@ def text_of(prompt: Prompt) -> str | None:
     if isinstance(prompt, Mapping):
         return prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
+
+
+def is_embeds(prompt: Prompt) -> bool:
+    """Return whether the prompt is given as embeddings."""
+    return isinstance(prompt, Mapping) and "prompt_embeds" in prompt
+
+
+def size_of(prompt: Prompt) -> int:
+    """Return how much work reading the prompt is: its characters, or the bytes of its embeddings."""
+    if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+        given = prompt["prompt_embeds"]
+        return len(given.data) if isinstance(given, EncodedEmbeds) else int(getattr(given, "nbytes", 0))
+    return len(text_of(prompt) or "")
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -61,11 +82,14 @@ def check_prompt(prompt: Any, index: int | None) -> None:
     if isinstance(prompt, Mapping):
         if "role" in prompt:
             raise RequestError(f"{name} is a chat message, {abbreviate(dict(prompt))}: pass messages to chat", "prompt")
-        if not {"prompt", "prompt_token_ids"} & prompt.keys():
+        if not {"prompt", "prompt_token_ids", "prompt_embeds"} & prompt.keys():
             raise RequestError(
-                f"{name} is an object with {abbreviate(sorted(map(str, prompt)))}, expected prompt or prompt_token_ids",
+                f"{name} is an object with {abbreviate(sorted(map(str, prompt)))}, expected prompt, prompt_token_ids "
+                "or prompt_embeds",
                 "prompt",
             )
+        if {"prompt_token_ids", "prompt_embeds"} <= prompt.keys():
+            raise RequestError(f"{name} has both prompt_token_ids and prompt_embeds: give one of them", "prompt")
         return
     if isinstance(prompt, str):
         return

@@ -12,6 +12,7 @@ from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.pooling_inputs import join_pair
+from pagoda.engine.inputs.prompt_encoder import EncodedPrompt
 from pagoda.engine.inputs.prompts import Prompt
 
 
@@ -147,7 +148,7 @@ class Scoring:
                 messages, ChatOptions(chat_template=options.template, add_generation_prompt=False)
             ).token_ids
             if most is None:
-                inputs.prompts.checked_ids(token_ids, None, num_output=0)
+                inputs.prompts.checked_ids(EncodedPrompt(token_ids), None, num_output=0)
                 return token_ids
             if len(token_ids) <= most:
                 return token_ids

@@ -6,9 +6,12 @@ from pagoda.base.outputs import BeamSearchOutput, BeamSearchSequence, RequestOut
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 
-def beams_of(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
-    """Return a finished output of a beam search in vLLM's shape."""
-    prompt_ids = output.prompt_token_ids or []
+def beams_of(output: RequestOutput, tokenizer: Tokenizer, has_tokens: bool = True) -> BeamSearchOutput:
+    """Return a finished output of a beam search in vLLM's shape.
+
+    has_tokens: the prompt has tokens, which are part of the results' tokens and text; False: it is embeddings.
+    """
+    prompt_ids = output.prompt_token_ids or [] if has_tokens else []
     prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
     if output.prompt is not None:
         prompt["prompt"] = output.prompt

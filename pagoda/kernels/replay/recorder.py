@@ -30,7 +30,8 @@ from pagoda.ops.declare import Domain, Group, Op, Rows, Slots
 from pagoda.ops.forward import FORWARD_OPS, FUSIONS, OP_TABLE, ForwardOps
 from pagoda.ops.tensor import Tensor
 
-_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.LOGITS: 1, Domain.ENCODER: 5}  # arbitrary numbers
+# arbitrary numbers
+_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.LOGITS: 1, Domain.ENCODER: 5, Domain.EMBEDS: 4}
 
 
 class NotRecordable(Exception):

@@ -1,4 +1,4 @@
-// The residual sum and the selection of rows; their definition is rows/reference.py.
+// The residual sum, and the selection and replacement of rows; their definition is rows/reference.py.
 #include "elementwise.h"
 
 PAGODA_EXPORT void pagoda_add(const AddArgs* a, int32_t threads) {
@@ -17,4 +17,13 @@ PAGODA_EXPORT void pagoda_select_rows(const SelectRowsArgs* a, int32_t) {
     char* to = elements_of<char>(a->out);
     for (int64_t i = 0; i < a->index.rows; i++)
         memcpy(to + i * bytes, from + index[i] * a->x.stride * element_bytes, static_cast<size_t>(bytes));
+}
+
+PAGODA_EXPORT void pagoda_put_rows(const PutRowsArgs* a, int32_t) {
+    int64_t element_bytes = a->x.dtype == F32 ? 4 : 2, bytes = a->x.heads * a->x.dim * element_bytes;
+    const int64_t* index = elements_of<int64_t>(a->index);
+    const char* from = elements_of<char>(a->rows);
+    char* to = elements_of<char>(a->x);
+    for (int64_t i = 0; i < a->index.rows; i++)
+        memcpy(to + index[i] * bytes, from + i * bytes, static_cast<size_t>(bytes));
 }

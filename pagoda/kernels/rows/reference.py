@@ -20,3 +20,8 @@ def split_qkv(
 def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[T, ...], int64 [S] -> [S, ...]."""
     return x[index]
+
+
+def put_rows(x: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
+    """x[index[i]] = rows[i]; [T, ...], [S, ...], int64 [S]."""
+    x[index] = rows

@@ -143,6 +143,10 @@ def test_instructions() -> None:
     assert with_instruction("a", "Find: ") == "Find: a"
     assert with_instruction({"prompt": "a"}, "Find: ") == {"prompt": "Find: a"}
     assert with_instruction([1, 2], "Find: ") == [1, 2]
+    assert with_instruction({"prompt_embeds": [], "prompt": "shown"}, "Find: ") == {
+        "prompt_embeds": [],
+        "prompt": "shown",
+    }
 
 
 def test_pairs_of_a_cross_encoder() -> None:

@@ -1,0 +1,285 @@
+"""read_tensor: one tensor of a safetensors file, or of what torch.save writes, from bytes that nobody vouches for.
+
+Nothing of such a file is executed, and no library parses it: of the pickle in a torch file, only the opcodes that
+describe a tensor are understood. Memory and time grow with the number of bytes alone, whatever the file claims.
+"""
+
+import io
+import json
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from pagoda.base.abbreviate import abbreviate
+
+_MAX_HEADER_BYTES = 64 * 1024
+_MAX_PICKLE_BYTES = 4 * 1024  # a tensor's has about 200
+_MAX_DIMS = 8
+_ZIP_MAGIC = b"PK\x03\x04"
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_STORAGES = {"FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage": "float16"}
+_EXPECTED = "expected a dense tensor of float32, bfloat16 or float16"
+
+
+class TensorFileError(Exception):
+    """The bytes are not a file with one dense tensor; the message says what is wrong."""
+
+
+def read_tensor(data: bytes, name: str | None = None) -> np.ndarray:
+    """Return the tensor of a file in its shape, as float32 or float16 (bfloat16 becomes float32, exactly).
+
+    A safetensors file must have exactly one tensor.   name: that it must have there. Raises TensorFileError.
+    """
+    try:
+        return _read_torch(data) if data[:4] == _ZIP_MAGIC else _read_safetensors(data, name)
+    except ValueError:  # of numpy, for sizes beyond what an array may have
+        raise TensorFileError("a shape that no tensor has") from None
+
+
+def _array(data: "bytes | memoryview", dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.frombuffer(data, "<f4" if dtype == "float32" else "<f2").reshape(shape)
+
+
+def _is_shape(value: object) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= _MAX_DIMS
+        and all(type(size) is int and 0 <= size < 2**48 for size in value)
+    )
+
+
+# ---- safetensors
+
+
+def _read_safetensors(data: bytes, wanted: str | None) -> np.ndarray:
+    header_bytes = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or header_bytes > len(data) - 8:
+        raise TensorFileError("neither a safetensors file nor what torch.save writes")
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise TensorFileError(f"a safetensors header of {header_bytes} bytes; one tensor needs less")
+    try:
+        header = json.loads(data[8 : 8 + header_bytes])
+    except (ValueError, RecursionError):
+        raise TensorFileError("neither a safetensors file nor what torch.save writes") from None
+    if not isinstance(header, dict):
+        raise TensorFileError("a safetensors header that is not an object")
+    names = [name for name in header if name != "__metadata__"]
+    if len(names) != 1:
+        raise TensorFileError(f"{len(names)} tensors in a safetensors file; expected one")
+    if wanted is not None and names[0] != wanted:
+        raise TensorFileError(f"its tensor is {abbreviate(names[0])}; expected {wanted!r}")
+    return _safetensors_array(header[names[0]], memoryview(data)[8 + header_bytes :])
+
+
+def _safetensors_array(entry: object, data: memoryview) -> np.ndarray:
+    if not isinstance(entry, dict):
+        raise TensorFileError("a safetensors header without dtype, shape and data_offsets")
+    dtype, shape, offsets = (
+        _SAFETENSORS_DTYPES.get(str(entry.get("dtype"))),
+        entry.get("shape"),
+        entry.get("data_offsets"),
+    )
+    if dtype is None:
+        raise TensorFileError(f"elements of another type; {_EXPECTED}")
+    if not _is_shape(shape) or not _is_shape(offsets) or len(offsets) != 2:
+        raise TensorFileError("a safetensors header without dtype, shape and data_offsets")
+    begin, end = offsets
+    if not begin <= end <= len(data) or end - begin != prod(shape) * _ITEM_BYTES[dtype]:
+        raise TensorFileError("the safetensors file is truncated: its tensor is not in it")
+    return _array(data[begin:end], dtype, tuple(shape))
+
+
+# ---- torch.save
+
+
+@dataclass(frozen=True, slots=True)
+class _Global:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+_MARK = object()
+# What zipfile raises for archives that are cut, changed, encrypted or of a newer form.
+_BROKEN_ARCHIVE = (
+    *(zipfile.BadZipFile, struct.error, NotImplementedError, RuntimeError, OSError, EOFError),
+    *(ValueError, OverflowError, LookupError),
+)
+
+
+def _read_torch(data: bytes) -> np.ndarray:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            files = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            tensor = _unpickled(_stored(archive, files, "data.pkl", _MAX_PICKLE_BYTES))
+            if files.get("byteorder") is not None and _stored(archive, files, "byteorder", 16) != b"little":
+                raise TensorFileError("the file's byte order is not little-endian")
+            raw = _stored(archive, files, f"data/{tensor.storage.key}", len(data))
+    except _BROKEN_ARCHIVE:
+        raise TensorFileError("a truncated or corrupt torch file") from None
+    return _strided(raw, tensor)
+
+
+def _stored(archive: zipfile.ZipFile, files: Mapping[str, zipfile.ZipInfo], name: str, most: int) -> bytes:
+    """Return a file of the archive. torch.save compresses nothing, so what is compressed is refused unread."""
+    info = files.get(name)
+    if info is None:
+        raise TensorFileError(f"a torch file without {name}; {_EXPECTED}, saved by torch.save")
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.file_size > most:
+        raise TensorFileError("a torch file with compressed or oversized parts; torch.save compresses nothing")
+    return archive.read(info)
+
+
+def _strided(raw: bytes, tensor: _Tensor) -> np.ndarray:
+    """Return the elements of a contiguous tensor in its storage."""
+    dtype, shape = tensor.storage.dtype, tensor.shape
+    item_bytes, count = _ITEM_BYTES[dtype], prod(shape)
+    dense = 1
+    for size, stride in zip(reversed(shape), reversed(tensor.strides), strict=True):
+        if size > 1 and stride != dense:
+            raise TensorFileError("the tensor's rows are not adjacent; save tensor.contiguous()")
+        dense *= size
+    begin = tensor.offset * item_bytes
+    if begin + count * item_bytes > len(raw):
+        raise TensorFileError("the torch file is truncated: its tensor is not in it")
+    return _array(memoryview(raw)[begin : begin + count * item_bytes], dtype, shape)
+
+
+def _unpickled(data: bytes) -> _Tensor:
+    """Return what a pickle of one tensor describes."""
+    try:
+        found = _Machine().run(data)
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError):
+        raise TensorFileError(f"not a pickle of a tensor; {_EXPECTED}, saved by torch.save") from None
+    if not isinstance(found, _Tensor):
+        raise TensorFileError(f"not a tensor; {_EXPECTED}, saved by torch.save")
+    return found
+
+
+class _Machine:
+    """Runs the few opcodes with which torch.save writes a tensor. Calls nothing: two known functions are recognised."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self, data: bytes) -> object:
+        """Return the object of a pickle. Raises TensorFileError for opcodes that no plain tensor needs."""
+        for opcode, argument, _ in pickletools.genops(data):
+            name = opcode.name
+            if name == "STOP":
+                return self._stack.pop()
+            step = _OPCODES.get(name)
+            if step is None:
+                raise TensorFileError(f"its pickle has {name}, which no tensor needs; {_EXPECTED}")
+            step(self, argument)
+        raise ValueError("no end")
+
+    def push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def put(self, argument: Any) -> None:
+        self._memo[argument] = self._stack[-1]
+
+    def get(self, argument: Any) -> None:
+        self.push(self._memo[argument])
+
+    def pack(self, count: int) -> None:
+        """Replace the last `count` objects by a tuple of them."""
+        if len(self._stack) < count:
+            raise IndexError(count)
+        self._stack[len(self._stack) - count :] = [tuple(self._stack[len(self._stack) - count :])]
+
+    def pack_to_mark(self, argument: Any) -> None:
+        at = len(self._stack) - 1
+        while self._stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise IndexError(at)
+        self._stack[at:] = [tuple(self._stack[at + 1 :])]
+
+    def name(self, argument: Any) -> None:
+        self.push(_Global(str(argument)))
+
+    def storage(self, argument: Any) -> None:
+        """("storage", type, key, device, elements)"""
+        match self._stack.pop():
+            case ("storage", _Global(name=kind), str(key), str(), int()):
+                dtype = _STORAGES.get(kind.removeprefix("torch "))
+                if dtype is None:
+                    raise TensorFileError(f"elements of another type; {_EXPECTED}")
+                self.push(_Storage(dtype, key))
+            case _:
+                raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
+
+    def reduce(self, argument: Any) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        match function, arguments:
+            case _Global(name="collections OrderedDict"), ():
+                self.push(None)  # a tensor's hooks
+            case (
+                _Global(name="torch._utils _rebuild_tensor_v2"),
+                (_Storage() as storage, int(offset), tuple(shape), tuple(strides), bool(), *_),
+            ) if _is_shape(shape) and _is_shape(strides) and len(shape) == len(strides) and 0 <= offset < 2**48:
+                self.push(_Tensor(storage, offset, tuple(shape), tuple(strides)))
+            case _Global(name="torch._utils _rebuild_parameter"), (_Tensor() as tensor, bool(), *_):
+                self.push(tensor)
+            case _Global(name=called), _:
+                sparse = (
+                    "; a sparse tensor must be made dense (to_dense)"
+                    if "sparse" in called or "layout" in called
+                    else ""
+                )
+                raise TensorFileError(f"its pickle calls {called[:80]!r}; {_EXPECTED}{sparse}")
+            case _:
+                raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
+
+
+def _constant(value: object) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine.push(value)
+
+
+def _push_argument(machine: _Machine, argument: Any) -> None:
+    machine.push(argument)
+
+
+_OPCODES: Mapping[str, Callable[[_Machine, Any], Any]] = {
+    "PROTO": lambda machine, _: None,
+    "GLOBAL": _Machine.name,
+    "MARK": _constant(_MARK),
+    "EMPTY_TUPLE": _constant(()),
+    "TUPLE": _Machine.pack_to_mark,
+    "TUPLE1": lambda machine, _: machine.pack(1),
+    "TUPLE2": lambda machine, _: machine.pack(2),
+    "TUPLE3": lambda machine, _: machine.pack(3),
+    "NEWTRUE": _constant(True),
+    "NEWFALSE": _constant(False),
+    "NONE": _constant(None),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _push_argument),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE"), _push_argument),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "BINPERSID": _Machine.storage,
+    "REDUCE": _Machine.reduce,
+}
