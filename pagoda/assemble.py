@@ -87,7 +87,7 @@ def build_engine_core(
         grammars,
         waits_for_drafts=options.async_scheduling and setup.drafting is not None,
         adapters=own if setup.config.model.lora.enable_lora else None,
-        embeds_size=setup.spec.hidden_size if setup.config.model.enable_prompt_embeds else 0,
+        embeds_size=setup.embeds_size,
     )
 
 
@@ -184,7 +184,7 @@ def _make_executor(
             drafting=setup.drafting,
             adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
             pooling=setup.tasks.plan,
-            takes_embeds=config.model.enable_prompt_embeds,
+            takes_embeds=setup.embeds_size > 0,
         )
     )
     return InProcessExecutor(worker, overlap=scheduler_options(setup.config, setup.drafting).pipeline_depth > 1)

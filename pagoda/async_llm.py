@@ -23,9 +23,9 @@ from pagoda.base.outputs import (
 )
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
-from pagoda.core.request import LoraRef
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
@@ -77,7 +77,7 @@ class AsyncLLM:
         check_settings(config)
         self._load = functools.partial(_load, config)
         self._engine = LazyEngine(self._load)
-        self._added: dict[int, LoraRef] = {}  # adapters by lora_int_id
+        self._added: dict[int, Adapter] = {}  # adapters by lora_int_id
 
     @classmethod
     def over(cls, engine: AsyncEngine) -> Self:

@@ -36,7 +36,7 @@ class EngineSetup:
     config: with all defaults filled in.   groups: of layers that share a block table.
     dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8").   device: "cpu" or "cuda".
     max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
-    tasks: what the model can be asked for.
+    tasks: what the model can be asked for.   takes_embeds: whether prompts may be given as embeddings.
     """
 
     config: EngineConfig
@@ -49,11 +49,19 @@ class EngineSetup:
     max_model_len: int
     drafting: DraftSetup | None = None
     tasks: ModelTasks = field(default_factory=ModelTasks)
+    takes_embeds: bool = False
 
     @property
     def is_packed(self) -> bool:
         """Return whether the kernels pack weights into their own form."""
         return _is_packed(self.config, self.device)
+
+    @property
+    def embeds_size(self) -> int:
+        """Return the elements of a prompt embedding; 0 if neither callers nor prompt adapters may give any."""
+        model = self.config.model
+        is_asked = model.enable_prompt_embeds or model.lora.enable_lora
+        return self.spec.hidden_size if is_asked and self.takes_embeds else 0
 
     @property
     def max_drafts(self) -> int:
@@ -100,7 +108,19 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     drafting = resolve_drafting(config, spec, dtype, _is_packed(config, device), max_model_len)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
-    return EngineSetup(config, files, spec, model.kv_groups, dtype, kv_dtype, device, max_model_len, drafting, tasks)
+    return EngineSetup(
+        config,
+        files,
+        spec,
+        model.kv_groups,
+        dtype,
+        kv_dtype,
+        device,
+        max_model_len,
+        drafting,
+        tasks,
+        model.takes_embeds,
+    )
 
 
 def _tasks(config: EngineConfig, model: Model) -> ModelTasks:

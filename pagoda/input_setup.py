@@ -31,7 +31,7 @@ def build_input_processor(setup: EngineSetup, encoding_limits: EncodingLimits | 
     adapters = None
     if model.lora.enable_lora:
         targets = AdapterTargets(read_architecture(files)[0], read_model(files))
-        adapters = KnownAdapters(targets, model.lora.max_lora_rank)
+        adapters = KnownAdapters(targets, model.lora.max_lora_rank, setup.embeds_size)
     own = tokenizer.facts.chat_template if model.chat_template is not None else None
     score_template = own.sources["default"] if own is not None else setup.tasks.plan.score_template
     return InputProcessor(

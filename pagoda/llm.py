@@ -19,8 +19,7 @@ from pagoda.base.outputs import (
 )
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
-from pagoda.core.request import LoraRef
-from pagoda.engine.inputs.adapters import AdapterChoice, adapter_for_each
+from pagoda.engine.inputs.adapters import Adapter, AdapterChoice, adapter_for_each
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
 from pagoda.engine.inputs.prompts import (
@@ -92,7 +91,7 @@ class LLM:
         self.engine = engine
         self._shared = SharedEngine(engine)
         self._whole = WholeOutputs(self._shared)
-        self._added: dict[int, LoraRef] = {}  # by lora_int_id
+        self._added: dict[int, Adapter] = {}  # by lora_int_id
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -17,7 +17,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.clients.core_client import EngineCoreClient
-from pagoda.engine.inputs.adapters import AdapterUses
+from pagoda.engine.inputs.adapters import Adapter, AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, text_of
@@ -85,7 +85,7 @@ class AsyncEngine:
         kind: OutputKind = OutputKind.CUMULATIVE,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's output as it grows; the last one has `finished` set.
 
@@ -107,7 +107,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
         add_special_tokens: bool = True,
         key: str = "",
     ) -> Request:
@@ -252,21 +252,22 @@ class AsyncEngine:
 
     # ---- LoRA adapters
 
-    async def find_adapter(self, given: LoRARequest) -> LoraRef:
+    async def find_adapter(self, given: LoRARequest) -> Adapter:
         """Return the adapter that a caller names, after checking its files on a thread. Raises RequestError."""
         known = self.input_processor.remembered_adapter(given)
         return known if known is not None else await asyncio.to_thread(self.input_processor.find_adapter, given)
 
-    async def load_adapter(self, lora: LoraRef) -> None:
+    async def load_adapter(self, lora: Adapter) -> None:
         """Load an adapter, so that the first request that uses it need not wait.
 
         Raises RequestError if it cannot be used, WorkerDied if the engine dies meanwhile.
         """
-        self._adapter_uses.keep(lora)
-        await self._client.load_adapter(lora)
+        if isinstance(lora, LoraRef):  # the engine does not know of prompt adapters
+            self._adapter_uses.keep(lora)
+            await self._client.load_adapter(lora)
 
-    def unload_adapter(self, lora: LoraRef) -> None:
+    def unload_adapter(self, lora: Adapter) -> None:
         """Free an adapter's memory after the last request that uses it has ended."""
-        unused = self._adapter_uses.unload(lora)
+        unused = self._adapter_uses.unload(lora) if isinstance(lora, LoraRef) else None
         if unused is not None:
             self._client.unload_adapter(unused)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
-from pagoda.core.request import LoraRef, RequestStatus
+from pagoda.core.request import RequestStatus
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt, text_of
@@ -29,7 +30,7 @@ class LLMEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
     ) -> None:
         """Queue a request. Raises RequestError for an invalid prompt or parameters, and for an id in use."""
         if request_id in self._outputs:

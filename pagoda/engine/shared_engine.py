@@ -19,6 +19,7 @@ from pagoda.base.errors import PagodaError, UsageError, WorkerDied
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.core.request import LoraRef
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.llm_engine import LLMEngine
@@ -93,7 +94,7 @@ class SharedEngine:
         """Return a request id that no other request has."""
         return str(next(self._ids))
 
-    def find_adapter(self, given: LoRARequest | None) -> LoraRef | None:
+    def find_adapter(self, given: LoRARequest | None) -> Adapter | None:
         """Return the adapter that a caller names, if any. Raises RequestError if it cannot be used."""
         return None if given is None else self.engine.input_processor.find_adapter(given)
 
@@ -105,7 +106,7 @@ class SharedEngine:
         params: Params,
         kind: OutputKind,
         priority: int = 0,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
     ) -> None:
         """Queue a request whose outputs go to `call`. If it raises RequestError or CapacityError, nothing is queued."""
         prompt = self._tokenized(prompt, params)
@@ -118,15 +119,17 @@ class SharedEngine:
                 self._forget(call, request_id)
                 raise
 
-    def load_adapter(self, lora: LoraRef) -> None:
+    def load_adapter(self, lora: Adapter) -> None:
         """Load a LoRA adapter between two steps. Raises RequestError if it cannot be used."""
-        with self._commanding():
-            self.engine.core.load_adapter(lora)
+        if isinstance(lora, LoraRef):  # the engine does not know of prompt adapters
+            with self._commanding():
+                self.engine.core.load_adapter(lora)
 
-    def unload_adapter(self, lora: LoraRef) -> None:
+    def unload_adapter(self, lora: Adapter) -> None:
         """Free an adapter's memory once no running request uses it."""
-        with self._commanding():
-            self.engine.core.unload_adapter(lora)
+        if isinstance(lora, LoraRef):
+            with self._commanding():
+                self.engine.core.unload_adapter(lora)
 
     def next_output(self, call: Call) -> RequestOutput | None:
         """Return the next output of the call's requests, stepping the engine or waiting; None if all have finished.

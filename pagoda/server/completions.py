@@ -112,7 +112,8 @@ class CompletionFormat:
         self._has_begun[at] = True
         text, token_ids = ("", []) if self._is_hidden else (output.text, output.token_ids)
         if is_first and body.echo:
-            text = await self._llm.text.detokenize(self._prompt_token_ids(index), self._generation.key) + text
+            given = self._prompt_token_ids(index)[self._generation.requests[index].num_embeds :]
+            text = await self._llm.text.detokenize(given, self._generation.key) + text
         choice = CompletionChoice(at, text, None, output.finish_reason, output.stop_reason)
         if self._num_logprobs is not None:
             choice.logprobs = await self._logprobs(at, index, delta, output, is_first)

@@ -21,8 +21,9 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import LoraRef, Request
+from pagoda.core.request import Request
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
@@ -49,7 +50,7 @@ class PromptsToPrepare:
     names: Sequence[str]
     priority: int
     cache_salt: str | None
-    lora: LoraRef | None
+    lora: Adapter | None
     add_special_tokens: bool
 
     @property
@@ -223,7 +224,7 @@ class Generator:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         request_id: str,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
         add_special_tokens: bool = True,
     ) -> Generation:
         """Tokenise, validate and admit all of `prompts`. The caller must close the Generation.
@@ -247,7 +248,7 @@ class Generator:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
         add_special_tokens: bool = True,
     ) -> Generation:
         """`begin` for prompts to pool.   params, names: of each prompt; names are what errors call them."""

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
-from pagoda.core.request import LoraRef
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.pooling_inputs import check_pooling, instruction_of, with_instruction
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.inputs.scoring import Scoring
@@ -63,7 +63,7 @@ class Call(Generic[B]):
     http: Request
     state: ServerState
     body: B
-    lora: LoraRef | None
+    lora: Adapter | None
     id_prefix: str
 
     def params(self) -> PoolingParams:

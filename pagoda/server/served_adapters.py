@@ -9,8 +9,8 @@ from pathlib import Path
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.lora import LoRARequest, LoRASources
-from pagoda.core.request import LoraRef
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.loading.adapters.config import CONFIG_FILE
 from pagoda.loading.adapters.files import WEIGHTS_FILE
 from pagoda.server.errors import ApiError
@@ -52,7 +52,7 @@ def parse_module(text: str) -> LoRAModule:
 class ServedAdapter:
     """An adapter that requests choose by its name."""
 
-    lora: LoraRef
+    lora: Adapter
     parent: str
 
 
@@ -115,7 +115,7 @@ class ServedAdapters:
         if before is not None:
             self._free(before.lora)
 
-    def _free(self, lora: LoraRef) -> None:
+    def _free(self, lora: Adapter) -> None:
         """Unload an adapter, unless it has another name, too."""
         if all(served.lora.identity != lora.identity for served in self._by_name.values()):
             self._llm.unload_adapter(lora)

@@ -9,8 +9,8 @@ from fastapi import Request
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
-from pagoda.core.request import LoraRef
 from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.server.draining import Drain
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
@@ -47,7 +47,7 @@ class ServerState:
         """What the model can be asked for."""
         return self.generator.llm.input_processor.limits.tasks
 
-    def adapter_of(self, name: str | None) -> LoraRef | None:
+    def adapter_of(self, name: str | None) -> Adapter | None:
         """Return the adapter that requests for this model use, or None for the model itself.
 
         Raises ApiError (404) for a model that is not served.

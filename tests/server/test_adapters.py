@@ -13,7 +13,7 @@ import pytest
 from pagoda.base.errors import ConfigError
 from pagoda.server.served_adapters import LoRAModule, parse_module
 from tests.cached_models import cached_model
-from tests.engine.lora_adapters import write_adapter
+from tests.engine.lora_adapters import write_adapter, write_prompt_adapter
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 MODEL = "smollm2-135m"
@@ -30,6 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_adapter(folder / "served" / "deep" / "two", files, 8, 2, ("v_proj",), layers=(1,))
     write_adapter(folder / "served" / "large", files, 33, 3, ("v_proj",), layers=(1,))
     write_adapter(folder / "outside", files, 4, 4, ("q_proj",), layers=(0,))
+    write_prompt_adapter(folder / "served" / "soft", 7, 576, 5)
     return folder / "served"
 
 
@@ -133,6 +134,25 @@ def test_requests_finish_when_their_adapter_is_unloaded(server: LiveServer) -> N
     assert (status, answer["usage"]["completion_tokens"]) == (200, 1500)
 
 
+def test_prompt_adapters_are_loaded_like_others(server: LiveServer) -> None:
+    """Their virtual tokens are part of the prompt."""
+    assert call(server, LOAD, {"lora_name": "soft", "lora_path": "soft"})[0] == 200
+    _, plain = server.post("/v1/completions", TEXT)
+    status, answer = server.post("/v1/completions", {**TEXT, "model": "soft", "echo": True, "return_token_ids": True})
+    assert status == 200
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 7
+    choice = answer["choices"][0]
+    assert choice["text"].startswith("Hello")
+    assert choice["prompt_token_ids"][:7] == [0] * 7
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "model": "soft"}
+    assert server.post("/v1/chat/completions", chat)[0] == 200
+    assert [card["id"] for card in json.loads(server.get("/v1/models")[1])["data"]][-1] == "soft"
+    status, answer = server.post("/v1/embeddings", {"model": "soft", "input": "x"})
+    assert (status, answer["error"]["param"]) == (400, "lora_request")
+    assert call(server, UNLOAD, {"lora_name": "soft"})[0] == 200
+    assert server.post("/v1/completions", {**TEXT, "model": "soft"})[0] == 404
+
+
 @pytest.fixture(scope="module")
 def hostile(root: Path) -> Path:
     """Folders that must not be loaded, in the server's own."""
@@ -223,7 +243,7 @@ def test_only_the_admin_loads_adapters_where_there_is_one(root: Path, tmp_path: 
         (("--lora-modules", "a=/nowhere"), "lora_modules needs enable_lora"),
         (
             ("--enable-lora", "--lora-modules", "a=/nowhere"),
-            "lora_modules='a=/nowhere': LoRA adapter 'a': /nowhere: no",
+            "lora_modules='a=/nowhere': adapter 'a': /nowhere: no",
         ),
         (("--enable-lora", "--lora-dir", "/nowhere"), "lora_dir='/nowhere' is not a folder"),
     ],

@@ -1,15 +1,19 @@
-"""LoRA adapters as callers name them: check their files against the model, and identify them by content."""
+"""Adapters as callers name them: check their files against the model, and identify them by content."""
 
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.core.request import LoraRef
-from pagoda.loading.adapters.config import CONFIG_FILE
+from pagoda.loading.adapters.config import CONFIG_FILE, is_prompt_adapter
 from pagoda.loading.adapters.files import WEIGHTS_FILE, AdapterTargets, check_adapter
+from pagoda.loading.adapters.prompt_tuning import read_prompt_adapter
 
 AdapterChoice = LoRARequest | Sequence[LoRARequest | None] | None
 """The adapter of all prompts of a call, or one for each."""
@@ -17,6 +21,28 @@ AdapterChoice = LoRARequest | Sequence[LoRARequest | None] | None
 _MOST_REMEMBERED = 1024
 
 _Signature = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptAdapter:
+    """A prompt adapter: embeddings to put in front of prompts. The engine sees nothing but these.
+
+    path: its folder.   digest: of its contents.   embeds: float32 [virtual tokens, hidden size].
+    """
+
+    name: str
+    path: str
+    digest: str
+    embeds: np.ndarray
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """As LoraRef.identity."""
+        return (self.digest,)
+
+
+Adapter = LoraRef | PromptAdapter
+"""What requests may use under a name."""
 
 
 def adapter_for_each(given: AdapterChoice, count: int) -> Sequence[LoRARequest | None]:
@@ -38,20 +64,23 @@ class KnownAdapters:
     Thread-safe.
     """
 
-    def __init__(self, targets: AdapterTargets, max_rank: int) -> None:
-        """targets: of the model.   max_rank: of an adapter."""
-        self._targets, self._max_rank = targets, max_rank
-        self._found: OrderedDict[str, tuple[_Signature, str]] = OrderedDict()  # folder -> (signature, digest)
+    def __init__(self, targets: AdapterTargets, max_rank: int, embeds_size: int = 0) -> None:
+        """targets: of the model.   max_rank: of an adapter.
 
-    def remembered(self, given: LoRARequest) -> LoraRef | None:
+        embeds_size: elements of a prompt embedding; 0 if the model takes none, and so no prompt adapters.
+        """
+        self._targets, self._max_rank, self._embeds_size = targets, max_rank, embeds_size
+        self._found: OrderedDict[str, tuple[_Signature, Adapter]] = OrderedDict()  # by folder
+
+    def remembered(self, given: LoRARequest) -> Adapter | None:
         """Return an adapter whose files were read before and have not changed since; else None."""
         folder = os.path.realpath(given.lora_path)
         known = self._found.get(folder)
         if known is None or known[0] != _signature(folder):
             return None
-        return LoraRef(given.lora_name, folder, known[1])
+        return replace(known[1], name=given.lora_name)
 
-    def find(self, given: LoRARequest) -> LoraRef:
+    def find(self, given: LoRARequest) -> Adapter:
         """Return an adapter after checking its files, if that was not done before.
 
         Raises RequestError that names the file and what is missing, unsupported or of a wrong shape.
@@ -62,14 +91,20 @@ class KnownAdapters:
         folder = os.path.realpath(given.lora_path)
         signature = _signature(folder)
         try:
-            digest = check_adapter(Path(folder), self._targets, self._max_rank).digest
+            found = self._read(given.lora_name, folder)
         except ConfigError as error:
-            raise RequestError(f"LoRA adapter {given.lora_name!r}: {error}", "lora_request") from None
+            raise RequestError(f"adapter {given.lora_name!r}: {error}", "lora_request") from None
         if signature is not None:
-            self._found[folder] = (signature, digest)
+            self._found[folder] = (signature, found)
             if len(self._found) > _MOST_REMEMBERED:
                 self._found.popitem(last=False)
-        return LoraRef(given.lora_name, folder, digest)
+        return found
+
+    def _read(self, name: str, folder: str) -> Adapter:
+        if is_prompt_adapter(Path(folder)):
+            files = read_prompt_adapter(Path(folder), self._embeds_size)
+            return PromptAdapter(name, folder, files.digest, files.embeds)
+        return LoraRef(name, folder, check_adapter(Path(folder), self._targets, self._max_rank).digest)
 
 
 def _signature(folder: str) -> _Signature | None:

@@ -12,9 +12,9 @@ from pagoda.base.lora import LoRARequest
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
-from pagoda.core.request import LoraRef, Request
+from pagoda.core.request import PLACEHOLDER_ID, LoraRef, Request
 from pagoda.engine.grammars.preparer import GrammarPreparer
-from pagoda.engine.inputs.adapters import KnownAdapters
+from pagoda.engine.inputs.adapters import Adapter, KnownAdapters, PromptAdapter
 from pagoda.engine.inputs.chat_prompts import ChatPrompts
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
@@ -73,7 +73,7 @@ class InputProcessor:
         arrival_time_s: float,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
     ) -> Request:
         """Tokenise and validate a prompt and its parameters. Raises RequestError."""
         self.check_before_tokenising(prompt, params)
@@ -133,7 +133,7 @@ class InputProcessor:
         arrival_time_s: float,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora: LoraRef | None = None,
+        lora: Adapter | None = None,
     ) -> Request:
         """Like `process`, for a prompt that is tokenised."""
         given = params.params if isinstance(params, PreparedParams) else params
@@ -145,15 +145,8 @@ class InputProcessor:
         if cache_salt is not None:
             _check_salt(cache_salt)
             bounds.check_names(cache_salt=cache_salt)
-        if isinstance(given, SamplingParams):
-            prompt_ids = self.prompts.checked_ids(prompt, given.truncate_prompt_tokens)
-            if prompt.embeds is not None and given.prompt_logprobs is not None:
-                raise RequestError(
-                    "prompt_logprobs: a prompt of embeddings has no tokens that could be probable; leave it out",
-                    "prompt_logprobs",
-                )
-        else:
-            prompt_ids = self.prompts.checked_ids(prompt, None, num_output=0)
+        before = lora.embeds if isinstance(lora, PromptAdapter) else None
+        prompt_ids, embeds = self._checked_prompt(prompt, given, before)
         ready = (params if isinstance(params, PreparedParams) else self.params.prepare(params)).params
         sampling = self.params.fit(ready, len(prompt_ids)) if isinstance(ready, SamplingParams) else None
         pooling = ready if isinstance(ready, PoolingParams) else None
@@ -169,16 +162,38 @@ class InputProcessor:
             handle=self._next_handle,
             seed=self._seed(sampling.seed) if sampling is not None else 0,
             eos_token_ids=self._eos_token_ids,
-            lora=lora,
+            lora=lora if isinstance(lora, LoraRef) else None,
             cache_salt=cache_salt,
-            prompt_embeds=prompt.cut_to(len(prompt_ids)),
+            prompt_embeds=embeds,
         )
 
-    def remembered_adapter(self, given: LoRARequest) -> LoraRef | None:
+    def _checked_prompt(
+        self, prompt: EncodedPrompt, params: Params, before: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the validated prompt's token ids and embeddings.   before: a prompt adapter's, to put in front."""
+        if isinstance(params, SamplingParams):
+            num_added = len(before) if before is not None else 0
+            token_ids = self.prompts.checked_ids(prompt, params.truncate_prompt_tokens, 1 + num_added)
+        elif before is None:
+            token_ids = self.prompts.checked_ids(prompt, None, num_output=0)
+        else:
+            raise RequestError("a prompt adapter is for generating text: prompts to pool have none", "lora_request")
+        embeds = prompt.cut_to(len(token_ids))
+        if before is not None:
+            token_ids = np.concatenate([np.full(len(before), PLACEHOLDER_ID, np.int32), token_ids])
+            embeds = before if embeds is None else np.concatenate([before, embeds])
+        if embeds is not None and isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs: the prompt, or a prompt adapter, has embeddings in place of tokens; leave it out",
+                "prompt_logprobs",
+            )
+        return token_ids, embeds
+
+    def remembered_adapter(self, given: LoRARequest) -> Adapter | None:
         """Return the adapter that a caller names if its files need not be read again. Raises RequestError."""
         return self._known_adapters(given).remembered(given)
 
-    def find_adapter(self, given: LoRARequest) -> LoraRef:
+    def find_adapter(self, given: LoRARequest) -> Adapter:
         """Return the adapter that a caller names, after checking its files. Raises RequestError. Thread-safe."""
         return self._known_adapters(given).find(given)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import ModelTasks, PoolingParams, PoolingPlan, PoolingTask
-from pagoda.engine.inputs.prompts import Prompt
+from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.tokenizers.tokenizer import SpecialTokens
 
 _OF_EMBEDDINGS = ("embed", "token_embed")
@@ -52,7 +52,7 @@ def with_instruction(prompt: Prompt, instruction: str) -> Prompt:
     if isinstance(prompt, str):
         return instruction + prompt
     if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
-        return {"prompt": instruction + prompt["prompt"]}
+        return {"prompt": instruction + (text_of(prompt) or "")}
     return prompt
 
 

@@ -111,7 +111,8 @@ class PromptEncoder:
     def checked_ids(self, prompt: EncodedPrompt, truncate: int | None, num_output: int = 1) -> np.ndarray:
         """Return the validated prompt's token ids: int32 [num_prompt_tokens]. Raises RequestError.
 
-        truncate: as SamplingParams.truncate_prompt_tokens.   num_output: tokens for which there must be room.
+        truncate: as SamplingParams.truncate_prompt_tokens.
+        num_output: tokens for which there must be room: one of output, and those of a prompt adapter.
         """
         token_ids = prompt.token_ids
         limits, most = self._limits, self._limits.max_model_len - num_output
@@ -150,6 +151,8 @@ class PromptEncoder:
 
     def _too_long(self, size: str, num_output: int, name: str = "prompt") -> RequestError:
         most = f"max_model_len is {self._limits.max_model_len}" + (", output included" if num_output else "")
+        if num_output > 1:
+            most += f", and the prompt adapter takes {num_output - 1} tokens of it"
         return RequestError(
             f"the prompt has {size}, but {most}; shorten it, or set truncate_prompt_tokens",
             name,

@@ -16,6 +16,7 @@ from pagoda.loading.json_file import read_json_object
 T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
+PROMPT_TUNING = "PROMPT_TUNING"
 
 _MAX_BYTES = 1 << 20
 
@@ -110,12 +111,22 @@ def _names(names: str | tuple[str, ...], module: str) -> bool:
     return module in names or any(module.endswith(f".{name}") for name in names)
 
 
-def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read a folder's adapter_config.json. Raises ConfigError that names the field that is wrong or not supported."""
+def read_config_file(folder: Path) -> Mapping[str, object]:
+    """Return the fields of a folder's adapter_config.json. Raises ConfigError if it is missing or no JSON object."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{folder}: no {CONFIG_FILE}: an adapter is a folder as PEFT's save_pretrained writes it")
-    return _Fields(read_json_object(path, _MAX_BYTES), path).config()
+    return read_json_object(path, _MAX_BYTES)
+
+
+def is_prompt_adapter(folder: Path) -> bool:
+    """Return whether the folder's adapter is embeddings in front of a prompt. Raises as `read_config_file` does."""
+    return read_config_file(folder).get("peft_type") == PROMPT_TUNING
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Read a folder's adapter_config.json. Raises ConfigError that names the field that is wrong or not supported."""
+    return _Fields(read_config_file(folder), folder / CONFIG_FILE).config()
 
 
 class _Fields:
@@ -127,7 +138,7 @@ class _Fields:
     def config(self) -> AdapterConfig:
         kind = self._values.get("peft_type")
         if kind != "LORA":
-            raise self._bad("peft_type", "must be 'LORA': other methods are not supported")
+            raise self._bad("peft_type", f"must be 'LORA' or {PROMPT_TUNING!r}: other methods are not supported")
         for name, value in self._values.items():
             self._check_field(name, value)
         layers = self._values.get("layers_to_transform")
