@@ -75,6 +75,7 @@ class GrammarRows:
         rows, positions: as Sampler.sample takes them. The table must not change before the result is there.
         """
         if not self._rows or not any(row in self._rows for row in rows.tolist()):
+            self._filling = None  # `apply` has waited for it; its masks take memory
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "pagoda-masks")

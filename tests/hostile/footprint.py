@@ -14,7 +14,12 @@ MAX_MORE_OF_ALL = 4_000  # of any type, Python's own and the libraries' included
 MAX_MORE_FILES = 12  # connections that are being closed
 SETTLE_S = 30.0  # work for clients that have left ends by itself, within the deadlines of its own
 # What is remembered on purpose: no more than the vocabulary has, the KV cache has blocks, or the cache's own bound.
-CACHES = {"LibraryTokenizer._bytes": 50_000, "StopTokens._ends": 50_000, "PrefixCache._hash_of": 512}
+CACHES = {
+    "LibraryTokenizer._bytes": 50_000,
+    "LibraryVocabulary.tokens": 50_000,
+    "StopTokens._ends": 50_000,
+    "PrefixCache._hash_of": 512,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +33,23 @@ def count_objects() -> dict[str, int]:
         if not str(kind.__module__).startswith("pagoda."):
             continue
         counts[kind.__qualname__] += 1
-        names = [*getattr(one, "__dict__", ()), *(n for k in kind.__mro__ for n in getattr(k, "__slots__", ()))]
+        names = [*_field(one, "__dict__", ()), *(n for k in kind.__mro__ for n in getattr(k, "__slots__", ()))]
         for name in names:
-            value = getattr(one, name, None)
+            value = _field(one, name)
             if isinstance(value, dict | list | set | deque):
                 counts[f"{kind.__qualname__}.{name}"] += len(value)
             elif isinstance(value, np.ndarray):
                 counts[f"{kind.__qualname__}.{name}"] += value.size
     counts["threads"] = threading.active_count()
     return dict(counts)
+
+
+def _field(one: object, name: str, default: Any = None) -> Any:
+    """Return an attribute without the class's `__getattr__`, which may refuse names, as that of a recorded tensor."""
+    try:
+        return object.__getattribute__(one, name)
+    except AttributeError:
+        return default
 
 
 class CensusTaker:

@@ -52,6 +52,13 @@ def choices(server: LiveServer, body: dict[str, Any]) -> list[dict[str, Any]]:
     return answer["choices"]
 
 
+def test_a_worker_without_log_probabilities_refuses_it(fake_server: LiveServer) -> None:
+    body = {"prompt": "Once", "max_tokens": 3, "use_beam_search": True, "n": 2}
+    status, answer = fake_server.post("/v1/completions", body)
+    assert status == 400
+    assert "beam search needs" in answer["error"]["message"]
+
+
 def test_the_best_output_is_the_first_choice(real_server: LiveServer) -> None:
     body = {**TEXT, "logprobs": 1, "temperature": 0}
     found = choices(real_server, body)

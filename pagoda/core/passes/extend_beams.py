@@ -74,6 +74,7 @@ class ExtendBeams:
                 self._compute_again(sequence)
             elif result.logprobs is None:
                 results.rest.failed[row] = "this worker does not return log-probabilities, which beam search needs"
+                results.rest = replace(results.rest, refused=results.rest.refused | {row})
             else:
                 self._search_of(sequence.request).take(sequence.index, _candidates(sequence, result.logprobs, first[i]))
                 requests[sequence.request] = None
