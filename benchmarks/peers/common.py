@@ -21,16 +21,16 @@ def read_work(path: str) -> list[dict[str, Any]]:
         return json.load(file)
 
 
-def measure(engine: str, work: list[dict[str, Any]], run: Callable[[], int]) -> None:
+def measure(engine: str, work: list[dict[str, Any]], run: Callable[[], int], sequences: int = 1) -> None:
     """Time `run`, which returns the number of output tokens, and print the line.
 
-    Call it when the engine has answered once.
+    Call it when the engine has answered once. `sequences` are asked for per request.
     """
     ready_s = process_age_s()
     begin_s = time.perf_counter()
     num_out = run()
     secs = time.perf_counter() - begin_s
-    asked = sum(request["max_tokens"] for request in work)
+    asked = sum(request["max_tokens"] for request in work) * sequences
     if num_out != asked:
         sys.exit(f"{engine} gave {num_out} tokens of {asked}: not the same work")
     line = {
