@@ -211,6 +211,7 @@ class AsyncEngine:
                 for request_id, sequence in done.stopped:
                     self._client.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
                 self._deliver(done.outputs)
+                await asyncio.sleep(0)  # the outputs of more steps may be ready: others get their turn between them
         except WorkerDied as error:
             self._fail_all(error)
         except Exception as error:  # if this task ended silently, readers would wait forever

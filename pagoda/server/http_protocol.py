@@ -8,7 +8,7 @@ from typing import Any
 import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.server.errors import error_body, error_response
@@ -75,6 +75,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._surplus_bytes = 0  # of a body, after its response
         self._unparsed = bytearray()
         self._deadline: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # `cycle` is the last one parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,6 +92,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
         self._unparsed.clear()
+        running = self._running
+        if running is not None and not running.response_complete:  # its route stops, though others wait behind it
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -105,6 +110,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head and not self._is_resuming:  # not a trailer
             super().on_header(name, value)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

@@ -350,6 +350,30 @@ def test_a_client_that_closes_after_its_request_counts_as_disconnected() -> None
     assert b"event 9\n" not in stream
 
 
+def test_a_client_that_leaves_ends_the_running_request_though_others_wait_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+
+    async def long_stream() -> AsyncIterator[bytes]:
+        for number in range(100):
+            await asyncio.sleep(0.1)
+            sent.append(number)
+            yield b"event %d\n" % number
+
+    monkeypatch.setattr(sys.modules[__name__], "_slow_events", long_stream)
+
+    async def main() -> None:
+        async with listening(header_timeout_s=60, body_timeout_s=60) as here:
+            _, writer = await here.open(STREAM + WHOLE + WHOLE)
+            await asyncio.sleep(1.05)
+            writer.transport.abort()
+            await asyncio.sleep(20)
+
+    run_in_virtual_time(main())
+    assert 5 < len(sent) < 20
+
+
 def test_an_offer_to_change_the_protocol_is_declined_by_answering() -> None:
     """As curl and Java's client make it, which go on with the same connection."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
