@@ -30,7 +30,7 @@ def test_an_echoed_prompt_is_decoded_in_the_turns_of_its_key() -> None:
 
     generation: Any = SimpleNamespace(
         outputs=lambda: contextlib.aclosing(deltas()),
-        requests=[SimpleNamespace(prompt_token_ids=np.zeros(5_000, np.int32))],
+        requests=[SimpleNamespace(prompt_token_ids=np.zeros(5_000, np.int32), num_embeds=0)],
         key="one",
         num_prompt_tokens=5_000,
         num_output_tokens=2,
