@@ -78,6 +78,20 @@ def _count(place: SchemaPlace, name: str) -> None:
     place.out[name] = int(value)
 
 
+def _min_properties(place: SchemaPlace, name: str) -> None:
+    """Refuse a count that only several unlisted names reach.
+
+    A grammar writes listed properties once each, but may write any other name twice, and readers of JSON count it once.
+    """
+    _count(place, name)
+    required = place.given.get("required", [])
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    is_open = place.given.get("additionalProperties", True) is not False or "patternProperties" in place.given
+    if is_open and place.out[name] > num_required + 1:
+        most = f"more than {num_required + 1}, one above the number of required properties,"
+        raise place.refuse(name, f"{most} is only supported with additionalProperties: false")
+
+
 # ---- keywords with schemas in them
 
 
@@ -190,7 +204,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "maxLength": _count,
     "minItems": _count,
     "maxItems": _count,
-    "minProperties": _count,
+    "minProperties": _min_properties,
     "maxProperties": _count,
     "properties": _properties,
     "patternProperties": _properties,

@@ -77,6 +77,13 @@ EQUIVALENT: dict[str, dict[str, Any]] = {
     "property names": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
     "unevaluated": {"properties": {"a": True}, "unevaluatedProperties": False},
     "contains anything": {"properties": {"a": {"type": "array", "contains": {}}}},
+    "one unlisted property": {"required": ["a"], "minProperties": 2},
+    "all properties": {
+        "properties": {"a": {}, "b": {}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "minProperties": 2,
+    },
     "one unique item": {"properties": {"a": {"uniqueItems": True, "maxItems": 1}}},
     "names like keywords": {"properties": {"a": {"const": {"$ref": "#/nowhere"}}, "not": {"type": "null"}}},
 }
@@ -121,6 +128,9 @@ def test_rewriting_does_not_change_which_values_are_valid(name: str) -> None:
         ({"properties": {"a": 5}}, "/properties/a"),
         ({"minLength": -1}, "/minLength"),
         ({"format": "idn-email"}, "/format"),
+        ({"minProperties": 2}, "/minProperties"),
+        ({"items": {"required": ["a"], "minProperties": 3}}, "/items/minProperties"),
+        ({"patternProperties": {"^[a-f]$": {}}, "additionalProperties": False, "minProperties": 2}, "/minProperties"),
         ({"$dynamicRef": "#x"}, "/$dynamicRef"),
         ({"allOf": [{"unevaluatedProperties": False, "anyOf": [True]}]}, "/allOf/0/unevaluatedProperties"),
     ],
