@@ -66,7 +66,13 @@ def run_workload(llm: LLM, path: Path, width: int) -> dict[str, object]:
     num_in = sum(len(request["prompt_token_ids"]) for request in work)
     num_out = len(outputs) * width * params.max_tokens
     assert all(len(output.sequences) == width for output in outputs)
-    line = {"engine": "pagoda", "requests": len(work), "in": num_in, "out": num_out, "secs": round(secs, 3)}
+    line: dict[str, object] = {
+        "engine": "pagoda",
+        "requests": len(work),
+        "in": num_in,
+        "out": num_out,
+        "secs": round(secs, 3),
+    }
     return line | {"out_tok_s": round(num_out / secs, 1), "cold_start_s": round(cold_start_s, 1)}
 
 
