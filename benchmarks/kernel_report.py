@@ -1,9 +1,10 @@
 """Compile the Triton kernels for GPUs that need not be there, and say what each takes: registers, spills, memory.
 
-    kernel_report.py [--arch 80 90] [--markdown]
+    kernel_report.py [--arch 80 90] [--only attention]
 
-The launches are those of a decode step and a prefill chunk with the shapes of a Qwen3-0.6B in bfloat16 (and, for
-experts, a Qwen3-30B-A3B): the ops are called as a forward calls them, and each launch is compiled instead of run.
+The launches are those of a decode step and a prefill chunk with the shapes of a Qwen3-0.6B in bfloat16 (linear layers:
+a Llama-3.1-8B; experts: a Qwen3-30B-A3B): the ops are called as a forward calls them, and each launch is compiled
+instead of run.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,21 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.linear.fp8 import Fp8Weight
+from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
 
 BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+LEAST_ARCH = {"linear, fp8 with fp8, decode": 89, "linear, fp8 with fp8": 89, "experts, fp8 with fp8": 89}
+"""Compute capabilities that a call needs, if others have not got its products."""
+
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+    torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -154,52 +163,131 @@ def assemble(ptx: str, arch: int) -> tuple[int, int]:
 
 def calls() -> dict[str, Callable[[], object]]:
     """Return the ops to compile by title: each calls them as a forward would, with tensors of real shapes."""
-    ops, steady = TritonOps(max_model_len=40_960), TritonOps(max_model_len=40_960, batch_invariant=True)
-    tokens, hidden, heads, kv_heads, dim, inner, block = 64, 1024, 16, 8, 128, 3072, 16
+    return {**_ops_of_a_layer(), **_attention(), **_linears(), **_experts(), **_sampling()}
+
+
+def _ops_of_a_layer() -> dict[str, Callable[[], object]]:
+    ops: Any = TritonOps(max_model_len=40_960, multiplies_fp8=True)
+    tokens, hidden, heads, kv_heads, dim, inner = 64, 1024, 16, 8, 128, 3072
     x, weight = torch.zeros(tokens, hidden, dtype=BF16), torch.zeros(hidden, dtype=BF16)
-    qkv = torch.zeros(tokens, (heads + 2 * kv_heads) * dim, dtype=BF16)
-    q, k, v = ops.split_qkv(qkv, heads, kv_heads, dim)
+    q, k, v = ops.split_qkv(torch.zeros(tokens, (heads + 2 * kv_heads) * dim, dtype=BF16), heads, kv_heads, dim)
     tables = torch.zeros(64, dim // 2), torch.zeros(64, dim // 2)
-    decode = metadata_of([1] * tokens, 1024, block)
-    prefill = metadata_of([tokens], 1024, block)
-    shape = (65, kv_heads, block, dim)
-    cache = KVLayer(torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=BF16))
-    codes = KVLayer(*(torch.zeros(shape, dtype=torch.int8) for _ in range(2)), *(torch.zeros(shape[:3]) for _ in "kv"))
+    decode = metadata_of([1] * tokens, 1024, 16)
     positions = torch.zeros(tokens, dtype=torch.int32)
-    logits = torch.zeros(4, 151_936)
-    one = np.ones(4, np.float32)
-    draws = DrawParams(one, np.full(4, 50, np.int32), one / 2, one / 50, one.astype(np.float64) / 2)
-    linear = ops.prepare_linear(torch.zeros(hidden, hidden, dtype=BF16))
     table = ops.make_low_rank_table(3, hidden, hidden, BF16)
     table.fill(1, [LowRankPiece(torch.zeros(16, hidden), torch.zeros(hidden, 16))])
     slots = torch.ones(tokens, dtype=torch.int32)
-    up = ops.prepare_experts([ops.prepare_linear(torch.zeros(1536, 2048, dtype=BF16)) for _ in range(16)])
-    down = ops.prepare_experts([ops.prepare_linear(torch.zeros(2048, 768, dtype=BF16)) for _ in range(16)])
-    wide, router = torch.zeros(tokens, 2048, dtype=BF16), torch.zeros(tokens, 16, dtype=BF16)
+
+    def write(dtype: torch.dtype) -> object:
+        return ops.rotary_write_kv(q, k, v, positions, *tables, cache_of(dtype), decode)
+
     return {
         "residual sum and RMS norm": lambda: ops.add_rms_norm(x, x, weight, 1e-6),
         "RMS norm of heads": lambda: ops.rms_norm(q, weight[:dim], 1e-6),
         "layer norm": lambda: ops.layer_norm(x, weight, weight, 1e-6),
         "SiLU times up": lambda: ops.silu_mul(torch.zeros(tokens, 2 * inner, dtype=BF16)),
         "GELU": lambda: ops.gelu(x),
-        "rotary and KV write": lambda: ops.rotary_write_kv(q, k, v, positions, *tables, cache, decode),
-        "rotary and KV write, int8": lambda: ops.rotary_write_kv(q, k, v, positions, *tables, codes, decode),
+        "rotary and KV write": lambda: write(BF16),
+        "rotary and KV write, int8": lambda: write(torch.int8),
+        "rotary and KV write, fp8": lambda: write(FP8),
+        "low rank": lambda: ops.add_low_rank(x, x, slots, table),
+    }
+
+
+def _attention() -> dict[str, Callable[[], object]]:
+    ops: Any = TritonOps(max_model_len=40_960, multiplies_fp8=True)
+    steady: Any = TritonOps(max_model_len=40_960, batch_invariant=True, multiplies_fp8=True)
+    q = torch.zeros(64, 16, 128, dtype=BF16)
+    decode, prefill = metadata_of([1] * 64, 1024, 16), metadata_of([64], 1024, 16)
+    cache, int8, fp8 = cache_of(BF16), cache_of(torch.int8), cache_of(FP8)
+    shared = replace(decode, shared_prefix=torch.zeros(2, dtype=torch.int32))
+    return {
         "attention, decode": lambda: ops.attention(q, cache, decode, 0.1),
-        "attention, decode, int8": lambda: ops.attention(q, codes, decode, 0.1),
+        "attention, decode, shared prefix": lambda: ops.attention(q, cache, shared, 0.1),
+        "attention, decode, shared prefix, fp8": lambda: ops.attention(q, fp8, shared, 0.1),
+        "attention, decode, int8": lambda: ops.attention(q, int8, decode, 0.1),
+        "attention, decode, fp8": lambda: ops.attention(q, fp8, decode, 0.1),
         "attention, decode, window and soft cap": lambda: ops.attention(q, cache, decode, 0.1, 512, 50.0),
         "attention, prefill": lambda: ops.attention(q, cache, prefill, 0.1),
-        "attention, prefill, int8": lambda: ops.attention(q, codes, prefill, 0.1),
+        "attention, prefill, int8": lambda: ops.attention(q, int8, prefill, 0.1),
+        "attention, prefill, fp8": lambda: ops.attention(q, fp8, prefill, 0.1),
         "attention, prefill, window and soft cap": lambda: ops.attention(q, cache, prefill, 0.1, 512, 50.0),
         "attention, decode, batch-invariant": lambda: steady.attention(q, cache, decode, 0.1),
         "attention, prefill, batch-invariant": lambda: steady.attention(q, cache, prefill, 0.1),
-        "linear, batch-invariant": lambda: steady.linear(x, linear),
-        "logits, batch-invariant": lambda: steady.logits(x, linear),
-        "experts": lambda: ops.moe(wide, router, up, down, 8, True),
-        "low rank": lambda: ops.add_low_rank(x, x, slots, table),
+    }
+
+
+def _linears() -> dict[str, Callable[[], object]]:
+    ops: Any = TritonOps(max_model_len=40_960, multiplies_fp8=True)
+    steady: Any = TritonOps(max_model_len=40_960, batch_invariant=True, multiplies_fp8=True)
+    widening: Any = TritonOps(max_model_len=40_960, multiplies_fp8=False)
+    few, many = torch.zeros(8, 4096, dtype=BF16), torch.zeros(512, 4096, dtype=BF16)
+    plain = ops.prepare_linear(torch.zeros(6144, 4096, dtype=BF16))
+    made: dict[str, Callable[[], object]] = {
+        "linear, batch-invariant": lambda: steady.linear(few, plain),
+        "logits, batch-invariant": lambda: steady.logits(few, plain),
+    }
+    for title, weight in _coded(6144, 4096).items():
+        by = widening if title == "fp8" else ops
+        prepared = by.prepare_quantized_linear(weight, BF16)
+        made[f"linear, {title}, decode"] = partial(by.linear, few, prepared)
+        made[f"linear, {title}"] = partial(by.linear, many, prepared)
+    return made
+
+
+def _experts() -> dict[str, Callable[[], object]]:
+    x, router = torch.zeros(64, 2048, dtype=BF16), torch.zeros(64, 4, dtype=BF16)
+    made: dict[str, Callable[[], object]] = {}
+    ops: Any = TritonOps(max_model_len=40_960, multiplies_fp8=True)
+    weights = {"": torch.zeros(0), **_coded(1536, 2048)}
+    for title in weights:
+        by = TritonOps(max_model_len=40_960, multiplies_fp8=False) if title == "fp8" else ops
+        stacks = []
+        for shape in ((1536, 2048), (2048, 768)):
+            if title:
+                one = by.prepare_quantized_linear(_coded(*shape)[title], BF16)
+            else:
+                one = by.prepare_linear(torch.zeros(shape, dtype=BF16))
+            stacks.append(by.prepare_experts([one] * 4))
+        made[f"experts, {title}" if title else "experts"] = partial(by.moe, x, router, *stacks, 2, True)
+    return made
+
+
+def _coded(out_features: int, in_features: int) -> dict[str, QuantizedWeight | Fp8Weight]:
+    def grouped(bits: int, group: int, has_minima: bool = False) -> QuantizedWeight:
+        scales = torch.zeros(out_features, in_features // group, dtype=torch.float16)
+        codes = torch.zeros(out_features, in_features, dtype=torch.uint8)
+        return QuantizedWeight(codes, scales, scales if has_minima else None, in_features, group, bits)
+
+    fp8 = Fp8Weight(torch.zeros(out_features, in_features, dtype=FP8), torch.zeros(out_features))
+    return {
+        "int8": grouped(8, 64),
+        "Q8_0": grouped(8, 32),
+        "Q4_0": grouped(4, 32),
+        "Q4_K": grouped(4, 32, has_minima=True),
+        "AWQ": grouped(4, 128, has_minima=True),
+        "Q6_K": grouped(6, 16),
+        "fp8": fp8,
+        "fp8 with fp8": fp8,
+    }
+
+
+def _sampling() -> dict[str, Callable[[], object]]:
+    ops: Any = TritonOps(multiplies_fp8=True)
+    logits = torch.zeros(4, 151_936)
+    one = np.ones(4, np.float32)
+    draws = DrawParams(one, np.full(4, 50, np.int32), one / 2, one / 50, one.astype(np.float64) / 2)
+    return {
         "largest logit": lambda: ops.best_tokens(logits),
         "sampling": lambda: ops.sample(logits, draws, ops.best_tokens(logits)),
         "grammar mask": lambda: ops.mask_logits(logits, np.arange(2), np.zeros((2, 4748), np.int32)),
     }
+
+
+def cache_of(dtype: torch.dtype) -> KVLayer:
+    shape = (65, 8, 16, 128)
+    scales = (torch.zeros(shape[:3]) if dtype.itemsize == 1 else None for _ in range(2))
+    return KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), *scales)
 
 
 def metadata_of(query_lens: list[int], seq_len: int, block_size: int) -> AttentionMetadata:
@@ -215,29 +303,37 @@ def metadata_of(query_lens: list[int], seq_len: int, block_size: int) -> Attenti
     )
 
 
-def report(archs: list[int]) -> Iterator[tuple[str, Figures]]:
-    """Yield (title, figures) for every kernel that a call launches and no earlier call did."""
+def report(archs: list[int], only: str = "") -> Iterator[tuple[str, Figures]]:
+    """Yield (title, figures) for every kernel that a call launches and no earlier call did.
+
+    only: part of the titles to report; all if empty.
+    """
     seen: set[str] = set()
     for title, call in calls().items():
+        if only not in title:
+            continue
         with recorded_launches() as launches:
             call()
         for launch in launches:
             if launch.key not in seen:
                 seen.add(launch.key)
                 for arch in archs:
-                    yield title, compile_launch(launch, arch)
+                    if arch >= LEAST_ARCH.get(title, 0):
+                        yield title, compile_launch(launch, arch)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, times 10")
-    archs: list[int] = parser.parse_args().arch
+    parser.add_argument("--only", default="", help="only the ops with this in their title")
+    options = parser.parse_args()
+    archs: list[int] = options.arch
     if is_interpreted():
         sys.exit("unset TRITON_INTERPRET: interpreted kernels are not compiled")
     print(f"Triton {triton.__version__}, torch {torch.__version__}\n")
     print("| op | kernel | sm | warps | registers | spilled bytes | shared bytes | PTX bytes |")
     print("|---|---|---|---|---|---|---|---|")
-    for title, of in report(archs):
+    for title, of in report(archs, options.only):
         print(f"| {title} | `{of.kernel}` | {of.arch} | {of.warps} | {of.registers} | {of.spills} | {of.shared} | "
               f"{of.ptx} |", flush=True)  # fmt: skip
 

@@ -19,6 +19,7 @@ from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor, StepRunner
+from pagoda.measured_capacity import measure_capacity
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.controller import DraftController
@@ -53,6 +54,7 @@ def build_engine_core(
     own = _make_executor(setup, capacity, options.max_rows, grammars, pin_threads)
     if setup.device == "cuda" and isinstance(own, InProcessExecutor):
         setup, capacity = _measure(own.worker, setup, capacity)
+        options = scheduler_options(setup.config, setup.drafting)
 
     scheduler = Scheduler(
         options,
@@ -104,26 +106,19 @@ def _make_grammars(setup: EngineSetup) -> GrammarBackend:
 
 
 def _measure(worker: StepRunner, setup: EngineSetup, capacity: KVCapacity) -> tuple[EngineSetup, KVCapacity]:
-    """Load the weights, and size the KV pools by what is left next to them and the largest step.
-
-    Unless they were given as numbers of blocks or bytes. Raises CapacityError that says what would fit.
-    """
+    """Size a GPU's KV pools by what the largest steps leave, unless they were given as numbers of blocks or bytes."""
     from pagoda.worker.worker import Worker
 
     config = setup.config
     if config.debug.num_blocks is not None or config.cache.kv_cache_memory is not None or not setup.groups:
         return setup, capacity
     assert isinstance(worker, Worker)
-    scheduler = config.scheduler
     try:
-        free = worker.free_for_cache(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        return measure_capacity(worker, setup)
     except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise _too_little_memory(setup, capacity, error) from error
-    setup, capacity = fit_cache(setup, free)
-    worker.set_pools(capacity.num_blocks, capacity.num_host_blocks)
-    return setup, capacity
 
 
 def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from pagoda.assemble import build_engine_core
+from pagoda.base.allocator import keep_objects, return_freed_memory
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
@@ -30,6 +31,8 @@ from pagoda.executors.recorded import RecordedExecutor
 logger = logging.getLogger("pagoda.engine")
 
 STATS_INTERVAL_S = 0.1
+RETURN_MEMORY_AFTER_MS = 1_000
+"""Without a message for so long, an idle engine returns the memory of its largest steps to the system."""
 
 
 class EngineServer:
@@ -49,6 +52,8 @@ class EngineServer:
         while True:
             if not core.has_unfinished_requests():
                 self._send(wire.IdleReport(self._make_stats(), self._num_handled))
+                if not self._socket.poll(RETURN_MEMORY_AFTER_MS):
+                    return_freed_memory()
                 self._handle(self._socket.recv())
             self._drain()
             of_step = core.step()
@@ -141,6 +146,7 @@ def main() -> None:
         socket.send(codec.encode(wire.StartFailed(text, isinstance(error, ConfigError | CapacityError))))
         socket.close(linger=1000)
         sys.exit(1)
+    keep_objects()
     facts = msgspec.structs.replace(core.facts, load_s=time.monotonic() - began_s)
     socket.send(codec.encode(wire.Ready(facts)))
     EngineServer(core, executor, socket).run()

@@ -8,6 +8,7 @@ from pathlib import Path
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
+from pagoda.base.dtypes import WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingKind
@@ -20,6 +21,7 @@ from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
+from pagoda.worker.embeds_memory import EmbedsMemory, embeds_memory
 from pagoda.worker.memory import KVCapacity, available_memory, memory_limit, plan_capacity, require_host_memory
 from pagoda.worker.speculation.setup import DraftSetup, resolve_drafting
 
@@ -34,7 +36,7 @@ class EngineSetup:
     """Everything that is decided before loading the weights.
 
     config: with all defaults filled in.   groups: of layers that share a block table.
-    dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8").   device: "cpu" or "cuda".
+    dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8" and "fp8").   device: "cpu" or "cuda".
     max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
     tasks: what the model can be asked for.   takes_embeds: whether prompts may be given as embeddings.
     """
@@ -98,6 +100,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
             f"kv_cache_dtype={kv_dtype!r} with dtype={dtype!r}: the native kernels hold the cache in the compute dtype "
             "or int8; take 'auto' or 'int8', or kernels='torch'"
         )
+    _check_fp8(config, device)
     _check(config, max_model_len)
     config = dataclasses.replace(
         config,
@@ -140,6 +143,7 @@ def weights_in_memory(setup: EngineSetup) -> int:
         quantization=setup.config.model.quantization,
         packed=setup.is_packed,
         num_positions=setup.num_positions,
+        tiled=setup.device == "cuda" and setup.config.parallel.kernels in ("auto", "triton"),
     )
     return weight_memory(setup.files, prepared) + (setup.drafting.memory_bytes if setup.drafting else 0)
 
@@ -153,6 +157,13 @@ def adapters_in_memory(setup: EngineSetup) -> int:
     return lora.num_kept * adapter_memory(model, lora.max_lora_rank, setup.dtype, setup.is_packed)
 
 
+def embeds_in_memory(setup: EngineSetup) -> EmbedsMemory:
+    """Return what the embeddings of requests may take, as far as the server's limits admit them."""
+    if not setup.config.model.enable_prompt_embeds:
+        return EmbedsMemory()
+    return embeds_memory(setup.embeds_size, setup.dtype, setup.config.server.server_limits)
+
+
 def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     """Return the number of KV blocks that will fit.
 
@@ -164,8 +175,8 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
         free = _free_bytes(setup.device) - weights_in_memory(setup)
     else:
         free = free_bytes - (setup.drafting.memory_bytes if setup.drafting else 0)
-    free = max(0, free - adapters_in_memory(setup))
-    config = setup.config
+    config, is_on_host, embeds = setup.config, setup.device == "cpu", embeds_in_memory(setup)
+    free = max(0, free - adapters_in_memory(setup) - (embeds.total if is_on_host else embeds.device))
     capacity = plan_capacity(
         setup.groups,
         config.cache,
@@ -176,9 +187,10 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
         config.debug,
     )
     if config.debug.distributed_executor_backend != "fake":
-        is_on_host = setup.device == "cpu"
-        loaded = weights_in_memory(setup) + adapters_in_memory(setup) if is_on_host else 0
-        require_host_memory(capacity, config.cache, memory_limit(), loaded, is_on_host)
+        reserved = embeds.host
+        if is_on_host:
+            reserved += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
+        require_host_memory(capacity, config.cache, memory_limit(), reserved, is_on_host)
     return capacity
 
 
@@ -231,6 +243,21 @@ def _with_max_model_len(setup: EngineSetup, max_model_len: int) -> EngineSetup:
     )
 
 
+def _check_fp8(config: EngineConfig, device: str) -> None:
+    """Raise ConfigError for weights of 8-bit floats on the native kernels, which do not multiply them."""
+    speculative = config.scheduler.speculative_config
+    asked = {
+        "quantization": config.model.quantization,
+        "speculative_config.quantization": None if speculative is None else speculative.quantization,
+    }
+    for name, quantization in asked.items():
+        if quantization == "fp8" and _is_packed(config, device):
+            raise ConfigError(
+                f"{name}='fp8' needs a GPU: the native kernels have none; take 'int8', or kernels='torch', which "
+                "computes with the rounded weights in the compute dtype"
+            )
+
+
 def _is_packed(config: EngineConfig, device: str) -> bool:
     """Return whether the kernels pack weights into their own form."""
     return device == "cpu" and config.parallel.kernels in ("auto", "native")
@@ -239,7 +266,7 @@ def _is_packed(config: EngineConfig, device: str) -> bool:
 def _asked_dtype(config: EngineConfig, device: str) -> str:
     """The dtype that was asked for; the cache's where only that was given and the native kernels need both alike."""
     kv_dtype, native = config.cache.kv_cache_dtype, config.parallel.kernels in ("auto", "native")
-    if config.model.dtype == "auto" and device == "cpu" and native and kv_dtype not in ("auto", "int8"):
+    if config.model.dtype == "auto" and device == "cpu" and native and kv_dtype not in ("auto", *WITH_SCALES):
         return kv_dtype
     return config.model.dtype
 

@@ -199,11 +199,16 @@ class LLM:
         """
         check_prompt(prompt, None)
         call = Call()
-        with self._shared.entered():
-            lora = self._shared.find_adapter(lora_request)
-            params = sampling_params or SamplingParams()
-            self._shared.add(call, self._shared.new_id(), prompt, params, OutputKind.DELTA, lora=lora)
-        return OutputStream(self._shared, call, lora_request)
+        stream = OutputStream(self._shared, call, lora_request)
+        try:
+            with self._shared.entered():
+                lora = self._shared.find_adapter(lora_request)
+                params = sampling_params or SamplingParams()
+                self._shared.add(call, self._shared.new_id(), prompt, params, OutputKind.DELTA, lora=lora)
+        except BaseException:  # a signal handler may raise when the request is queued
+            stream.close()
+            raise
+        return stream
 
     def stream_chat(
         self,

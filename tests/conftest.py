@@ -4,9 +4,12 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.device_under_test import DeviceUnderTest
 
 # A shell that starts a job in the background tells it, and all its children, to ignore Ctrl-C. The tests that send one
 # mean a process that a person started.
@@ -17,6 +20,45 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Triton decides while it is imported whether kernels are compiled for a GPU or interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+_OF_NUMBERS = {"device_under_test", "fast", "make_triton_ops", "triton_ops"}
+"""Fixtures of tests that run on any device."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: run the tests of numbers, and no others, on a GPU; without one they are skipped",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cpu":
+        return
+    kept = [item for item in items if _OF_NUMBERS & set(getattr(item, "fixturenames", ()))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device_under_test(pytestconfig: pytest.Config) -> "DeviceUnderTest":
+    """The device of `--device`, with what an engine is started with on it."""
+    import torch
+
+    from tests.device_under_test import DeviceUnderTest
+
+    if pytestconfig.getoption("--device") == "cuda":
+        name = torch.cuda.get_device_name()
+        return DeviceUnderTest(torch.device("cuda"), name, "float32", "triton")
+    return DeviceUnderTest(torch.device("cpu"), "CPU", "float32", "auto")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,8 @@ def test_unset_options_are_derived(model: Path) -> None:
         ({"kernels": "nativ"}, "did you mean 'native'"),
         ({"source": "huggingfaces"}, "did you mean 'huggingface'"),
         ({"quantization": "int4"}, "did you mean 'int8'"),
+        ({"quantization": "fp8", "device": "cpu", "kernels": "auto"}, "quantization='fp8' needs a GPU"),
+        ({"kv_cache_dtype": "fp8_e4m3", "device": "cpu", "kernels": "auto"}, "kv_cache_dtype='fp8' with dtype="),
         ({"revision": "main"}, "revision='main' is for hub models"),
         ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
         ({"num_host_blocks": -1}, "num_host_blocks=-1"),
@@ -115,13 +118,14 @@ def test_allowed_words_are_those_that_the_parts_accept() -> None:
 
 def test_the_schedulers_options_derive_from_the_settings() -> None:
     assert scheduler_options(EngineConfig()) == SchedulerOptions()
-    for options, expected in (
+    cases: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({"async_scheduling": True}, {"async_scheduling": True, "pipeline_depth": 2}),
         ({"async_scheduling": True, "pipeline_depth": 3}, {"async_scheduling": True, "pipeline_depth": 3}),
         ({"prefill": {"prefill_beside_decodes": 8}}, {"prefill_beside_decodes": 8}),
         ({"decision_log_steps": 4, "prefix_hash_seed": 1}, {"decision_log_steps": 4, "prefix_hash_seed": 1}),
         ({"scheduling_policy": "priority"}, {"scheduling_policy": SchedulingPolicy.PRIORITY}),
-    ):
+    )
+    for options, expected in cases:
         assert scheduler_options(EngineConfig.from_options(**options)) == SchedulerOptions(**expected)
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +16,13 @@ import pytest
 from pagoda import LLM, RequestOutput, SamplingParams, UsageError, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.signal_errors import raised_afterwards
 from pagoda.executors.fake import FakeExecutor
 from tests.cached_models import cached_model
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
 
 LONG = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+MEDIUM = SamplingParams(max_tokens=50, seed=1, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, seed=2, ignore_eos=True)
 STEP_S = 0.002
 
@@ -56,17 +59,21 @@ def llm(executor: SlowExecutor) -> Iterator[LLM]:
         yield llm
 
 
+class Deadlock(BaseException):
+    """Ends a test; unlike an Exception, it also ends a step when it is raised for the second time."""
+
+
 @pytest.fixture(autouse=True)
 def _deadline() -> Iterator[None]:
     """End the test if it deadlocks."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError("deadlock")
+        raise Deadlock
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(60)
+    signal.setitimer(signal.ITIMER_REAL, 60, 1)
     yield
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
@@ -248,15 +255,135 @@ def test_ctrl_c_in_the_thread_that_drives_leaves_the_others_alone(llm: LLM, exec
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_a_step_interrupted_by_a_handler_ends_the_llm(llm: LLM, executor: SlowExecutor) -> None:
-    def stop(step: int) -> None:
-        raise SystemExit("from a handler")
+class TooSlow(Exception):
+    """Raised by a program's own signal handler."""
 
-    executor.on_step = stop
-    with pytest.raises(SystemExit):
+
+def raise_too_slow(number: int, frame: FrameType | None) -> None:
+    raise TooSlow
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "error"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGINT, raise_too_slow, TooSlow),
+        (signal.SIGUSR1, raise_too_slow, TooSlow),
+        (signal.SIGTERM, lambda *_: sys.exit(3), SystemExit),
+    ],
+)
+@pytest.mark.parametrize("place", ["scheduler", "executor", "output"])
+def test_what_a_handler_raises_inside_a_step_ends_the_call_and_nothing_else(
+    llm: LLM,
+    executor: SlowExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    handler: Any,
+    error: type[BaseException],
+    place: str,
+) -> None:
+    expected = tokens(llm.generate("other", MEDIUM)[0])
+    found: list[list[int]] = []
+    other = threading.Thread(target=lambda: found.append(tokens(llm.generate("other", MEDIUM)[0])))
+    raised: list[int] = []
+
+    def interrupt() -> None:
+        if threading.current_thread() is not threading.main_thread() or raised:
+            return
+        if not other.is_alive():
+            other.start()  # this thread drives the engine for both
+        elif len(llm.engine._outputs) == 2:
+            raised.append(number)
+            signal.raise_signal(number)
+
+    owner, name = {
+        "scheduler": (llm.engine.core._scheduler, "schedule"),
+        "executor": (llm.engine.core._executor, "submit"),
+        "output": (llm.engine._outputs, "process"),
+    }[place]
+    plain = getattr(owner, name)
+
+    def interrupted(*args: Any) -> Any:
+        interrupt()
+        return plain(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(error):
+            llm.generate("mine", MEDIUM)
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+        other.join()
+    assert raised
+    assert found == [expected]
+    assert not llm.engine.has_unfinished_requests()
+    assert tokens(llm.generate("other", MEDIUM)[0]) == expected
+
+
+def test_what_a_handler_raises_while_a_request_is_queued_leaves_no_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = llm.engine.core.add_request
+
+    def interrupted(request: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        add(request)
+
+    monkeypatch.setattr(llm.engine.core, "add_request", interrupted)
+    for call in (lambda: llm.generate(["a", "b"], LONG), lambda: llm.stream("c", LONG)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    monkeypatch.undo()
+    assert not llm.engine.has_unfinished_requests()
+    assert tokens(llm.generate("next", SHORT)[0])
+
+
+def test_a_second_ctrl_c_ends_a_step_that_hangs(llm: LLM, executor: SlowExecutor) -> None:
+    def hang(step: int) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second Ctrl-C had no effect")
+
+    executor.on_step = hang
+    with pytest.raises(KeyboardInterrupt):
         llm.generate("long", LONG)
-    with pytest.raises(UsageError, match="interrupted by SystemExit; make a new LLM"):
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(UsageError, match="interrupted by KeyboardInterrupt; make a new LLM"):
         llm.generate("again", SHORT)
+
+
+def test_only_the_first_error_of_handlers_is_raised_and_handlers_run_at_once() -> None:
+    ran: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        ran.append(number)
+        raise TooSlow(len(ran))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TooSlow, match="1"), raised_afterwards():  # noqa: PT012
+            for count in (1, 2, 3):
+                signal.raise_signal(signal.SIGUSR1)
+                assert len(ran) == count
+        with pytest.raises(TooSlow, match="4"):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_set_by_a_handler_stays() -> None:
+    def other(number: int, frame: FrameType | None) -> None:
+        pass
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGUSR1, other))
+    try:
+        with raised_afterwards():
+            signal.raise_signal(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) is other
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 # ---- ends

@@ -60,9 +60,9 @@ class ModelConfig:
     quantization: Annotated[
         str | None,
         Setting(
-            "int8: quantize the weights while loading; gguf: compute with a GGUF file's quantized weights.",
+            "int8, fp8 (GPUs): quantize the weights while loading; gguf: compute with a GGUF file's quantized weights.",
             unset="none",
-            words=("int8", "gguf"),
+            words=("int8", "fp8", "gguf"),
         ),
     ] = None
     max_model_len: Annotated[
@@ -106,7 +106,8 @@ class CacheConfig:
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Setting("Fraction of the free memory (of the GPU, or of the cgroup) for the KV cache.")
+        float,
+        Setting("Fraction of the free memory for the KV cache; if unset, 0.95 of what steps leave on a GPU."),
     ] = 0.5
     swap_space: Annotated[float, Setting("Host memory for the KV blocks of swapped requests, in GiB.", at_least=0)] = (
         0.0
@@ -114,8 +115,8 @@ class CacheConfig:
     kv_cache_dtype: Annotated[
         str,
         Setting(
-            "Type of the KV cache; auto: the compute type. Other types except int8 need kernels=torch.",
-            words=("auto", "bfloat16", "float16", "float32", "int8"),
+            "Type of the KV cache; auto: the compute type. On a CPU, others except int8 need kernels=torch.",
+            words=("auto", "bfloat16", "float16", "float32", "int8", "fp8"),
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, Setting("Reuse the KV blocks of prompts with the same beginning.")] = True

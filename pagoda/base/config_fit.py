@@ -10,6 +10,7 @@ from pagoda.base.setting import default_of
 
 logger = logging.getLogger("pagoda")
 
+_OF_A_GPU = 0.95  # of what the largest step leaves: CUDA graphs need some of the rest
 _NATIVE_BLOCK_MULTIPLE = 8  # what the native attention kernels need of block_size
 
 
@@ -46,6 +47,8 @@ def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple
     if scheduler.async_scheduling is None:
         # On a CPU, the cores that would schedule the next step are those that compute the current one.
         changes["async_scheduling"] = device != "cpu"
+    if device != "cpu" and "gpu_memory_utilization" not in given:
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, gpu_memory_utilization=_OF_A_GPU))
     budget = scheduler.max_num_batched_tokens
     if budget < scheduler.max_num_seqs:
         if "max_num_seqs" not in given:

@@ -21,6 +21,7 @@ _DTYPE_NAMES = {
     "bf16": "bfloat16",
     "float": "float32",
     "fp32": "float32",
+    "fp8_e4m3": "fp8",
 }
 _BYTES = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
 _POWERS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4}

@@ -24,6 +24,10 @@ class CapacityError(PagodaError):
     """A well-formed request or model does not fit: pool, memory, queue or model length."""
 
 
+class StepTooLarge(CapacityError):
+    """A step of the largest size that the settings allow does not fit in the device's memory."""
+
+
 class UsageError(PagodaError, RuntimeError):
     """The engine is used where it is not allowed: after `close`, in a forked child, from a signal handler."""
 

@@ -122,12 +122,9 @@ def packages_line() -> str:
 
 
 def gpu_line() -> str:
-    import torch
+    from pagoda.cli.gpus import describe_gpus
 
-    if not torch.cuda.is_available():
-        return "none that torch can use"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return f"{', '.join(names)} (CUDA {torch.version.cuda})"
+    return describe_gpus()
 
 
 def kernels_line() -> str:

@@ -17,7 +17,8 @@ class Plan:
     """All figures of `pagoda plan`; sizes in bytes, lengths in tokens.
 
     weights_disk, weights_memory: as the checkpoint has them, and what they take once they are prepared.
-    adapters_memory: reserved for LoRA adapters.
+    adapters_memory: reserved for LoRA adapters.   embeds_memory: for prompt embeddings, with a server's default limits.
+    device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
         for a model without KV.
     """
@@ -33,6 +34,8 @@ class Plan:
     weights_memory: int
     weights_as: str
     adapters_memory: int
+    embeds_memory: int
+    device: str
     memory_available: int
     kv_bytes_per_token: int
     has_windows: bool
@@ -73,13 +76,20 @@ def plan(
 def make_plan(config: EngineConfig) -> Plan:
     """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
     from pagoda.core.kv import KVSizing
-    from pagoda.engine_setup import adapters_in_memory, fit_cache, resolve_engine, scheduler_options, weights_in_memory
+    from pagoda.engine_setup import (
+        adapters_in_memory,
+        embeds_in_memory,
+        fit_cache,
+        resolve_engine,
+        scheduler_options,
+        weights_in_memory,
+    )
     from pagoda.loading.model_config import summarize_weights
     from pagoda.worker.kv_slots import kv_bytes_per_token
-    from pagoda.worker.memory import available_memory
 
     setup, capacity = fit_cache(resolve_engine(config))
     config = setup.config
+    device, available = _device(setup.device)
     weights = summarize_weights(setup.files)
     sizing = KVSizing.of(
         setup.groups, capacity.block_size, setup.max_model_len, scheduler_options(config, setup.drafting)
@@ -97,7 +107,9 @@ def make_plan(config: EngineConfig) -> Plan:
         weights_memory=weights_in_memory(setup),
         weights_as=config.model.quantization or setup.dtype,
         adapters_memory=adapters_in_memory(setup),
-        memory_available=available_memory(),
+        embeds_memory=embeds_in_memory(setup).total,
+        device=device,
+        memory_available=available,
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
         has_windows=any(setup.spec.layer_windows),
         kv_cache=capacity.pool_bytes,
@@ -114,6 +126,17 @@ def make_plan(config: EngineConfig) -> Plan:
     )
 
 
+def _device(name: str) -> tuple[str, int]:
+    """Return how a device is described, and its free bytes."""
+    from pagoda.cli.gpus import visible_gpus
+    from pagoda.worker.memory import available_memory
+
+    if name == "cpu":
+        return name, available_memory()
+    gpu = visible_gpus()[0]
+    return gpu.summary, gpu.free_bytes
+
+
 def _print(made: Plan) -> None:
     from rich.table import Table
 
@@ -122,6 +145,7 @@ def _print(made: Plan) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
+    measured = "" if made.device == "cpu" else "; its start measures what the largest step takes of it"
     types = ", ".join(f"{name} {human_bytes(size)}" for name, size in made.weight_types.items())
     window = " at first; layers with a sliding window stop growing" if made.has_windows else ""
     table.add_row("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)")
@@ -129,6 +153,10 @@ def _print(made: Plan) -> None:
     table.add_row("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}")
     if made.adapters_memory:
         table.add_row("LoRA adapters", f"up to {human_bytes(made.adapters_memory)}")
+    if made.embeds_memory:
+        table.add_row("prompt embeddings", f"up to {human_bytes(made.embeds_memory)}, with a server's default limits")
+    if made.device != "cpu":
+        table.add_row("device", made.device)
     table.add_row("memory", f"{human_bytes(made.memory_available)} available")
     if made.kv_bytes_per_token == 0:
         table.add_row("KV", "none: all tokens of a text are computed in one step")
@@ -137,7 +165,8 @@ def _print(made: Plan) -> None:
         table.add_row("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}")
         table.add_row(
             "KV cache",
-            f"{human_bytes(made.kv_cache)}: {human_count(made.num_blocks)} blocks of {made.block_size} tokens",
+            f"{human_bytes(made.kv_cache)}: {human_count(made.num_blocks)} blocks of {made.block_size} tokens"
+            + measured,
         )
         alone = f"the cache would hold one of {human_count(made.kv_tokens)}"
         table.add_row("longest request", f"{human_count(made.max_model_len)} tokens ({alone})")

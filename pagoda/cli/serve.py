@@ -1,9 +1,12 @@
 """`pagoda serve`: the HTTP server over an engine process."""
 
 import asyncio
+import os
 import signal
 
+from pagoda.base.allocator import keep_buffers_apart
 from pagoda.base.config import EngineConfig
+from pagoda.base.config_rules import check_settings
 from pagoda.base.server_config import ServerConfig
 from pagoda.cli.options import engine_config, engine_options
 
@@ -23,6 +26,8 @@ def serve(options: dict[str, object]) -> None:
 
 async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
+    check_settings(config)
+    keep_buffers_apart(os.environ)
     from pagoda.engine.clients.process_client import ProcessClient
     from pagoda.server.listening import listen
 

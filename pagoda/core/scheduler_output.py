@@ -198,6 +198,10 @@ class LogprobColumns:
     logprobs: np.ndarray
     ranks: np.ndarray
 
+    def __getitem__(self, positions: np.ndarray) -> "LogprobColumns":
+        """Return some of the positions."""
+        return LogprobColumns(self.token_ids[positions], self.logprobs[positions], self.ranks[positions])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelRunnerOutput:

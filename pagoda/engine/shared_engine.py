@@ -9,11 +9,9 @@ import contextlib
 import itertools
 import os
 import queue
-import signal
 import threading
 from collections import deque
 from collections.abc import Generator
-from types import FrameType
 
 from pagoda.base.errors import PagodaError, UsageError, WorkerDied
 from pagoda.base.lora import LoRARequest
@@ -24,6 +22,7 @@ from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.signal_errors import raised_afterwards
 
 _RETRY_S = 1.0  # waiting calls check this often that a call drives, in case an exception lost a nudge
 
@@ -149,19 +148,21 @@ class SharedEngine:
 
     def drop(self, call: Call) -> None:
         """Abort the call's unfinished requests."""
-        live = [request_id for request_id in list(call.live) if self._forget(call, request_id)]
-        if live and self._is_usable():
-            with self._commanding():
-                self.engine.abort(live)
+        with raised_afterwards():
+            live = [request_id for request_id in list(call.live) if self._forget(call, request_id)]
+            if live and self._is_usable():
+                with self._commanding():
+                    self.engine.abort(live)
 
     def abandon(self, call: Call) -> None:
         """Like `drop`, for finalizers: never blocks. If the engine is busy, the next step aborts the requests."""
-        self._abandoned.extend([request_id for request_id in list(call.live) if self._forget(call, request_id)])
-        if self._is_usable() and self._held.acquire(blocking=False):
-            try:
-                self._abort_abandoned()
-            finally:
-                self._held.release()
+        with raised_afterwards():
+            self._abandoned.extend([request_id for request_id in list(call.live) if self._forget(call, request_id)])
+            if self._is_usable() and self._held.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self._held.release()
 
     def close(self) -> None:
         """Shut down the engine after the current step; calls in other threads raise UsageError. Idempotent.
@@ -200,7 +201,7 @@ class SharedEngine:
     @contextlib.contextmanager
     def _commanding(self) -> Generator[None]:
         """Lock the engine between two steps."""
-        with _interrupt_afterwards(), self._turnstile, self._held:
+        with raised_afterwards(), self._turnstile, self._held:
             self._check_usable()
             self._abort_abandoned()
             yield
@@ -227,8 +228,8 @@ class SharedEngine:
                     other.mail.put(_NUDGE)
 
     def _step(self) -> None:
-        """Run one step and deliver its outputs. Ctrl-C takes effect after the step."""
-        with _interrupt_afterwards():
+        """Run one step and deliver its outputs. What a signal handler raises, it raises after the step."""
+        with raised_afterwards():
             with self._turnstile:
                 pass
             with self._held:
@@ -274,34 +275,8 @@ class SharedEngine:
             call.live.clear()
 
     def _shut_down(self) -> None:
-        with _interrupt_afterwards(), self._turnstile, self._held:
+        with raised_afterwards(), self._turnstile, self._held:
             if not self._is_shut_down:
                 self._is_shut_down = True
                 self._end_calls(UsageError("this LLM was closed while it generated"))
                 self.engine.shutdown()
-
-
-@contextlib.contextmanager
-def _interrupt_afterwards() -> Generator[None]:
-    """Delay Ctrl-C until the block ends, so that it does not interrupt a step. A second Ctrl-C takes effect at once.
-
-    Does nothing off the main thread, which alone receives signals, or if the program handles SIGINT itself.
-    """
-    default = signal.default_int_handler
-    is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is default
-    if not is_ours:
-        yield
-        return
-    came: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(signal.SIGINT, default)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, default)
-    if came:
-        raise KeyboardInterrupt

@@ -1,9 +1,9 @@
 """TextThreads: tokenise and decode long texts on threads, so that they do not block an event loop."""
 
-import ctypes
 from collections.abc import Callable
 from typing import TypeVar
 
+from pagoda.base.allocator import return_freed_memory
 from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.fair_threads import FairThreads
 
@@ -11,13 +11,6 @@ T = TypeVar("T")
 
 _VERY_LONG_CHARS = 64 * 1024  # about 50 ms of tokenising
 _NUM_THREADS = 2
-
-
-def _trim_memory() -> None:
-    """Return freed memory to the system: tokenising takes a hundred times the text's size, which malloc would keep."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
 
 
 class TextThreads:
@@ -42,7 +35,7 @@ class TextThreads:
             try:
                 return function(cancellation)
             finally:
-                _trim_memory()
+                return_freed_memory()  # tokenising takes a hundred times the text's size, which malloc would keep
 
         return await self._long.run(key, run_and_trim)
 

@@ -11,12 +11,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.constraints.batch import BatchConstraints
+from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import FillableLowRank
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.logprobs import LogprobTensors
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
@@ -29,10 +30,14 @@ class PrepareOps(Protocol):
         ...
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
-        """Pack codes and scales. The native kernels multiply them as they are, and quantise their input by the same
-        groups; the others dequantise to `dtype`, the compute dtype.
+        """Pack codes and scales.
+
+        The native kernels multiply codes with an input that they quantise by the same groups, Triton's turn them into
+        floats tile by tile, and the others into a matrix of `dtype`, the compute dtype. The input of 8-bit floats is
+        quantised by the reference, and by Triton's kernels where the GPU multiplies such. Raises ConfigError for codes
+        that the kernels cannot multiply.
         """
         ...
 
@@ -77,7 +82,10 @@ class SamplingOps(Protocol):
         ...
 
     def sample(self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """One token per row of float32 [S, V], int64 [S]; best: what `best_tokens` gave for these logits."""
+        """One token per row of float32 [S, V], int64 [S]; best: what `best_tokens` gave for these logits.
+
+        A row whose best logit is not finite gets any token.
+        """
         ...
 
     def mask_logits(self, logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
@@ -87,8 +95,8 @@ class SamplingOps(Protocol):
         """
         ...
 
-    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
-        """Log-softmax of float32 [S, V] at the chosen ids (int [S]) and at the k best, with the ranks of the chosen."""
+    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
+        """Log-softmax of float32 [S, V] at the chosen ids, int64 [S], and at the k best; ranks of the chosen."""
         ...
 
 

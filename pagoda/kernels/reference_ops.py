@@ -12,6 +12,7 @@ import torch
 from pagoda.kernels.constraints import reference as constraints
 from pagoda.kernels.kv_cache import reference as kv_cache
 from pagoda.kernels.linear import reference as linear
+from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
@@ -19,6 +20,7 @@ from pagoda.kernels.native.checks import check_below
 from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.finite import without_nonfinite
 from pagoda.ops.declare import Op, Rows
 from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
@@ -83,9 +85,9 @@ class ReferenceOps:
         return linear.PlainLinear(weight, bias)
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
-        return linear.PlainLinear(weight.dequantize().to(dtype), bias)
+        return linear.prepare_quantized(weight, dtype, bias)
 
     def table_of(self, weight: LinearWeight) -> Tensor | None:
         return weight.weight if isinstance(weight, linear.PlainLinear) else None
@@ -98,5 +100,4 @@ class ReferenceOps:
         return best.values, best.indices
 
     def sample(self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        del best  # the definition computes it
-        return sampling.sample(logits, params)
+        return sampling.sample(without_nonfinite(logits, best)[0], params)

@@ -12,20 +12,20 @@ from triton import knobs
 
 from pagoda.kernels.attention.triton_attention import PagedAttention, split_tokens_of
 from pagoda.kernels.constraints import triton_constraints
-from pagoda.kernels.linear import triton_linear
+from pagoda.kernels.linear import triton_forms
+from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.triton_forms import TiledLinear
+from pagoda.kernels.linear.triton_linear import TritonLinear
 from pagoda.kernels.low_rank.triton_low_rank import StackedLowRank
-from pagoda.kernels.moe.triton_moe import StackedExperts, stack
+from pagoda.kernels.moe.triton_moe import TritonMoE
 from pagoda.kernels.reference_ops import implementation
 from pagoda.kernels.sampling import triton_sampling
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.triton_interpreter import fix_interpreter
 from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import LinearWeight
-
-_CHOSEN = ("attention", "linear", "logits")
-"""Ops whose version depends on the settings."""
 
 
 def is_interpreted() -> bool:
@@ -39,6 +39,7 @@ class TritonOps(TorchOps):
     max_model_len: longest sequence; it decides how the context of a decode is split.
     batch_invariant: give a row the same bits in any batch and in chunks of any length. Linear layers are then
     multiplied by our own kernel, and attention has the same tiles in decode and prefill.
+    multiplies_fp8: see TritonLinear; None asks the GPU.
     """
 
     name = "triton"
@@ -48,30 +49,36 @@ class TritonOps(TorchOps):
     mask_logits = staticmethod(triton_sampling.mask_logits)
     make_low_rank_table = StackedLowRank
 
-    def __init__(self, max_model_len: int = 8192, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, max_model_len: int = 8192, batch_invariant: bool = False, multiplies_fp8: bool | None = None
+    ) -> None:
         super().__init__()
+        if multiplies_fp8 is None:
+            multiplies_fp8 = is_interpreted() or torch.cuda.get_device_capability() >= (8, 9)
         if is_interpreted():
             fix_interpreter()
         for op in FORWARD_OPS.values():
             name = f"pagoda.kernels.{op.folder}.triton_{op.folder}"
             module = import_module(name) if find_spec(name) is not None else None
-            if op.name not in _CHOSEN and hasattr(module, op.name):
+            if hasattr(module, op.name):
                 assert module is not None
                 setattr(self, op.name, implementation(op, module))
         self.attention = PagedAttention(split_tokens_of(max_model_len), batch_invariant).attention
-        if batch_invariant:
-            self.linear, self.logits = triton_linear.linear, triton_linear.logits
+        multiply = TritonLinear(batch_invariant, multiplies_fp8)
+        self.linear, self.logits = multiply.linear, multiply.logits
+        self.moe = TritonMoE(multiplies_fp8).moe
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return LibraryLinear(weight, bias, *weight.shape, packed=False)
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
-        return self.prepare_linear(weight.dequantize().to(dtype), bias)
+        del dtype  # a kernel turns codes into floats of the dtype of its rows
+        return triton_forms.prepare(weight, bias)
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return triton_sampling.best_tokens(logits)
 
-    def prepare_experts(self, experts: Sequence[LinearWeight]) -> StackedExperts:
-        return stack(experts)
+    def prepare_experts(self, experts: Sequence[LinearWeight]) -> TiledLinear:
+        return triton_forms.stack(experts)

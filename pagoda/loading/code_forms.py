@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-GROUP = 32  # values along a row that share a scale
+GROUP = 32  # values along a row that share a scale, in most forms
 INT8_GROUP = 64  # the same, for weights that pagoda quantises
 
 
@@ -14,10 +14,12 @@ class CodeForm:
     """How values are stored.
 
     bits: per code.   has_minima: values are scale * code + minimum instead of scale * (code - zero).
+    group: values along a row that share a scale.
     """
 
     bits: int
     has_minima: bool = False
+    group: int = GROUP
 
 
 EIGHT_BITS = CodeForm(8)
@@ -27,11 +29,12 @@ _KEPT = {
     GGMLQuantizationType.Q4_K: CodeForm(4, has_minima=True),
     GGMLQuantizationType.Q5_0: EIGHT_BITS,
     GGMLQuantizationType.Q8_0: EIGHT_BITS,
+    GGMLQuantizationType.Q6_K: CodeForm(6, group=16),
 }
 
 
 def code_form(kind: GGMLQuantizationType) -> CodeForm | None:
-    """Return the codes of a type; None for plain floats. Types without a kernel become 8 bits."""
+    """Return the codes of a type; None for plain floats. Types without a form of their own become 8 bits."""
     if kind not in GGML_QUANT_SIZES or GGML_QUANT_SIZES[kind][0] == 1:
         return None
     return _KEPT.get(kind, EIGHT_BITS)

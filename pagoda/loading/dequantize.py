@@ -120,13 +120,23 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     return (k_nibbles(blocks[:, 48:]) | fifth).float().mul_(scales).sub_(minima)
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+def k_six_bits(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the codes of Q6_K blocks: uint8 [n, 256]."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
-    scales = halves(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
-    return (low | high).view(-1, 16, 16).float().sub_(32).mul_(scales.unsqueeze(-1))
+    return (low | high).view(-1, 256)
+
+
+def k_six_bit_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each 16 values of Q6_K blocks: float32 [n, 16]."""
+    return halves(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    codes, scales = k_six_bits(blocks), k_six_bit_scales(blocks)
+    return codes.view(-1, 16, 16).float().sub_(32).mul_(scales.unsqueeze(-1))
 
 
 _PLAIN: dict[Kind, torch.dtype] = {

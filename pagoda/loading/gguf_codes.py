@@ -12,15 +12,15 @@ from pagoda.loading.dequantize import Kind
 
 _PIECE_VALUES = 1 << 22  # values decoded at a time
 
-# codes [n, 32], scales [n, 1] and minima [n, 1] or None, of n groups of 32 values
+# codes [n, values], scales [n, groups] and minima or None, of n blocks or groups
 _Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> QuantizedWeight | None:
     """Return a weight [rows, columns] without dequantising it; None for a tensor of plain floats.
 
-    Q4_0, Q4_1, Q5_0 and Q8_0 lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types have
-    no kernel: they become 8 bits in groups of 32, a step that is small compared with their own.
+    Q4_0, Q4_1, Q5_0, Q8_0 and Q6_K lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types
+    have no form of their own: they become 8 bits in groups of 32, a step that is small compared with theirs.
     """
     form = code_form(kind)
     if form is None:
@@ -34,10 +34,12 @@ def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> Quantiz
     blocks = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes)
     pieces = [decode(piece) for piece in blocks.split(_PIECE_VALUES // block_values)]
     codes = torch.cat([codes for codes, _, _ in pieces]).view(rows, columns)
-    scales = torch.cat([scales for _, scales, _ in pieces]).half().view(rows, columns // GROUP)
+    scales = torch.cat([scales for _, scales, _ in pieces]).view(rows, columns // form.group)
+    if form.bits != 6:  # Q6_K's scales are products, which float16 does not hold
+        scales = scales.half()
     minima = [least for _, _, least in pieces if least is not None]
-    least = torch.cat(minima).half().view(rows, columns // GROUP) if minima else None
-    return QuantizedWeight(codes, scales, least, columns, GROUP, form.bits)
+    least = torch.cat(minima).half().view(rows, columns // form.group) if minima else None
+    return QuantizedWeight(codes, scales, least, columns, form.group, form.bits)
 
 
 def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
@@ -80,10 +82,15 @@ def _q4_k(blocks: torch.Tensor) -> _Groups:
     return dequantize.k_nibbles(blocks[:, 16:]), scales, -minima
 
 
+def _q6_k(blocks: torch.Tensor) -> _Groups:
+    return dequantize.k_six_bits(blocks), dequantize.k_six_bit_scales(blocks), None
+
+
 _DECODERS: dict[Kind, Callable[[torch.Tensor], _Groups]] = {
     Kind.Q4_0: _q4_0,
     Kind.Q4_1: _q4_1,
     Kind.Q5_0: _q5_0,
     Kind.Q8_0: _q8_0,
     Kind.Q4_K: _q4_k,
+    Kind.Q6_K: _q6_k,
 }

@@ -1,12 +1,13 @@
 """load_model: build a model from a checkpoint's files and fill its parameters, prepared for given kernels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.fp8 import Fp8Weight, quantize_fp8
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
@@ -25,6 +26,12 @@ from pagoda.models.base import Model
 from pagoda.models.naming import Naming
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
+_QUANTIZERS: dict[str, Callable[[torch.Tensor], QuantizedWeight | Fp8Weight]] = {
+    "int8": lambda weight: quantize(weight, INT8_GROUP),
+    "fp8": quantize_fp8,
+}
+"""By the setting, what makes codes of a matrix of floats."""
+
 
 def load_model(
     files: ModelFiles,
@@ -40,10 +47,10 @@ def load_model(
     num_positions: of the rotary tables, None for the model's own limit.
     Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
     """
-    if quantization not in (None, "int8", "gguf"):
+    if quantization not in (None, "gguf", *_QUANTIZERS):
         raise ConfigError(
-            f"quantization={quantization!r} is not supported; take 'int8' (8 bits, made while loading), 'gguf' (the "
-            "codes of a GGUF as they are), or leave it out"
+            f"quantization={quantization!r} is not supported; take 'int8' or 'fp8' (8 bits, made while loading), "
+            "'gguf' (the codes of a GGUF as they are), or leave it out"
         )
     if quantization == "gguf" and files.format != "gguf":
         raise ConfigError(f"quantization='gguf' needs a GGUF file, and {files.path} is not one; use 'int8'")
@@ -232,12 +239,12 @@ class Filler:
         return self._prepare(matrix, self._stacked(pieces), bias)
 
     def _prepare(self, matrix: Matrix, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        if self._quantizes(matrix):
-            return self._ops.prepare_quantized_linear(quantize(weight, INT8_GROUP), self._dtype, bias)
+        if self._quantization is not None and self._quantizes(matrix):
+            return self._ops.prepare_quantized_linear(_QUANTIZERS[self._quantization](weight), self._dtype, bias)
         return self._ops.prepare_linear(weight, bias)
 
     def _quantizes(self, matrix: Matrix) -> bool:
-        return self._quantization == "int8" and matrix.quantizable
+        return self._quantization in _QUANTIZERS and matrix.quantizable
 
     def _stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the pieces stacked row-wise, in the compute dtype."""
@@ -264,7 +271,7 @@ class Filler:
                 if tensor is not None:
                     self._undo_interleaving(tensor, piece.part)
             codes.append(found)
-        return stack_codes(codes)
+        return stack_codes(codes).to(self._device)
 
     def _undo_interleaving(self, rows: torch.Tensor, part: Part) -> None:
         """Reorder llama.cpp's rotary rows (adjacent pairs) into halves, in place, head by head."""

@@ -1,4 +1,4 @@
-"""read_tensor: one tensor of a safetensors file, or of what torch.save writes, from bytes that nobody vouches for.
+"""read_tensor: read one tensor from an untrusted safetensors file, or an untrusted file that torch.save wrote.
 
 Nothing of such a file is executed, and no library parses it: of the pickle in a torch file, only the opcodes that
 describe a tensor are understood. Memory and time grow with the number of bytes alone, whatever the file claims.

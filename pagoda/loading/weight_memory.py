@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda.base.dtypes import DTYPE_BYTES
-from pagoda.kernels.linear.packed_bytes import Form, packed_bias_bytes, packed_bytes
+from pagoda.kernels.linear.packed_bytes import Form, packed_bias_bytes, packed_bytes, tiled_bytes
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Declaration, Matrix, RotaryTable, Table, Vector
 from pagoda.layers.sharding import shard_of
-from pagoda.loading.code_forms import GROUP, INT8_GROUP, stacked_form
+from pagoda.loading.code_forms import INT8_GROUP, stacked_form
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
@@ -20,15 +20,16 @@ from pagoda.models.naming import Naming
 class PreparedAs:
     """How weights are held.
 
-    dtype: the compute dtype, "float32", "bfloat16" or "float16".   quantization: None, "int8" or "gguf".
-    packed: in the native kernels' panels; else as dense matrices of the compute dtype.
-    num_positions: of the rotary tables.
+    dtype: the compute dtype, "float32", "bfloat16" or "float16".   quantization: None, "int8", "fp8" or "gguf".
+    packed: in the native kernels' panels.   tiled: for Triton's kernels, quantised weights as codes. Else as dense
+    matrices of the compute dtype.   num_positions: of the rotary tables.
     """
 
     dtype: str
     quantization: str | None
     packed: bool
     num_positions: int
+    tiled: bool = False
 
 
 def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
@@ -55,7 +56,7 @@ def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
 def _shares_table(form: Form, prepared: PreparedAs) -> bool:
     """Whether a tied embedding reads its rows from the head, held in `form`: see PrepareOps.table_of."""
     holds_floats = form.value == prepared.dtype
-    packed_by_torch = not prepared.packed and prepared.dtype == "bfloat16"
+    packed_by_torch = not (prepared.packed or prepared.tiled) and prepared.dtype == "bfloat16"
     return holds_floats and not packed_by_torch
 
 
@@ -74,11 +75,14 @@ def _bytes(path: str, declared: Declaration, prepared: PreparedAs, form_of: _For
             return 2 * prepared.num_positions * (head_dim // 2) * 4
         case Matrix() as matrix:
             count = max(1, matrix.num_experts)
+            form, group = form_of(path, matrix)
             if prepared.packed:
-                form, group = form_of(path, matrix)
                 bias = packed_bias_bytes(matrix.rows) if matrix.bias else 0
                 return count * (packed_bytes(form, matrix.rows, matrix.columns, group) + bias)
-            return count * (matrix.rows * matrix.columns + (matrix.rows if matrix.bias else 0)) * element
+            if not prepared.tiled:
+                form = Form(prepared.dtype)
+            bias = matrix.rows * element if matrix.bias else 0
+            return count * (tiled_bytes(form, matrix.rows, matrix.columns, group) + bias)
 
 
 def _forms(files: ModelFiles, naming: Naming, prepared: PreparedAs) -> _FormOf:
@@ -91,13 +95,15 @@ def _forms(files: ModelFiles, naming: Naming, prepared: PreparedAs) -> _FormOf:
             return floats
         if prepared.quantization == "int8":
             return Form.Q8, INT8_GROUP
+        if prepared.quantization == "fp8":
+            return Form.FP8, 0
         pieces = weight_pieces(naming, path, matrix, shard_of(matrix, 0, 1))
         kinds = [tensors[piece.name].type for piece in pieces if piece.name in tensors]
         codes = stacked_form(kinds) if kinds else None
         if codes is None:
             return floats
-        if codes.bits == 8:
-            return Form.Q8, GROUP
-        return (Form.Q4_MIN if codes.has_minima else Form.Q4), GROUP
+        if codes.bits == 4:
+            return (Form.Q4_MIN if codes.has_minima else Form.Q4), codes.group
+        return (Form.Q8 if codes.bits == 8 else Form.Q6), codes.group
 
     return form_of

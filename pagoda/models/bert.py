@@ -159,4 +159,5 @@ BERT = Architecture(
     model=Bert,
     read=read,
     hf=bert_namings("bert"),
+    unused=r"(bert\.)?pooler\.dense|cls\..+",
 )

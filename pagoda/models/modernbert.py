@@ -192,4 +192,5 @@ MODERNBERT = Architecture(
     model=ModernBert,
     read=read,
     hf=encoder_namings("model", "embeddings|layers|final_norm"),
+    unused=r"head\.dense|decoder",
 )

@@ -50,4 +50,5 @@ ROBERTA = Architecture(
     model=Roberta,
     read=read,
     hf=bert_namings("roberta"),
+    unused=r"(roberta\.)?pooler\.dense|lm_head\..+",
 )

@@ -13,7 +13,7 @@ class KVLayer(Generic[TensorT]):
     """One layer's paged cache: `k` and `v`, [num_blocks + 1, K, block_size, D]; block 0 is the null block.
 
     Only kernels look inside; everything else moves whole blocks along dimension 0.
-    k_scale, v_scale: float32 [num_blocks + 1, K, block_size], for an int8 cache, else None.
+    k_scale, v_scale: float32 [num_blocks + 1, K, block_size], for a cache of 8 bits (int8, float8_e4m3fn), else None.
     """
 
     k: TensorT
@@ -33,6 +33,8 @@ class AttentionMetadata(Generic[TensorT]):
         read.
     slot_mapping: int64 [num_tokens], block_id * block_size + offset, where each token's K and V are written.
     block_size: tokens per block.   max_query_len, max_seq_len: largest of the batch.
+    shared_prefix: int32 [2], (tokens, rows): so many tokens at the beginning of each of the first rows are in the same
+        blocks, and were in the cache before this step; None if that is not worth knowing. It changes no result.
     """
 
     query_start: TensorT
@@ -42,6 +44,7 @@ class AttentionMetadata(Generic[TensorT]):
     block_size: int
     max_query_len: int
     max_seq_len: int
+    shared_prefix: TensorT | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from pagoda.base.allocator import keep_objects
 from pagoda.base.server_config import ServerConfig
 from pagoda.server import adapters, chat, completions, errors, operations, planned, pooling, tokens
 from pagoda.server.body import json_schemas
@@ -184,6 +185,7 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
+    keep_objects()
     try:
         await server.serve(sockets=[listener])
     finally:

@@ -26,9 +26,12 @@ MAX_SHOWN_CHARS = 100
 _SEARCHED_BYTES = 64 * 2**10
 """Only in bodies up to this size is the invalid string searched for."""
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
-_PLACE = re.compile(r" - at `(?P<path>.*)`$", re.DOTALL)
+_PLACE = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_PLACE_CHARS = 4_096
+"""A place is among so many characters at the end of msgspec's messages, which may repeat megabytes of the input."""
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
+_WRONG_WORD = re.compile(r"`(\w+)`: (expected .*)$", re.DOTALL)  # of Body.__post_init__
 _TYPE_LIST = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
 _TYPE_NAMES = {
     "str": "a string",
@@ -89,8 +92,8 @@ def json_schemas() -> dict[str, Any]:
 def _explained(said: str) -> RequestError:
     """Turn msgspec's "Expected `int`, got `str` - at `$.messages[3].role`" into an error that names the input first."""
     where = ""
-    if match := _PLACE.search(said):
-        where, said = _clip(match["path"].removeprefix("$").removeprefix(".")), said[: match.start()]
+    if match := _PLACE.search(said, max(len(said) - _PLACE_CHARS, 0)):
+        where, said = _clip(match["path"].removeprefix(".")), said[: match.start()]
     if where.startswith("["):  # a path of check_messages
         where = f"messages{where}"
     if match := _UNKNOWN_FIELD.match(said):
@@ -100,6 +103,9 @@ def _explained(said: str) -> RequestError:
     if match := _MISSING_FIELD.match(said):
         where = f"{where}.{match[1]}" if where else match[1]
         return RequestError(f"{where}: is required", where)
+    if match := _WRONG_WORD.match(said):
+        where = f"{where}.{match[1]}" if where else match[1]
+        return RequestError(f"{where}: {_clip(match[2])}", where)
     said = _plain(said)
     if not where:
         return RequestError(f"the body is not a JSON object ({said}); send one with Content-Type: application/json")

@@ -1,6 +1,7 @@
 """Body: what every request body of the HTTP API is, and the types of values that several of them use."""
 
 import functools
+import typing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -26,11 +27,25 @@ else:
     Flag = bool | None
     Priority = Int32 | None
 
+_WORDS = "words"
+_LONGEST_WORD = 64
+
+
+def one_of(*words: str) -> Meta:
+    """Return what makes Annotated[str, ...] a field of a Body that takes one of these words.
+
+    For a Literal, msgspec would repeat a wrong value in its error, however long: 0.1 s for one of megabytes.
+    """
+    return Meta(max_length=_LONGEST_WORD, extra_json_schema={"enum": list(words)}, extra={_WORDS: words})
+
 
 class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request body: unknown fields are errors, null is the same as not given."""
 
     def __post_init__(self) -> None:
+        for name, words in _words(type(self)):
+            if isinstance(value := getattr(self, name), str) and value not in words:
+                raise ValueError(f"`{name}`: expected {_either(words)}, got {value!r}")  # msgspec adds the place
         for name, default in _defaults(type(self)):
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, default)
@@ -45,3 +60,21 @@ def _defaults(kind: type[Body]) -> tuple[tuple[str, Any], ...]:
     fields = ((field.name, field.default) for field in msgspec.structs.fields(kind))
     none = (None, UNSET, msgspec.NODEFAULT)
     return tuple((name, value) for name, value in fields if not any(value is one for one in none))
+
+
+@functools.cache
+def _words(kind: type[Body]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the fields that take one of some words, and these."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        for part in (hint, *typing.get_args(hint)):
+            for meta in getattr(part, "__metadata__", ()):
+                if isinstance(meta, Meta) and meta.extra and _WORDS in meta.extra:
+                    found.append((name, meta.extra[_WORDS]))
+    return tuple(found)
+
+
+def _either(words: tuple[str, ...]) -> str:
+    """Return the words as a message lists them: 'a', 'b' or 'c'."""
+    *most, last = map(repr, words)
+    return f"{', '.join(most)} or {last}" if most else last

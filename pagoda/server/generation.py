@@ -169,9 +169,7 @@ class Generation:
                 else:
                     yield item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel(tasks)
 
     @property
     def timings(self) -> Timings:
@@ -192,6 +190,19 @@ class Generation:
         if first is not None and end is not None:
             noted.decode_ms = round((end - first) * 1e3, 1)
         return noted
+
+
+async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """Cancel tasks and wait for their ends, some per turn of the event loop."""
+    try:
+        for at in range(0, len(tasks), _PROMPTS_PER_TURN):
+            some = tasks[at : at + _PROMPTS_PER_TURN]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+    finally:  # if this is cancelled, none may go on running
+        for task in tasks:
+            task.cancel()
 
 
 class Generator:

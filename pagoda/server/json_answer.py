@@ -9,6 +9,8 @@ from msgspec import UNSET, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pagoda.server.turns import Turns
+
 _PIECE_BYTES = 64 * 1024
 _CHOICE_LOGPROBS_DEPTH = 4  # answer, choices, one choice, its logprobs
 _encode = msgspec.json.Encoder().encode
@@ -27,8 +29,10 @@ class JsonAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces = json_pieces(self._value)
         buffer = bytearray()
+        turns = Turns()
         async for piece in pieces:
             buffer += piece
+            await turns.did(1)
             if len(buffer) > _PIECE_BYTES:
                 break
         else:
@@ -40,6 +44,7 @@ class JsonAnswer(Response):
         buffer.clear()
         async for piece in pieces:
             buffer += piece
+            await turns.did(1)
             if len(buffer) > _PIECE_BYTES:
                 await send({"type": "http.response.body", "body": bytes(buffer), "more_body": True})
                 buffer.clear()

@@ -1,12 +1,12 @@
 """Conversations in request bodies: messages and tools, with their checks."""
 
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Struct
 
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.fields import Body, Name
+from pagoda.server.fields import Body, Name, one_of
 
 
 class ToolFunction(Body, kw_only=True, frozen=True):
@@ -18,7 +18,7 @@ class ToolFunction(Body, kw_only=True, frozen=True):
 
 class Tool(Body, kw_only=True, frozen=True):
     function: ToolFunction
-    type: Literal["function"] = "function"
+    type: Annotated[str, one_of("function")] = "function"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the tool for chat templates: its fields that are not None, `type` first."""
@@ -28,7 +28,7 @@ class Tool(Body, kw_only=True, frozen=True):
 
 class NamedTool(Body, kw_only=True, frozen=True):
     function: dict[str, str]
-    type: Literal["function"] = "function"
+    type: Annotated[str, one_of("function")] = "function"
 
 
 class ChatMessage(Struct, kw_only=True, frozen=True):

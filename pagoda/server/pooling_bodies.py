@@ -1,16 +1,16 @@
 """The bodies of requests whose prompts are pooled: embeddings, scores, rankings, classes."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from pagoda.base.errors import RequestError
-from pagoda.base.pooling import PoolingParams, PoolingTask
+from pagoda.base.pooling import TASKS, PoolingParams
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.scoring import PairOptions
-from pagoda.server.fields import Body, Flag, Priority, RequestId, TokenId
+from pagoda.server.fields import Body, Flag, Priority, RequestId, TokenId, one_of
 from pagoda.server.messages import DESCRIBED_MESSAGES, Messages, check_chat, without_nulls
 
 Texts = str | list[str]
@@ -112,7 +112,7 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
 class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
     """POST /v1/embeddings"""
 
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Annotated[str, one_of("float", "base64")] = "float"
     dimensions: Count | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
@@ -135,15 +135,15 @@ class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
 class PoolingRequest(InputBody, kw_only=True, frozen=True):
     """POST /pooling"""
 
-    task: PoolingTask | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    task: Annotated[str, one_of(*TASKS)] | None = None
+    encoding_format: Annotated[str, one_of("float", "base64")] = "float"
     dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
 
     def pooling_params(self) -> PoolingParams:
         return PoolingParams(
-            task=self.task,
+            task=next((task for task in TASKS if task == self.task), None),
             normalize=self.normalize,
             dimensions=self.dimensions,
             use_activation=self.use_activation,

@@ -8,7 +8,7 @@ sampling_body.py (how text is generated), structure.py (the form of the output) 
 answers.py declares the answers.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, UnsetType
 
@@ -25,6 +25,7 @@ from pagoda.server.fields import (
     PromptOnlyCount,
     TokenCount,
     TokenId,
+    one_of,
 )
 from pagoda.server.messages import DESCRIBED_MESSAGES, Messages, NamedTool, Tool, check_chat, without_nulls
 from pagoda.server.sampling_body import SamplingBody
@@ -40,7 +41,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     logprobs: Flag = False
     top_logprobs: NumLogprobs | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[str, one_of("none", "auto", "required")] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -51,7 +52,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     # accepted because they do not affect the response
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    service_tier: Annotated[str, one_of("auto", "default", "flex", "scale", "priority", "fast")] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

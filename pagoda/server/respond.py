@@ -24,6 +24,7 @@ from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.streams import EventStream, cancel_on_disconnect, event
+from pagoda.server.turns import Turns
 from pagoda.server.usage import usage_of
 
 B = TypeVar("B", bound=SamplingBody, contravariant=True)
@@ -126,6 +127,7 @@ async def stream_events(
     continuous = options is not None and options.continuous_usage_stats
     chunk: Chunk = answer_format.chunk()
     choice: Struct | None
+    turns = Turns()
     for choice in answer_format.opening():
         chunk.choices = [choice]
         yield event(chunk)
@@ -139,6 +141,7 @@ async def stream_events(
                 if continuous:
                     chunk.usage = usage_of(generation)
                 yield event(chunk)
+                await turns.did(_work(delta, output))
     if options is not None and options.include_usage:
         chunk.choices, chunk.usage = [], usage_of(generation)
         if body.return_timings:
@@ -148,8 +151,15 @@ async def stream_events(
 
 async def gather(generation: Generation, answer_format: AnswerFormat, body: SamplingBody) -> Struct:
     """Return the whole answer."""
+    turns = Turns()
     async with generation.outputs() as deltas:
         async for index, delta in deltas:
             for output in delta.outputs:
                 await answer_format.add(index, delta, output)
+                await turns.did(_work(delta, output))
     return await answer_format.whole(usage_of(generation), generation.timings if body.return_timings else UNSET)
+
+
+def _work(delta: RequestOutput, output: CompletionOutput) -> int:
+    """Return how much work the choice of an output is, in units of Turns."""
+    return 2 + len(output.logprobs or ()) + len(delta.prompt_logprobs or ())

@@ -1,6 +1,6 @@
 """SamplingBody: the fields of a request body that say how text is generated, common to chat and text completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -17,6 +17,7 @@ from pagoda.server.fields import (
     RequestId,
     Seed,
     TokenId,
+    one_of,
 )
 from pagoda.server.structure import ResponseFormat, structure_of, structure_values
 from pagoda.server.unserved import UnservedFields, check_unserved
@@ -71,7 +72,7 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     return_timings: Flag = False
     use_beam_search: Flag = False
     length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    early_stopping: bool | Annotated[str, one_of("never")] | None = None
     # accepted because it does not affect the response
     session_id: str | None = None
 
@@ -141,7 +142,7 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
         if not self.use_beam_search:
             return None
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
-        return BeamSearchOptions(penalty, self.early_stopping or False)
+        return BeamSearchOptions(penalty, "never" if self.early_stopping == "never" else bool(self.early_stopping))
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:

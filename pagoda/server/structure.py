@@ -2,12 +2,12 @@
 its older `guided_*`.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.server.fields import Body
+from pagoda.server.fields import Body, one_of
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -16,7 +16,7 @@ _IGNORED = ("disable_fallback",)  # of vLLM: there is one backend here, and so n
 
 
 class ResponseFormat(Body, kw_only=True, frozen=True):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Annotated[str, one_of("text", "json_object", "json_schema", "structural_tag")]
     json_schema: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None

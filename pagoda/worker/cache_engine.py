@@ -1,7 +1,6 @@
 """CacheEngine: the KV tensors of the device and host pools, and the transfer of blocks between them."""
 
 import math
-import mmap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
+from pagoda.worker.block_moves import DeviceBlocks, HostBlocks
+from pagoda.worker.devices.streams import HostStreams, Streams
+from pagoda.worker.host_memory import lazy_zeros
 from pagoda.worker.kv_slots import KVSlot, kv_slots
 
 
@@ -31,19 +33,23 @@ class CacheEngine:
         num_host_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        streams: Streams | None = None,
     ) -> None:
-        """num_blocks: usable blocks, in addition to the null block 0.   dtype: int8 adds scales."""
+        """num_blocks: usable blocks, in addition to the null block 0.   dtype: 8 bits add scales.
+
+        streams: of the device; None: a CPU's.
+        """
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         slots = kv_slots(groups)
-        self._device = [_new_planes(slot, num_blocks + 1, block_size, dtype, device) for slot in slots]
-        self._host: list[_Planes] = []
-        if num_host_blocks > 0:
+        planes = [_new_planes(slot, num_blocks + 1, block_size, dtype, device) for slot in slots]
+        self._blocks = DeviceBlocks([plane for of_slot in planes for plane in of_slot])
+        self._host: HostBlocks | None = None
+        if num_host_blocks > 0 and slots:
             # Host block ids start at 1, like the device's, so the host pool also has a block 0.
-            cpu = torch.device("cpu")
-            self._host = [_new_planes(slot, num_host_blocks + 1, block_size, dtype, cpu) for slot in slots]
+            self._host = HostBlocks(self._blocks, num_host_blocks + 1, streams or HostStreams())
         layers = {
-            layer: self._device[slot].seen_as(group.shape, block_size)
+            layer: planes[slot].seen_as(group.shape, block_size)
             for group in groups
             for slot, layer in enumerate(group.layers)
         }
@@ -52,9 +58,10 @@ class CacheEngine:
         self.layers = [layers[layer] for layer in sorted(layers)]
 
     def apply(self, output: SchedulerOutput) -> float:
-        """Run the step's swaps out, then swaps in, then block copies. Return the seconds the swaps took.
+        """Run the step's swaps out, then swaps in, then block copies. Return the seconds the host spent on swaps.
 
-        Work submitted to the device afterwards runs after them.
+        On a GPU blocks move next to the computations: what is submitted to it afterwards waits for the blocks that come
+        in, not for those that go out.
         """
         swap_s = 0.0
         if len(output.swap_out) or len(output.swap_in):
@@ -67,20 +74,23 @@ class CacheEngine:
 
     def swap_out(self, pairs: np.ndarray) -> None:
         """Copy device blocks pairs[:, 0] to host blocks pairs[:, 1]; int32 [k, 2]."""
-        _move(pairs, self._device, self._host)
+        if self._host is not None and len(pairs):
+            self._host.store(self._blocks.read(pairs[:, 0]), pairs[:, 1])
 
     def swap_in(self, pairs: np.ndarray) -> None:
         """Copy host blocks pairs[:, 0] to device blocks pairs[:, 1]; int32 [k, 2]."""
-        _move(pairs, self._host, self._device)
+        if self._host is not None and len(pairs):
+            self._blocks.write(pairs[:, 1], self._host.load(pairs[:, 0]))
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copy device blocks pairs[:, 0] to device blocks pairs[:, 1]; read all sources before writing any target."""
-        _move(pairs, self._device, self._device)
+        if len(pairs):
+            self._blocks.copy(pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Planes:
-    """The tensors of one slot, [num_blocks, elements per block]; scales only for an int8 cache."""
+    """The tensors of one slot, [num_blocks, elements per block]; scales only for a cache of 8 bits."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -105,34 +115,19 @@ def _begin(plane: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return plane[:, : math.prod(shape)].unflatten(1, shape)
 
 
-def _move(pairs: np.ndarray, sources: list[_Planes], targets: list[_Planes]) -> None:
-    if not len(pairs):
-        return
-    index = torch.from_numpy(pairs.astype(np.int64))
-    for source, target in zip(sources, targets, strict=True):
-        for from_plane, to_plane in zip(source, target, strict=True):
-            blocks = from_plane.index_select(0, index[:, 0].to(from_plane.device))
-            to_plane.index_copy_(0, index[:, 1].to(to_plane.device), blocks.to(to_plane.device))
-
-
 def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> _Planes:
     def plane(elements: int, of: torch.dtype = dtype) -> torch.Tensor:
         return _zeros((num_blocks, elements * block_size), of, device)
 
-    if dtype != torch.int8:
+    if dtype.itemsize > 1:
         return _Planes(plane(slot.keys), plane(slot.values), None, None)
     scales = (plane(slot.scales, torch.float32) for _ in range(2))
     return _Planes(plane(slot.keys), plane(slot.values), *scales)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros whose pages are only mapped when first written.
-
-    Zeros, not garbage, because a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN.
-    Unlike weights, not on huge pages: attention prefetches, so they would gain 2 % per step, but zeroing two of them
-    per layer when a new block crosses into them would delay a step by 0.1 s in a virtual machine.
-    """
+    """Return zeros, not garbage, because a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    mapping = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapping, dtype=dtype).view(shape)  # keeps the mapping alive
+    # Unlike weights, not on huge pages: attention prefetches, so they would gain 2 % per step.
+    return lazy_zeros(shape, dtype)

@@ -52,6 +52,11 @@ class RowConstraints:
             has_penalty=has_penalty,
         )
 
+    @property
+    def reads_output(self) -> bool:
+        """Return whether they depend on the tokens of the output, and not on their number alone."""
+        return self.has_penalty or self.bad_words is not None
+
     def forbidden(self, output_token_ids: np.ndarray) -> np.ndarray:
         """Return the ids (int32) that must not follow this output: early end tokens and last tokens of bad words."""
         banned = self.bad_words.after(output_token_ids) if self.bad_words is not None else []

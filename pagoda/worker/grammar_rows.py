@@ -74,13 +74,17 @@ class GrammarRows:
 
         rows, positions: as Sampler.sample takes them. The table must not change before the result is there.
         """
-        if not self._rows or not any(row in self._rows for row in rows.tolist()):
+        if not self.has_any(rows):
             self._filling = None  # `apply` has waited for it; its masks take memory
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "pagoda-masks")
         self._filling = self._thread.submit(self._fill, table, rows, positions)
         return self._filling
+
+    def has_any(self, rows: np.ndarray) -> bool:
+        """Return whether one of `rows` has a grammar."""
+        return bool(self._rows) and any(row in self._rows for row in rows.tolist())
 
     def allowed_drafts(self, table: DeviceTable, drafts: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Return drafts of the next step (int32 [k], by row) as far as their rows' grammars allow them."""
@@ -98,6 +102,11 @@ class GrammarRows:
             if count:
                 kept[row] = tokens[:count]
         return kept
+
+    @property
+    def any(self) -> bool:
+        """Whether any row has a grammar."""
+        return bool(self._rows)
 
     def forced(self, table: DeviceTable, row: int) -> Sequence[int]:
         """Return the tokens that the row's grammar forces next; none if it has no grammar."""

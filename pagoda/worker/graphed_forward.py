@@ -57,6 +57,7 @@ def padded_context(seq_len: int, longest: int) -> int:
 class GraphedForward(EagerForward):
     """Runs steps that only decode as graphs, one for each padded number of rows and length of context.
 
+    Steps whose rows share a prefix that is attended to once have graphs of their own.
     A graph is captured when its size comes for the second time; the first time, the same padded batch runs op by op,
     which also compiles its kernels. All other steps run op by op. Rows that fill a batch up write to the null block.
     Needs ops that neither wait for the device nor depend on the values in their inputs (TritonOps).
@@ -80,7 +81,7 @@ class GraphedForward(EagerForward):
         self._capture = capture or CudaCapture()
         self._inputs: _DecodeInputs | None = None
         self._kv: Sequence[KVLayer] | None = None
-        self._graphs: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], object]] | None] = {}
+        self._graphs: dict[tuple[int, int, bool], tuple[torch.Tensor, Callable[[], object]] | None] = {}
         self._is_off = False
 
     @property
@@ -99,7 +100,8 @@ class GraphedForward(EagerForward):
             self._inputs = _DecodeInputs(
                 self._most_rows, -(-self._longest // first.block_size), len(batch.metadata), self._device
             )
-        size = padded_rows(num_rows), padded_context(first.max_seq_len, self._longest)
+        shares = first.shared_prefix is not None
+        size = padded_rows(num_rows), padded_context(first.max_seq_len, self._longest), shares
         self._inputs.fill(batch, size[0])
         padded = self._inputs.batch(*size, first.block_size)
         if size not in self._graphs:
@@ -113,7 +115,7 @@ class GraphedForward(EagerForward):
                 logger.warning("decode steps run op by op, which is slower: no graph could be captured: %s", why)
                 self._is_off, self._graphs = True, {}
                 return super().forward(batch, kv)
-            logger.debug("captured a graph of %d rows and %d tokens of context", *size)
+            logger.debug("captured a graph of %d rows and %d tokens of context, with a shared prefix: %s", *size)
         out, replay = graph
         replay()
         return out[:num_rows]
@@ -136,6 +138,7 @@ class _DecodeInputs:
         self._seq_lens = torch.ones_like(self._positions)
         self._slots = [zeros(num_rows, dtype=torch.int64) for _ in range(num_groups)]
         self._tables = [zeros(num_rows, num_blocks) for _ in range(num_groups)]
+        self._shared = zeros(num_groups, 2)
         self._query_start = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._index = torch.arange(num_rows, device=device)
 
@@ -149,11 +152,14 @@ class _DecodeInputs:
             slots[:count].copy_(metadata.slot_mapping)
             table[:count, : metadata.block_table.shape[1]].copy_(metadata.block_table)
             slots[count:num_rows].zero_()
+        for metadata, shared in zip(batch.metadata, self._shared, strict=True):
+            if metadata.shared_prefix is not None:
+                shared.copy_(metadata.shared_prefix)
         self._positions[count:num_rows].zero_()
         self._seq_lens[count:num_rows].fill_(1)
 
-    def batch(self, num_rows: int, context: int, block_size: int) -> ForwardBatch:
-        """Return the first `num_rows` rows, with tables for `context` tokens."""
+    def batch(self, num_rows: int, context: int, shares: bool, block_size: int) -> ForwardBatch:
+        """Return the first `num_rows` rows, with tables for `context` tokens.   shares: rows share a prefix."""
         num_blocks = -(-context // block_size)
         metadata = tuple(
             AttentionMetadata(
@@ -164,8 +170,9 @@ class _DecodeInputs:
                 block_size=block_size,
                 max_query_len=1,
                 max_seq_len=context,
+                shared_prefix=shared if shares else None,
             )
-            for slots, table in zip(self._slots, self._tables, strict=True)
+            for slots, table, shared in zip(self._slots, self._tables, self._shared, strict=True)
         )
         index = self._index[:num_rows]
         return ForwardBatch(

@@ -7,15 +7,22 @@ import torch
 
 from pagoda.base.pooling import PoolingKind
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.kernels.attention.shared_prefix import find_shared_prefix
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
+from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.transfer import to_device
 from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
 from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.draws import draw_params, step_draws
 from pagoda.worker.pooler import PooledChunk
 from pagoda.worker.prompt_embeds import StepEmbeds
+from pagoda.worker.tokens_in_flight import TokensInFlight
+
+_NONE = np.empty(0, np.int64)
+_DOMAINS = {TAIL_ADAPTERS: Domain.TAIL, EMBED_ROWS: Domain.EMBEDS}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +33,7 @@ class StepInputs:
         `pooled`, all as indices into the batch's tail.
     draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
     draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
+    draw_index: `draw_rows` on the device, int64.   draw_params: None if all draws are greedy.
     num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
     takes_all_logits: logits_index is every token of the tail in order.
     prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
@@ -36,7 +44,9 @@ class StepInputs:
     batch: ForwardBatch
     draw_rows: np.ndarray
     draw_positions: np.ndarray
-    draw_logits: np.ndarray | None
+    draw_logits: torch.Tensor | None
+    draw_index: torch.Tensor
+    draw_params: DrawParams | None
     num_logits: int
     num_draws: np.ndarray
     takes_all_logits: bool
@@ -53,13 +63,15 @@ def build_inputs(
     pooling: PoolingKind = PoolingKind.LAST,
     num_token_types: int = 0,
     embeds: StepEmbeds | None = None,
+    in_flight: TokensInFlight | None = None,
 ) -> StepInputs:
     """Gather the step's inputs. `output` must not be empty and must have been applied to `table`.
 
+    Everything is moved to the device in one copy, for which the host does not wait.
     adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
     pooling: which hidden states pooled rows need.
     num_token_types: of a model that takes token types, else 0.
-    embeds: prompt embeddings among the step's tokens.
+    embeds: prompt embeddings among the step's tokens.   in_flight: tokens that `table` does not have yet.
     """
     rows = output.rows
     # Kernels read raw int32 memory.
@@ -83,52 +95,106 @@ def build_inputs(
     slots = [of_rows[slot_of_row, logical].astype(np.int64) * block_size + offset for of_rows in tables]
     if not tables:  # a model without KV still needs to know where rows begin
         tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
-    draws = _draws(output, query_start, seq_lens)
+    draws = step_draws(output, query_start, seq_lens)
     extra, prompt_rows, pooled = _extra_logits(table, output, query_start, pooling)
     logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
 
-    everything = _Queries(query_start, seq_lens, tables)
-    arrays = [table.token_ids[row_of_token, positions], positions, *slots, *everything.arrays]
-    all_in_order = _counts_up(logits_index, len(positions))
-    if all_in_order:  # plain decoding: the tail is the batch
-        token_ids, positions_t, *rest, tail_index = to_device([*arrays, logits_index], device)
-        metadata = tail_metadata = everything.metadata(rest, block_size)
-        logits_index_t, index = tail_index, None
-    else:
+    everything = tail = _Queries(query_start, seq_lens, tables)
+    if device.type == "cuda" and max_query_len == 1:
+        everything = tail = everything.with_shared_prefixes(start, block_size)
+    index = None
+    if not _counts_up(logits_index, len(positions)):  # otherwise, as in plain decoding, the tail is the batch
         tail, index = everything.tail(logits_index)
         logits_index = np.searchsorted(index, logits_index)
-        all_in_order = _counts_up(logits_index, len(index))
-        tensors = to_device([*arrays, *tail.arrays, index, logits_index], device)
-        token_ids, positions_t, *rest, tail_index, logits_index_t = tensors
-        metadata = everything.metadata(rest, block_size)
-        tail_metadata = tail.metadata(rest[: len(slots)] + rest[-len(tail.arrays) :], block_size)
-    batch = ForwardBatch(token_ids, positions_t, metadata, Tail(tail_index, tail_metadata), logits_index_t)
-    logits_adapters = None
+    bulk = _Bulk()
+    of_batch = bulk.add(table.token_ids[row_of_token, positions], positions)
+    of_slots, of_queries = bulk.add(*slots), bulk.add(*everything.arrays)
+    of_tail = of_queries if index is None else bulk.add(*tail.arrays)
+    of_index = bulk.add(logits_index) if index is None else bulk.add(logits_index, index)
+    params = draw_params(table, draws.rows, draws.positions)
+    of_params = bulk.add(*(params.columns if params is not None else ()))
+    of_draws = bulk.add(draws.rows.astype(np.int64), *([] if draws.logits is None else [draws.logits]))
+    unknown = in_flight.unknown(row_of_token, positions) if in_flight is not None else _NONE
+    of_unknown = bulk.add(unknown, row_of_token[unknown].astype(np.int64))
+    named = _input_arrays(table, row_of_token, positions, index, adapters, num_token_types, embeds)
+    of_named = bulk.add(*named.values())
+    of_logits_adapters = None
     if adapters is not None:
-        of_tokens = adapters[row_of_token]
-        of_tail = of_tokens if index is None else of_tokens[index]
-        tokens, of_tail_t, logits_adapters = to_device([of_tokens, of_tail, of_tail[logits_index]], device)
-        batch = replace(batch, inputs={ADAPTERS: Input(tokens), TAIL_ADAPTERS: Input(of_tail_t, Domain.TAIL)})
-    if num_token_types:
-        of_pair = positions >= table.pair_start[row_of_token] if num_token_types > 1 else np.zeros(len(positions))
-        (types,) = to_device([of_pair.astype(np.int32)], device)
-        batch = replace(batch, inputs={**batch.inputs, TOKEN_TYPES: Input(types)})
+        of_logits_adapters = bulk.add(named[ADAPTERS if index is None else TAIL_ADAPTERS][logits_index])
+    bulk.move(device)
+
+    token_ids, positions_t = bulk[of_batch]
+    if in_flight is not None and unknown.size:
+        at, their_rows = bulk[of_unknown]
+        token_ids.index_copy_(0, at, in_flight.tokens.index_select(0, their_rows))
+    metadata = everything.metadata(bulk[of_slots], bulk[of_queries], block_size)
+    tail_metadata = metadata if index is None else tail.metadata(bulk[of_slots], bulk[of_tail], block_size)
+    # If the tail is the batch, its index counts up, as the index of its logits does.
+    logits_index_t, tail_index = bulk[of_index][0], bulk[of_index][-1]
+    inputs = {
+        name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS))
+        for name, tensor in zip(named, bulk[of_named], strict=True)
+    }
     if embeds is not None:
-        (index_t,) = to_device([embeds.index], device)
-        of_embeds = {EMBEDS: Input(embeds.values, Domain.EMBEDS), EMBED_ROWS: Input(index_t, Domain.EMBEDS)}
-        batch = replace(batch, inputs={**batch.inputs, **of_embeds})
+        inputs[EMBEDS] = Input(embeds.values, Domain.EMBEDS)
+    draw_index, *draw_logits = bulk[of_draws]
     return StepInputs(
-        batch=batch,
+        batch=ForwardBatch(
+            token_ids, positions_t, metadata, Tail(tail_index, tail_metadata), logits_index_t, inputs=inputs
+        ),
         draw_rows=draws.rows,
         draw_positions=draws.positions,
-        draw_logits=draws.logits,
+        draw_logits=draw_logits[0] if draw_logits else None,
+        draw_index=draw_index,
+        draw_params=None if params is None else replace(params, on_device=tuple(bulk[of_params])),
         num_logits=len(draws.logits_index),
         num_draws=draws.num,
-        takes_all_logits=all_in_order,
+        takes_all_logits=index is None or _counts_up(logits_index, len(index)),
         prompt_rows=prompt_rows,
         pooled=pooled,
-        logits_adapters=logits_adapters,
+        logits_adapters=None if of_logits_adapters is None else bulk[of_logits_adapters][0],
     )
+
+
+class _Bulk:
+    """Arrays that are moved to the device together.   bulk[bulk.add(...)]: some of them, once they are there."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._moved: list[torch.Tensor] = []
+
+    def add(self, *arrays: np.ndarray) -> slice:
+        begin = len(self._arrays)
+        self._arrays += arrays
+        return slice(begin, len(self._arrays))
+
+    def move(self, device: torch.device) -> None:
+        self._moved = to_device(self._arrays, device)
+
+    def __getitem__(self, part: slice) -> list[torch.Tensor]:
+        return self._moved[part]
+
+
+def _input_arrays(
+    table: DeviceTable,
+    row_of_token: np.ndarray,
+    positions: np.ndarray,
+    tail: np.ndarray | None,
+    adapters: np.ndarray | None,
+    num_token_types: int,
+    embeds: StepEmbeds | None,
+) -> dict[str, np.ndarray]:
+    """Return the named inputs of the forward that are made on the host.   tail: its tokens; None: it is the batch."""
+    named: dict[str, np.ndarray] = {}
+    if adapters is not None:
+        named[ADAPTERS] = adapters[row_of_token]
+        named[TAIL_ADAPTERS] = named[ADAPTERS] if tail is None else named[ADAPTERS][tail]
+    if num_token_types:
+        of_pair = positions >= table.pair_start[row_of_token] if num_token_types > 1 else np.zeros(len(positions))
+        named[TOKEN_TYPES] = of_pair.astype(np.int32)
+    if embeds is not None:
+        named[EMBED_ROWS] = embeds.index
+    return named
 
 
 def _counts_up(index: np.ndarray, to: int) -> bool:
@@ -138,24 +204,39 @@ def _counts_up(index: np.ndarray, to: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Queries:
-    """The queries of attention, on the host: see AttentionMetadata.   tables: a block table per KV group."""
+    """The queries of attention, on the host: see AttentionMetadata.
+
+    tables: a block table per KV group.   shared: the shared prefix of each group, 0 tokens if it has none; empty if
+    no group has one.
+    """
 
     query_start: np.ndarray
     seq_lens: np.ndarray
     tables: list[np.ndarray]
+    shared: tuple[np.ndarray, ...] = ()
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        return [self.query_start, self.seq_lens, *self.tables]
+        return [self.query_start, self.seq_lens, *self.tables, *self.shared]
 
-    def metadata(self, tensors: list[torch.Tensor], block_size: int) -> tuple[AttentionMetadata, ...]:
-        """tensors: the batch's slots per KV group, then `arrays`, on the device."""
-        count = len(self.tables)
+    def with_shared_prefixes(self, context: np.ndarray, block_size: int) -> "_Queries":
+        """Return the same with the prefixes that rows share.   context: tokens in the cache before this step."""
+        found = [find_shared_prefix(table, context, block_size) for table in self.tables]
+        if not any(found):
+            return self
+        return replace(self, shared=tuple(np.array(prefix or (0, 0), np.int32) for prefix in found))
+
+    def metadata(
+        self, slots: list[torch.Tensor], tensors: list[torch.Tensor], block_size: int
+    ) -> tuple[AttentionMetadata, ...]:
+        """slots: of the whole batch, per KV group.   tensors: `arrays`, on the device."""
         longest, furthest = int(np.diff(self.query_start).max()), int(self.seq_lens.max())
-        query_start, seq_lens = tensors[count : count + 2]
+        query_start, seq_lens, *tables = tensors
+        count = len(self.tables)
+        shared = tables[count:] if self.shared else [None] * count
         return tuple(
-            AttentionMetadata(query_start, seq_lens, table, slots, block_size, longest, furthest)
-            for slots, table in zip(tensors[:count], tensors[count + 2 :], strict=False)
+            AttentionMetadata(query_start, seq_lens, table, of_group, block_size, longest, furthest, prefix)
+            for of_group, table, prefix in zip(slots, tables[:count], shared, strict=True)
         )
 
     def tail(self, logits_index: np.ndarray) -> tuple["_Queries", np.ndarray]:
@@ -176,39 +257,6 @@ class _Queries:
         shift = start[rows + 1] - tail_start[1:]  # index in the batch minus index in the tail
         index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, wanted[rows])
         return _Queries(tail_start, self.seq_lens[rows], [table[rows] for table in self.tables]), index
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Draws:
-    rows: np.ndarray
-    positions: np.ndarray
-    logits: np.ndarray | None
-    logits_index: np.ndarray
-    num: np.ndarray
-
-
-def _draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarray) -> _Draws:
-    """Return which tokens to sample, and from which token positions of the batch."""
-    index = output.sample_index
-    num = np.ones(len(index), np.int32)
-    last = query_start[index + 1].astype(np.int64) - 1
-    positions = seq_lens[index]
-    if not output.drafts:
-        if not output.forks:
-            return _Draws(output.sample_rows, positions, None, last, num)
-        shared, logits = np.unique(last, return_inverse=True)
-        return _Draws(output.sample_rows, positions, logits, shared, num)
-    num_drafts = np.zeros(len(query_start) - 1, np.int32)
-    for i in np.flatnonzero(np.isin(output.rows, np.fromiter(output.drafts, np.int32, len(output.drafts)))):
-        num_drafts[i] = len(output.drafts[int(output.rows[i])])
-    num += num_drafts[index]
-    ends = np.cumsum(num)
-    # Distance of each draw from the last position of its sample row: num - 1 .. 0.
-    back = np.repeat(ends, num) - 1 - np.arange(ends[-1] if ends.size else 0)
-    shared, logits = np.unique(np.repeat(last, num) - back, return_inverse=True)
-    return _Draws(
-        np.repeat(output.sample_rows, num), (np.repeat(positions, num) - back).astype(np.int32), logits, shared, num
-    )
 
 
 def _extra_logits(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pagoda.base.dtypes import DTYPE_BYTES
+from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.core.kv_specs import KVGroupSpec, KVShape, layers_per_block
 
 _SCALE_BYTES = 4
@@ -12,7 +12,7 @@ _SCALE_BYTES = 4
 class KVSlot:
     """One K and one V tensor, shared by the i-th layers of all groups and as large as the largest of them needs.
 
-    keys, values: elements per token.   scales: per token and tensor, in an int8 cache.
+    keys, values: elements per token.   scales: per token and tensor, in a cache of 8 bits.
     """
 
     keys: int
@@ -35,8 +35,8 @@ def kv_slots(groups: tuple[KVGroupSpec, ...]) -> tuple[KVSlot, ...]:
 
 
 def kv_bytes_per_slot(slot: KVSlot, kv_dtype: str) -> int:
-    """Return the bytes per token in one slot: K and V, and the scales of an int8 cache."""
-    scales = 2 * slot.scales * _SCALE_BYTES if kv_dtype == "int8" else 0
+    """Return the bytes per token in one slot: K and V, and the scales of a cache of 8 bits."""
+    scales = 2 * slot.scales * _SCALE_BYTES if kv_dtype in WITH_SCALES else 0
     return (slot.keys + slot.values) * DTYPE_BYTES[kv_dtype] + scales
 
 

@@ -156,15 +156,15 @@ def plan_capacity(
 
 
 def require_host_memory(
-    capacity: KVCapacity, cache: CacheConfig, limit_bytes: int | None, weights_bytes: int, is_on_host: bool
+    capacity: KVCapacity, cache: CacheConfig, limit_bytes: int | None, reserved_bytes: int, is_on_host: bool
 ) -> None:
     """Raise CapacityError if the pools are larger than the host's memory; the message says what fits.
 
     The pages of a pool are taken when they are first written, so otherwise a pool that is too large would start.
-    limit_bytes: see `memory_limit`.   weights_bytes: of the weights in host memory; if they alone are too large,
-    loading them says so.   is_on_host: whether the KV cache is in host memory, too.
+    limit_bytes: see `memory_limit`.   reserved_bytes: of the weights in host memory, and what else is planned there; if
+    that alone is too large, loading says so.   is_on_host: whether the KV cache is in host memory, too.
     """
-    if limit_bytes is None or (left := limit_bytes - weights_bytes) <= 0:
+    if limit_bytes is None or (left := limit_bytes - reserved_bytes) <= 0:
         return
     if is_on_host:
         pool = (capacity.num_blocks + 1) * capacity.block_bytes  # one more is the null block
@@ -172,7 +172,8 @@ def require_host_memory(
             given = cache.kv_cache_memory
             size = f"kv_cache_memory={given}" if given is not None else f"a KV cache of {capacity.num_blocks} blocks"
             raise CapacityError(
-                f"{size} ({_mib(pool)}) does not fit in memory, of which the weights leave {_mib(left)}; set "
+                f"{size} ({_mib(pool)}) does not fit in memory, of which the weights and what else is planned leave "
+                f"{_mib(left)}; set "
                 f"kv_cache_memory={left} or less"
             )
         left -= pool

@@ -14,10 +14,12 @@ from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.ops import SamplingOps
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.sampling.reference import uniforms
+from pagoda.kernels.sampling.logprobs import LogprobTensors
 from pagoda.kernels.torch_ops import TorchOps
+from pagoda.kernels.transfer import to_device
 from pagoda.worker.batch_constraints import batch_constraints
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.draws import draw_params
 from pagoda.worker.grammar_rows import GrammarMasks
 
 _NO_DRAWS = np.empty(0, np.int64)
@@ -36,72 +38,103 @@ class Sampled:
     logprobs: LogprobColumns | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """Sampled, where it was computed: not on the host yet.
+
+    logprobs: of the draws `reported` (int64) only; None for all.   is_masked: a grammar has forbidden tokens.
+    """
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    logprobs: LogprobTensors | None
+    reported: np.ndarray | None
+    is_masked: bool
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what `on_host` needs copies of."""
+        columns = self.logprobs
+        return [self.tokens, self.finite] + (
+            [] if columns is None else [columns.token_ids, columns.logprobs, columns.ranks]
+        )
+
+    def on_host(self, arrays: list[np.ndarray]) -> Sampled:
+        """Return the result.   arrays: `tensors`, on the host."""
+        tokens, finite, *columns = arrays
+        if not columns:
+            return Sampled(tokens, finite, None)
+        found = LogprobColumns(*columns)
+        if self.reported is not None:
+            found = _spread(found, self.reported, tokens)
+        if self.is_masked:
+            found.logprobs[np.isneginf(found.logprobs)] = MASKED_LOGPROB
+        return Sampled(tokens, finite, found)
+
+
 class Sampler:
     """Samples with the table's parameters. Stateless: a row's history and seed are in the table."""
 
     def __init__(self, ops: SamplingOps | None = None) -> None:
         self._ops = ops or TorchOps()
 
-    def sample(
+    def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+        """As `draw`, and wait for the tokens."""
+        drawn = self.draw(logits, table, rows, positions)
+        return drawn.on_host([tensor.cpu().numpy() for tensor in drawn.tensors])
+
+    def draw(
         self,
         logits: torch.Tensor,
         table: DeviceTable,
         rows: np.ndarray,
         positions: np.ndarray,
         masks: GrammarMasks | None = None,
-    ) -> Sampled:
-        """Sample one token per draw.
+        params: DrawParams | None = None,
+    ) -> Drawn:
+        """Sample one token per draw, without waiting for the device.
 
         logits: float32 [n, V], may be modified.   rows: int32 [n], table rows (repeated when verifying drafts).
-        positions: int32 [n], index of the token to sample; all earlier tokens are in table.token_ids.
-        masks: of the draws whose rows have a grammar.
+        positions: int32 [n], index of the token to sample. Where table.reads_output, all earlier tokens are in
+        table.token_ids.   masks: of the draws whose rows have a grammar.   params: `draw_params` of these draws.
         """
         if masks is not None:
             self._ops.mask_logits(logits, masks.draws, masks.bits)
         wants_logprobs = table.num_logprobs[rows] >= 0
         any_logprobs = bool(wants_logprobs.any())
         constrained = np.flatnonzero(table.constrained[rows])
-        reported = constrained[wants_logprobs[constrained]] if any_logprobs else _NO_DRAWS
-        originals = logits[torch.from_numpy(reported).to(logits.device)] if reported.size else None
-        raw = logits
+        kept = constrained[wants_logprobs[constrained]] if any_logprobs else _NO_DRAWS
+        of_kept = to_device([kept], logits.device)[0] if kept.size else None
+        originals = None if of_kept is None else logits.index_select(0, of_kept)
         if constrained.size:
             constraints = batch_constraints(table, constrained, rows[constrained], positions[constrained])
             self._ops.constrain(logits, constraints)
         best = self._ops.best_tokens(logits)
-        finite = np.isfinite(best[0].cpu().numpy())
-        if not finite.all():
-            logits = torch.where(torch.from_numpy(finite).to(logits.device).unsqueeze(1), logits, 0.0)
-            best = self._ops.best_tokens(logits)
-        temperature = table.temperature[rows]
-        if temperature.any():
-            uniform = uniforms(table.seeds[rows], positions)
-            params = DrawParams(temperature, table.top_k[rows], table.top_p[rows], table.min_p[rows], uniform)
-            tokens = self._ops.sample(logits, params, best)
-        else:
-            tokens = best[1]
-        chosen = tokens.cpu().numpy()
-        columns = None
+        if params is None:
+            params = draw_params(table, rows, positions)
+        tokens = best[1] if params is None else self._ops.sample(logits, params, best)
+        columns, reported = None, None
         if any_logprobs:
-            if originals is not None:
-                raw[torch.from_numpy(reported).to(raw.device)] = originals
-            columns = self._some_logprobs(raw, chosen, wants_logprobs, int(table.num_logprobs[rows].max()))
-            if masks is not None:
-                columns.logprobs[np.isneginf(columns.logprobs)] = MASKED_LOGPROB
-        return Sampled(chosen, finite, columns)
+            if of_kept is not None and originals is not None:
+                logits.index_copy_(0, of_kept, originals)
+            chosen = tokens
+            if not wants_logprobs.all():
+                reported = np.flatnonzero(wants_logprobs)
+                (index,) = to_device([reported], logits.device)
+                logits, chosen = logits.index_select(0, index), tokens.index_select(0, index)
+            columns = self.top_logprobs(logits, chosen, int(table.num_logprobs[rows].max()))
+        return Drawn(tokens, best[0].isfinite(), columns, reported, masks is not None)
 
-    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
+    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
         """See SamplingOps.top_logprobs."""
         return self._ops.top_logprobs(logits, chosen, k)
 
-    def _some_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, wanted: np.ndarray, k: int) -> LogprobColumns:
-        """Return a row per draw, computed only for the wanted draws."""
-        if wanted.all():
-            return self.top_logprobs(logits, chosen, k)
-        index = np.flatnonzero(wanted)
-        some = self.top_logprobs(logits[torch.from_numpy(index).to(logits.device)], chosen[index], k)
-        token_ids = np.zeros((len(chosen), 1 + k), np.int32)
-        token_ids[:, 0] = chosen
-        logprobs = np.zeros((len(chosen), 1 + k), np.float32)
-        ranks = np.zeros(len(chosen), np.int32)
-        token_ids[index], logprobs[index], ranks[index] = some.token_ids, some.logprobs, some.ranks
-        return LogprobColumns(token_ids, logprobs, ranks)
+
+def _spread(some: LogprobColumns, index: np.ndarray, tokens: np.ndarray) -> LogprobColumns:
+    """Return a row per draw: those of `some` at `index`, for the others their token and zeros."""
+    token_ids = np.zeros((len(tokens), some.token_ids.shape[1]), np.int32)
+    token_ids[:, 0] = tokens
+    logprobs = np.zeros(token_ids.shape, np.float32)
+    ranks = np.zeros(len(tokens), np.int32)
+    token_ids[index], logprobs[index], ranks[index] = some.token_ids, some.logprobs, some.ranks
+    return LogprobColumns(token_ids, logprobs, ranks)

@@ -16,6 +16,10 @@ class StepTimes:
         self.num_steps += 1
         self._at_s = time.perf_counter()
 
+    def resume(self) -> None:
+        """Leave out the time since the last call."""
+        self._at_s = time.perf_counter()
+
     def lap(self, part: str) -> None:
         """Add the time since the last call to `part`."""
         now_s = time.perf_counter()

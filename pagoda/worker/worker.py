@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagoda.base.config import ParallelConfig
-from pagoda.base.errors import CapacityError, PagodaError, RequestError, WorkerDied
+from pagoda.base.errors import CapacityError, PagodaError, RequestError, StepTooLarge, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.base.pooling import PoolingPlan
 from pagoda.core.grammar import GrammarBackend
@@ -31,6 +31,7 @@ from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForwar
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.largest_steps import largest_steps
+from pagoda.worker.launched_step import LaunchedStep
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.prompt_embeds import PromptEmbeds
 from pagoda.worker.sampler import Sampler
@@ -39,14 +40,20 @@ from pagoda.worker.speculation.setup import DraftSetup
 
 logger = logging.getLogger("pagoda")
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """A worker's settings.
 
-    dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8".
+    dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8" and "fp8".
     num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
     max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
     grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
@@ -144,9 +151,10 @@ class Worker:
     def free_for_cache(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Load the weights, run the largest steps there can be, and return the bytes of a GPU left for the KV pools.
 
-        Call it before `start`, and `set_pools` after it. Raises as `start` does.
+        Call it before `start`, again with smaller steps if it raises StepTooLarge, and `set_pools` after it. Raises as
+        `start` does, too.
         """
-        loaded = self._loaded = self._load()
+        loaded = self._loaded = self._loaded or self._load()
         config, device = self._config, loaded.device
         assert isinstance(device, CudaDevice)
         # Rows without blocks: all of their tokens are in the null block.
@@ -156,11 +164,10 @@ class Worker:
         try:
             free = device.free_bytes_beside(lambda: [runner.dry_run(step) for step in steps])
         except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"a step of {max_num_batched_tokens} tokens, or of {max_num_seqs} sequences, does not fit in the GPU's "
-                f"memory next to the weights; lower max_num_batched_tokens or max_num_seqs ({error})"
+            raise StepTooLarge(
+                f"steps of max_num_batched_tokens={max_num_batched_tokens} and max_num_seqs={max_num_seqs} do not fit "
+                f"in the GPU's memory next to the weights ({error})"
             ) from error
-        logger.info("next to the weights and the largest step, %d MiB are free on %s", free >> 20, device.device)
         return free
 
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -196,6 +203,7 @@ class Worker:
                 num_host_blocks,
                 _DTYPES[config.kv_dtype],
                 loaded.device.device,
+                loaded.device.streams,
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise CapacityError(f"{num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
@@ -221,7 +229,17 @@ class Worker:
                 adapters,
             )
         return ModelRunner(
-            loaded.forward, table, cache, device, Sampler(ops), speculator, grammars, adapters, config.pooling, embeds
+            loaded.forward,
+            table,
+            cache,
+            device,
+            Sampler(ops),
+            speculator,
+            grammars,
+            adapters,
+            config.pooling,
+            embeds,
+            loaded.device.streams,
         )
 
     def _settle_threads(self, ops: NativeOps) -> None:
@@ -237,11 +255,15 @@ class Worker:
                 ", ".join(runtimes),
             )
 
-    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Execute one step. Raises WorkerDied before `start` and after `shutdown`."""
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Begin one step: see ModelRunner.launch. Raises WorkerDied before `start` and after `shutdown`."""
         if self._runner is None:
             raise WorkerDied("the worker is not running")
-        return self._runner.run(output)
+        return self._runner.launch(output)
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Execute one step. Raises WorkerDied before `start` and after `shutdown`."""
+        return self.launch(output).result()
 
     def load_adapter(self, lora: LoraRef) -> None:
         """Read an adapter, so that the first step that uses it need not. Raises PagodaError if it cannot be used."""

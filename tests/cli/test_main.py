@@ -57,6 +57,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (("bench", "throughput", "--workload", "/no/such.json"), "workload /no/such.json cannot be read"),
         (("generate", "--system", "be kind", "hi"), "--system needs --chat"),
         (("generate", ""), "the prompt is empty"),
+        (("serve", "--port", "99999"), "port=99999 must be in 0 .. 65535"),
+        (("serve", "--port", "-1"), "port=-1 must be at least 0"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

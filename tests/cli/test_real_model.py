@@ -102,6 +102,9 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2  # layers, K and V, KV heads, head size, bytes of bfloat16
     assert plan["num_blocks"] == (64 << 20) // (16 * plan["kv_bytes_per_token"]) - 1
     assert plan["requests_by_length"] == {"512": plan["num_blocks"] // 32}
+    assert plan["embeds_memory"] == 0
+    out, _ = run(capsys, "plan", "--enable-prompt-embeds", "--max-model-len", "512")
+    assert "prompt embeddings up to 960" in " ".join(out.split())
 
 
 def workload(folder: Path, *arrivals_s: float) -> Path:

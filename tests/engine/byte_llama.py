@@ -1,8 +1,10 @@
 """A tiny random model with one token per byte, and its tokenizer: grammars can constrain its output."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -13,6 +15,16 @@ from pagoda.engine.tokenizers.byte_letters import BYTE_LETTERS
 EOS = 2
 WORDS = ("Ġthe", "name", "true", "false", '":', "Ġ{", '",', "12")
 VOCAB = 272  # wider than the tokenizer's
+SMALL_ENGINE: Mapping[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "num_blocks": 200,
+    "block_size": 8,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 8,
+}
+"""Options of an engine with which a prompt of a few dozen tokens takes several blocks and steps."""
 
 
 def write_byte_llama(folder: Path, seed: int = 1) -> Path:

@@ -20,11 +20,12 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine_setup import resolve_engine
 from pagoda.executors.in_process import InProcessExecutor
+from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.loading.model_files import ModelFiles
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ReplayedForward
 from pagoda.worker.grammar_rows import GrammarMasks
-from pagoda.worker.sampler import Sampled, Sampler
+from pagoda.worker.sampler import Drawn, Sampler
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request
 
@@ -84,18 +85,19 @@ class TappedSampler:
         self.trace = Trace()
         self.top_logprobs = sampler.top_logprobs
 
-    def sample(
+    def draw(
         self,
         logits: torch.Tensor,
         table: DeviceTable,
         rows: np.ndarray,
         positions: np.ndarray,
         masks: GrammarMasks | None = None,
-    ) -> Sampled:
+        params: DrawParams | None = None,
+    ) -> Drawn:
         assert logits.dtype == torch.float32
         seeds = table.seeds[rows].tolist()
         digests = [hashlib.blake2b(values, digest_size=12).digest() for values in logits.numpy()]
-        drawn = self._sampler.sample(logits, table, rows, positions, masks)
+        drawn = self._sampler.draw(logits, table, rows, positions, masks, params)
         wrong: set[int] = set()
         draws = zip(rows.tolist(), seeds, positions.tolist(), digests, drawn.tokens.tolist(), strict=True)
         for row, seed, position, digest, token in draws:

@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.make_random_model import SHAPES, make
 from pagoda.base.pooling import PoolingParams
@@ -22,6 +21,7 @@ from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.request import LoraRef
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import write_tiny_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 from tests.engine.random_schedules import (
@@ -37,6 +37,7 @@ from tests.engine.random_schedules import (
     random_script,
     random_speculation,
 )
+from tests.worker.lagging_streams import LaggingStreams
 
 MAX_MODEL_LEN = 384
 VOCAB = 160  # ids below are in every tiny model
@@ -114,14 +115,20 @@ def check(
     num_groups: int = 1,
     draft_model: Path | None = None,
     adapters: Sequence[LoraRef] = (),
+    ahead: bool = False,
 ) -> Counter[str]:
-    """Play a random schedule for each seed, with drafts if there is a draft model; return what happened in them."""
+    """Play a random schedule for each seed, with drafts if there is a draft model; return what happened in them.
+
+    ahead: schedule steps before the results of earlier ones are there, in all of them.
+    """
     counts: Counter[str] = Counter()
     for seed in seeds:
         rng = np.random.default_rng(seed)
         drawn = random_options(rng, MAX_MODEL_LEN)
         for name in ("num_blocks", "num_host_blocks"):
             drawn[name] *= num_groups  # type: ignore[operator]
+        if ahead:
+            drawn |= {"async_scheduling": True, "pipeline_depth": int(rng.integers(2, 4))}
         script = random_script(rng, watched, vocab_size, most_watched, most_fillers, adapters)
         if adapters:
             drawn |= {"max_loras": int(rng.integers(1, len(adapters) + 1))}
@@ -180,13 +187,30 @@ def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
     core.shutdown()
 
 
+def test_steps_launched_ahead_change_no_bits(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the host gets a step's tokens late, and has launched the next steps by then."""
+    late: list[LaggingStreams] = []
+
+    def lagging() -> LaggingStreams:
+        late.append(LaggingStreams(delay_s=0.002))
+        return late[-1]
+
+    expected = tiny_reference(llama, "bf16")
+    monkeypatch.setattr("pagoda.worker.devices.cpu.HostStreams", lagging)
+    counts = check(llama, tiny_watched(), expected, {**MODES["bf16"]}, range(6, 16), VOCAB, ahead=True)
+    missing = {"chunks", "swapped", "preempted", "forks"} - set(+counts)
+    assert not missing, counts
+    assert sum(streams.most_behind for streams in late) > len(late)
+
+
 @pytest.mark.slow
-def test_schedules_on_triton(llama: Path, without_triton: Callable[[str], NoReturn]) -> None:
+def test_schedules_on_triton(
+    llama: Path, without_triton: Callable[[str], NoReturn], device_under_test: DeviceUnderTest
+) -> None:
     """With --batch-invariant, on the kernels of a GPU; in Triton's interpreter, so with few requests."""
     if find_spec("triton") is None:
         without_triton("Triton is not installed")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, object] = {"kernels": "triton", "device": device, "batch_invariant": True, "dtype": "bfloat16"}
+    options = {**device_under_test.options, "kernels": "triton", "batch_invariant": True, "dtype": "bfloat16"}
     watched = [each for each in tiny_watched() if len(each.prompt) in (2, 7, 33, 280)]
     watched = [replace(each, params=replace(each.params, max_tokens=5)) for each in watched]
     expected = reference(llama, watched, options)
@@ -256,7 +280,7 @@ def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Lor
     )
 
 
-def adapted(watched: list[Watched], adapters: tuple[LoraRef, ...]) -> list[Watched]:
+def adapted(watched: list[Watched], adapters: Sequence[LoraRef]) -> list[Watched]:
     """Every request with an adapter or none; the first of each kind, with all of them, so that they share prompts."""
     choices = [None, *adapters]
     found = [replace(each, adapter=choices[i // 2 % len(choices)]) for i, each in enumerate(watched)]

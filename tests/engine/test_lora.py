@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +17,13 @@ from pagoda.engine.inputs.adapters import AdapterUses
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.worker.adapters import AdapterStore
 from pagoda.worker.worker import Worker
-from tests.engine.byte_llama import write_byte_llama
+from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
+    **SMALL_ENGINE,
     "dtype": "float32",
-    "device": "cpu",
-    "threads": 1,
-    "num_blocks": 200,
-    "block_size": 8,
-    "max_model_len": 128,
     "max_num_batched_tokens": 64,
-    "max_num_seqs": 8,
     "enable_lora": True,
     "max_loras": 2,
     "max_lora_rank": 24,
@@ -91,6 +87,13 @@ def test_each_prompt_of_a_call_has_its_own_adapter(
     outputs = llm.generate([PROMPT] * len(names), GREEDY, lora_request=adapters)
     assert [output.outputs[0].token_ids for output in outputs] == [expected[name] for name in names]
     assert len(store_of(llm)._slots) == 2
+
+
+def test_the_least_recently_used_adapter_makes_room(llm: LLM, folders: dict[str, Path]) -> None:
+    digests = {name: llm.engine.input_processor.find_adapter(ask(folders[name])).digest for name in "abc"}
+    for name in ("a", "b", "a", "c"):
+        tokens(llm, PROMPT, ask(folders[name]))
+    assert list(store_of(llm)._slots) == [digests["a"], digests["c"]]
 
 
 def test_outputs_name_the_adapter_that_the_caller_gave(llm: LLM, folders: dict[str, Path], model: Path) -> None:
@@ -169,6 +172,7 @@ def test_a_file_that_changes_under_a_waiting_request_fails_only_that(
     folder = tmp_path / "mine"
     shutil.copytree(folders["a"], folder)
     lora = llm.engine.input_processor.find_adapter(ask(folder))
+    assert isinstance(lora, LoraRef)
     store_of(llm).unload(lora)
     shutil.rmtree(folder)
     shutil.copytree(folders["b"], folder)

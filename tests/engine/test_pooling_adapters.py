@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ from peft import PeftModel
 
 from pagoda.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.core.request import LoraRef
-from pagoda.loading.adapters.files import digest_of
+from pagoda.loading.adapters.files import AdapterTargets, check_adapter, digest_of
+from pagoda.loading.model_config import read_architecture, read_model
+from pagoda.loading.model_files import identify
 from tests.engine.driver import drive, request
 from tests.engine.test_pooling import saved
 from tests.models.adapters import LINEAR, add_adapter, save_adapters
@@ -26,13 +30,14 @@ MODERN = ["Wqkv", "Wi", "Wo"]
 
 def adapted(name: str, head: str, folder: Path, configs: list[dict[str, object]]) -> PeftModel:
     """A tiny random model with adapters a0, a1, ..., saved as transformers and PEFT do."""
+    base: Any
     if name in ("bert", "roberta", "modernbert"):
         base = make_encoder(name, head)
         save_encoder(base, folder / "model")
     else:
         kind = transformers.AutoModelForSequenceClassification if head else transformers.AutoModel
         base = saved(name, folder / "model", kind, **({"num_labels": 3, "pad_token_id": 0} if head else {}))
-    theirs = None
+    theirs: PeftModel | None = None
     for index, config in enumerate(configs):
         theirs = add_adapter(theirs or base, f"a{index}", seed=index, **config)
     assert theirs is not None
@@ -56,6 +61,7 @@ def result_of(model: PeftModel, prompt: list[int], head: str) -> np.ndarray:
                 {"r": 17, "target_modules": ["key"]},
             ],
         ),
+        ("bert", "", [{"r": 4, "target_modules": BERT}]),  # "dense" is also the pooler's, which no result depends on
         ("bert", "classifier", [{"r": 4, "target_modules": [*BERT, "classifier"]}]),
         ("roberta", "tokens", [{"r": 8, "target_modules": ["value", "classifier"]}]),
         ("modernbert", "", [{"r": 4, "target_modules": MODERN}, {"r": 40, "target_modules": ["Wqkv"]}]),
@@ -95,3 +101,11 @@ def test_results_are_those_of_peft(tmp_path: Path, name: str, head: str, configs
     for user in refs:
         theirs.set_adapter(user)
         assert np.abs(result_of(theirs, PROMPTS[0], head) - plain).max() > 0.01, "the adapter changes nothing"
+
+
+def test_an_adapter_of_nothing_that_vectors_depend_on_is_refused(tmp_path: Path) -> None:
+    folder = save_adapters(adapted("bert", "", tmp_path, [{"target_modules": ["pooler.dense"]}]), tmp_path)["a0"]
+    files = identify(tmp_path / "model")
+    targets = AdapterTargets(read_architecture(files)[0], read_model(files))
+    with pytest.raises(ConfigError, match="no tensors of a LoRA adapter of this model"):
+        check_adapter(folder, targets, 40)

@@ -16,20 +16,10 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from pagoda import LLM, AsyncLLM, BeamSearchParams, LoRARequest, RequestError, SamplingParams
-from tests.engine.byte_llama import write_byte_llama
+from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 from tests.engine.lora_adapters import write_adapter
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "threads": 1,
-    "num_blocks": 200,
-    "block_size": 8,
-    "max_model_len": 128,
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 8,
-    "enable_lora": True,
-}
+OPTIONS: dict[str, Any] = {**SMALL_ENGINE, "dtype": "float32", "enable_lora": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = list(range(10, 45))
 HIDDEN = 192
@@ -41,7 +31,8 @@ def tuned(model: Path, folder: Path, num_virtual: int, seed: int) -> PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
-        weight = peft.prompt_encoder.default.embedding.weight
+        encoder: Any = peft.prompt_encoder
+        weight = encoder.default.embedding.weight
         weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
         peft.save_pretrained(str(folder))
     return peft.eval()

@@ -13,18 +13,9 @@ from safetensors.torch import load_file
 from pagoda import LLM, AsyncLLM, BeamSearchParams, PoolingParams, RequestError, SamplingParams
 from pagoda.core.kv.prefix_cache import HashChain, make_root
 from pagoda.core.request import MediaItem
-from tests.engine.byte_llama import write_byte_llama
+from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "device": "cpu",
-    "threads": 1,
-    "num_blocks": 200,
-    "block_size": 8,
-    "max_model_len": 128,
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 8,
-}
+OPTIONS: dict[str, Any] = {**SMALL_ENGINE, "dtype": "bfloat16"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = list(range(10, 60))
 
@@ -158,7 +149,7 @@ def test_penalties_count_only_tokens_that_exist(llm: LLM, table: torch.Tensor) -
     assert of_embeds[0] == plain[0], "nothing is penalized yet"
     assert of_embeds != plain
     # Token 0, the embeddings' placeholder, is the best until it was generated.
-    two = {0: 100.0, 5: 80.0}
+    two: Any = {0: 100.0, 5: 80.0}
     favoured = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logit_bias=two, repetition_penalty=2.0)
     assert llm.generate({"prompt_embeds": table[PROMPT]}, favoured)[0].outputs[0].token_ids == [0, 5]
 
@@ -191,8 +182,9 @@ def test_what_has_no_meaning_is_refused(llm: LLM, model: Path, table: torch.Tens
     given: Any = {"prompt_embeds": table[PROMPT]}
     with pytest.raises(RequestError, match="prompt_logprobs: the prompt, or a prompt adapter, has embeddings"):
         llm.generate(given, SamplingParams(prompt_logprobs=1))
+    both: Any = {**given, "prompt_token_ids": [1]}
     with pytest.raises(RequestError, match="both prompt_token_ids and prompt_embeds"):
-        llm.generate({**given, "prompt_token_ids": [1]}, GREEDY)
+        llm.generate(both, GREEDY)
     outputs = llm.generate([PROMPT, {"prompt_embeds": np.zeros((2, 5), np.float32)}], GREEDY)
     assert (outputs[0].error, outputs[1].outputs[0].finish_reason) == (None, "error")
     with LLM(str(model), **OPTIONS) as off, pytest.raises(RequestError, match="set enable_prompt_embeds"):

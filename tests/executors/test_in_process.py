@@ -4,9 +4,26 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import WorkerDied
+from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.executors.in_process import InProcessExecutor
 from tests.worker.hand_made import step
+
+
+class Computed:
+    """A step that was computed when it was launched."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def result(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(self.number, np.empty((0, 1), np.int32), np.empty(0, np.int32))
 
 
 class StepLog:
@@ -20,14 +37,19 @@ class StepLog:
     def start(self) -> None:
         self.events.append("start")
 
-    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> "Computed":
         if self.gate is not None:
             self.at_the_gate.set()
             self.gate.wait(5)
         self.events.append(output.step)
         if output.step == 3:
             raise ValueError("three")
-        return ModelRunnerOutput(output.step, np.empty((0, 1), np.int32), np.empty(0, np.int32))
+        return Computed(output.step)
+
+    def load_adapter(self, lora: LoraRef) -> None:
+        raise NotImplementedError
+
+    unload_adapter = load_adapter
 
     def shutdown(self) -> None:
         self.events.append("shutdown")
@@ -85,3 +107,69 @@ def test_a_worker_that_does_not_start_gives_the_reason() -> None:
         with pytest.raises(MemoryError, match="no room"):
             executor.start()
         executor.shutdown()
+
+
+class SlowDevice(StepLog):
+    """Computes steps when it is let: `computes[n]` is set once step n is computed. Step 4 fails on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computes = {n: threading.Event() for n in range(1, 9)}
+        self.launched = {n: threading.Event() for n in range(1, 9)}
+
+    def launch(self, output: SchedulerOutput) -> Computed:
+        device, number = self, output.step
+
+        class Computing(Computed):
+            def is_done(self) -> bool:
+                return device.computes[number].is_set()
+
+            def wait(self) -> None:
+                assert device.computes[number].wait(5)
+                if number == 4:
+                    raise RuntimeError("device error")
+
+            def result(self) -> ModelRunnerOutput:
+                assert threading.current_thread() is device.thread
+                self.wait()
+                device.events.append(f"result {number}")
+                return super().result()
+
+        self.thread = threading.current_thread()
+        self.events.append(number)
+        self.launched[number].set()
+        return Computing(number)
+
+
+def test_a_step_is_launched_before_the_results_of_the_last_are_there() -> None:
+    device = SlowDevice()
+    executor = InProcessExecutor(device, overlap=True)
+    executor.start()
+    first, second = executor.submit(step(1, [])), executor.submit(step(2, []))
+    assert device.launched[2].wait(5)
+    assert not first.done()
+    device.computes[1].set()
+    assert first.result(5).step == 1
+    third = executor.submit(step(3, []))
+    assert device.launched[3].wait(5)
+    assert not second.done()
+    device.computes[3].set()
+    device.computes[2].set()
+    assert (second.result(5).step, third.result(5).step) == (2, 3)
+    device.computes[4].set()
+    with pytest.raises(RuntimeError, match="device error"):
+        executor.submit(step(4, [])).result(5)
+    executor.shutdown()
+    assert device.events == ["start", 1, 2, "result 1", 3, "result 2", "result 3", 4, "shutdown"]
+
+
+def test_shutdown_waits_for_what_the_device_computes() -> None:
+    device = SlowDevice()
+    executor = InProcessExecutor(device, overlap=True)
+    executor.start()
+    running = [executor.submit(step(n, [])) for n in (1, 2)]
+    assert device.launched[2].wait(5)
+    threading.Timer(0.1, lambda: [device.computes[n].set() for n in (1, 2)]).start()
+    executor.shutdown()
+    assert [future.result(0).step for future in running] == [1, 2]
+    assert device.events == ["start", 1, 2, "result 1", "result 2", "shutdown"]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hostile.campaign import Campaign, Report
-from tests.hostile.footprint import footprint, still_grown
+from tests.hostile.client import ANSWER_TIMEOUT_S, REAL_ANSWER_TIMEOUT_S
+from tests.hostile.footprint import fill_pools, footprint, still_grown
 from tests.hostile.healthy import Health, HealthyClient, healthy_client
-from tests.hostile.serving import KEY, load
+from tests.hostile.serving import KEY, REAL_FLAGS, load
 from tests.server.live import LiveServer
 from tests.server.stall_watch import StallReader, watched_serving
 
@@ -26,6 +27,7 @@ class Attacked:
     server: LiveServer
     stalls: StallReader
     healthy: HealthyClient
+    answer_timeout_s: float
 
 
 @contextlib.contextmanager
@@ -34,15 +36,17 @@ def attacked(folder: Path, flags: tuple[str, ...], stream_tokens: int) -> Iterat
         watched_serving(folder, *flags) as (server, stalls),
         healthy_client(server, KEY, folder / "healthy.jsonl", stream_tokens) as healthy,
     ):
-        yield Attacked(server, stalls, healthy)
+        timeout_s = REAL_ANSWER_TIMEOUT_S if flags is REAL_FLAGS else ANSWER_TIMEOUT_S
+        yield Attacked(server, stalls, healthy, timeout_s)
 
 
 def attack(under: Attacked, names: Sequence[str]) -> tuple[Report, Health, list[str]]:
     """Send all cases; return what was seen, and everything that is wrong."""
-    campaign = Campaign(under.server, under.stalls)
+    campaign = Campaign(under.server, under.stalls, answer_timeout_s=under.answer_timeout_s)
     campaign.run(names[:NUM_WARM_UP])
     if not campaign.is_alive():
         return campaign.report, under.healthy.health(), list(map(str, campaign.report.failures))
+    fill_pools(under.server)
     before = footprint(under.server, under.stalls)
     report = campaign.run(names[NUM_WARM_UP:])
     growth = still_grown(under.server, under.stalls, before) if campaign.is_alive() else []

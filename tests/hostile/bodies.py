@@ -31,7 +31,8 @@ def single_field(number: int) -> Body:
 
 def several_fields(draw: random.Random) -> Body:
     """Two to six places of one route at once; sometimes a name twice, sometimes on a route still to come."""
-    route = draw.choice(ROUTES[:3] if draw.random() < 0.9 else PLANNED)
+    kind = draw.random()
+    route = draw.choice(ROUTES[:3] if kind < 0.7 else ROUTES[3:] if kind < 0.92 else PLANNED)
     places = draw.sample(route.places, min(len(route.places), draw.randint(2, 6)))
     body: Any = route.body
     for place in places:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tests.hostile.case import Case
 from tests.hostile.cases import make_case
 from tests.hostile.checks import Problem, problems
-from tests.hostile.client import NO_ANSWER, send_case
+from tests.hostile.client import ANSWER_TIMEOUT_S, NO_ANSWER, Outcome, send_case
 from tests.hostile.serving import load
 from tests.server.live import LiveServer
 from tests.server.stall_watch import LoopStuck, StallReader
@@ -54,10 +54,18 @@ class Campaign:
     """Cases against one server.
 
     may_be_down: another part of the test ends its engine; answers of 503 and new engines are no failures.
+    answer_timeout_s: an answer that takes longer is missing.
     """
 
-    def __init__(self, server: LiveServer, stalls: StallReader, may_be_down: bool = False) -> None:
+    def __init__(
+        self,
+        server: LiveServer,
+        stalls: StallReader,
+        may_be_down: bool = False,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
         self._may_be_down = may_be_down
+        self._answer_timeout_s = answer_timeout_s
         self._server = server
         self._port = int(server.url.rsplit(":", 1)[1])
         self._stalls = stalls
@@ -81,7 +89,7 @@ class Campaign:
         """Send one case; return what is wrong, if anything. The server may have ended afterwards."""
         self._num_restarts = load(self._server)["engine_restarts"]
         self._stalls.take()
-        found = problems(case, asyncio.run(send_case(case, self._port)), self._may_be_down)
+        found = problems(case, self._outcome(case), self._may_be_down)
         if not found and not self._ended([case]) and (stall_s := self._stalls.take()) > MAX_STALL_S:
             found = [self._stall_problem(stall_s)]
         return next(iter(found or [failure.problem for failure in self.report.failures]), None)
@@ -116,7 +124,7 @@ class Campaign:
         # A server that one case keeps busy answers none of the others.
         for case in [case for case, problem in found if problem.kind == NO_ANSWER]:
             self._stalls.take()
-            if asyncio.run(send_case(case, self._port)).problem:
+            if self._outcome(case).problem:
                 report.add(case, Problem(NO_ANSWER))
             if self._ended([case]):
                 return
@@ -135,7 +143,7 @@ class Campaign:
 
         async def one(case: Case) -> None:
             async with big if case.num_bytes > BIG_BYTES else places:
-                outcome = await send_case(case, self._port)
+                outcome = await send_case(case, self._port, self._answer_timeout_s)
             for answer in outcome.answers:
                 self.report.num_answers[answer.status] = self.report.num_answers.get(answer.status, 0) + 1
             found.extend((case, problem) for problem in problems(case, outcome, self._may_be_down))
@@ -165,8 +173,11 @@ class Campaign:
     def _stall_alone(self, case: Case) -> float:
         """The longest stall while only this case (and the healthy stream) is served. 0.0 as soon as one run is fine."""
         self._stalls.take()
-        asyncio.run(send_case(case, self._port))
+        self._outcome(case)
         return self._stalls.take()
+
+    def _outcome(self, case: Case) -> Outcome:
+        return asyncio.run(send_case(case, self._port, self._answer_timeout_s))
 
 
 def _names(cases: list[Case]) -> str:

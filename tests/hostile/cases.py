@@ -3,8 +3,9 @@
 import random
 from collections.abc import Callable
 
-from tests.hostile import bodies, wire_cases
+from tests.hostile import bodies, tensor_bodies, wire_cases
 from tests.hostile.case import Case, Expect, Leave, request
+from tests.hostile.routes import ADMIN_PATHS
 
 _BODIES: tuple[tuple[Callable[[random.Random], bodies.Body], int], ...] = (
     (bodies.several_fields, 20),
@@ -16,6 +17,7 @@ _BODIES: tuple[tuple[Callable[[random.Random], bodies.Body], int], ...] = (
     (bodies.template, 2),
     (bodies.products, 3),
     (bodies.unknown_ids, 4),
+    (tensor_bodies.embeddings, 6),
 )
 _WIRE: tuple[tuple[Callable[[random.Random, str], Case], int], ...] = (
     (wire_cases.headers, 10),
@@ -58,7 +60,7 @@ def case_names(seed: int, num_fields: int, num_drawn: int) -> list[str]:
 
 def _with_body(draw: random.Random, name: str, kind: str, body: bodies.Body) -> Case:
     path, data, title = body
-    sent = request(path, data)
+    sent = request(path, data, key="admin" if path in ADMIN_PATHS else "attacker")
     if draw.random() < 0.05:  # the body arrives late, or its client is gone by then
         at = sent.index(b"\r\n\r\n") + 4
         cut = draw.randrange(at, len(sent) + 1)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from tests.hostile.case import Case, Expect, Leave
 
 ANSWER_TIMEOUT_S = 15.0
+REAL_ANSWER_TIMEOUT_S = 120.0  # a real model generates up to 2,000 tokens for one answer, next to others
 TIME_PER_ANSWER_S = 0.03  # in thousands of a pipeline, on a machine that is busy with more than this
-NO_ANSWER = f"no complete answer within {ANSWER_TIMEOUT_S:g} s"
+NO_ANSWER = "no complete answer in time"
 _PART = 2**18  # what is sent at once
 
 
@@ -36,12 +37,12 @@ class Outcome:
     problem: str = ""
 
 
-async def send_case(case: Case, port: int) -> Outcome:
+async def send_case(case: Case, port: int, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> Outcome:
     """Send it over a connection of its own, and leave as it says."""
     outcome = Outcome()
     began_s = time.monotonic()
     try:
-        most_s = ANSWER_TIMEOUT_S + case.pause_s * len(case.pieces) + TIME_PER_ANSWER_S * case.num_answers
+        most_s = answer_timeout_s + case.pause_s * len(case.pieces) + TIME_PER_ANSWER_S * case.num_answers
         async with asyncio.timeout(most_s):
             await _talk(case, port, outcome)
     except TimeoutError:

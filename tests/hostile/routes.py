@@ -46,6 +46,11 @@ _CHAT_ONLY = (
 )
 
 
+_INPUT = ("input", "input.0", "input.0.0", "messages", *_POOLING)
+_CONVERSATION = ("input", "dimensions", "truncate_prompt_tokens", *_CHAT)
+_PAIR = ("use_activation", "instruction", "chat_template", *_POOLING)
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """body: accepted as it is, and cheap.   places: where its values, or values it could have, stand."""
@@ -75,19 +80,25 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "/v1/embeddings",
         {"input": "Hi"},
-        ("input", "input.0", "input.0.0", "encoding_format", "dimensions", "normalize", "prompt_name", *_POOLING),
+        ("encoding_format", "dimensions", "normalize", "prompt_name", *_INPUT),
     ),
-    Route("/pooling", {"input": "Hi"}, ("input", "input.0", "task", "use_activation", "dimensions", *_POOLING)),
-    Route("/classify", {"input": "Hi"}, ("input", "input.0", "use_activation", *_POOLING)),
+    Route("/v1/embeddings", {"messages": [{"role": "user", "content": "Hi"}]}, _CONVERSATION),
+    Route(
+        "/pooling",
+        {"input": "Hi"},
+        ("task", "encoding_format", "dimensions", "normalize", "use_activation", *_INPUT),
+    ),
+    Route("/pooling", {"input": "Hi", "task": "token_embed"}, ("task", "dimensions", "normalize", *_POOLING)),
+    Route("/classify", {"input": "Hi"}, ("use_activation", *_INPUT)),
     Route(
         "/v1/score",
         {"text_1": "Hi", "text_2": ["a", "b"]},
-        ("text_1", "text_1.0", "text_2", "text_2.0", "queries", "documents", "data_1", *_POOLING),
+        ("text_1", "text_1.0", "text_2", "text_2.0", "queries", "documents", "data_1", "data_2", *_PAIR),
     ),
     Route(
         "/v1/rerank",
         {"query": "Hi", "documents": ["a", {"text": "b"}]},
-        ("query", "documents", "documents.0", "documents.1.text", "top_n", "return_documents", *_POOLING),
+        ("query", "documents", "documents.0", "documents.1.text", "top_n", "return_documents", *_PAIR),
     ),
     Route("/abort_requests", {"request_ids": ["a"]}, ("request_ids", "request_ids.0", "no_such_field")),
     Route("/reset_prefix_cache", {}, ("reset_running_requests",)),
@@ -98,6 +109,9 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("/v1/unload_lora_adapter", {"lora_name": "x"}, ("lora_name", "lora_int_id", "no_such_field")),
 )
+
+# Sent with the admin key, without which these read no body.
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 # Routes of features still to come: whatever they are sent, it is 501, or what any route says of a bad body.
 PLANNED: tuple[Route, ...] = tuple(

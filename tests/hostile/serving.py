@@ -18,7 +18,8 @@ _DEADLINES = (
 )
 _LIMITS = (*_KEYS, *_DEADLINES, "--trust-request-chat-template", "--enable-prompt-embeds")
 FAKE_FLAGS = (*FAKE_ENGINE, *_LIMITS)
-REAL_FLAGS = ("--num-blocks", "512", "--max-model-len", "2048", *_LIMITS)
+# With short answers and short steps: a case waits for the answers of others, and the healthy stream for the steps.
+REAL_FLAGS = ("--num-blocks", "512", "--max-model-len", "512", "--max-num-batched-tokens", "256", *_LIMITS)
 
 
 def get(server: LiveServer, path: str) -> str:

@@ -1,11 +1,11 @@
 """Paged caches of awkward shapes, filled step by step through any Ops."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
-from pagoda.kernels.ops import Ops
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,17 @@ class Geometry:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     int8_cache: bool = False
+    fp8_cache: bool = False
 
     def new_cache(self, num_blocks: int) -> KVLayer:
         """Zeroed, as the cache engine makes it."""
         shape = (num_blocks + 1, self.num_kv_heads, self.block_size, self.head_dim)
-        if not self.int8_cache:
+        if not self.int8_cache and not self.fp8_cache:
             return KVLayer(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        codes = torch.int8 if self.int8_cache else torch.float8_e4m3fn
         return KVLayer(
-            torch.zeros(shape, dtype=torch.int8),
-            torch.zeros(shape, dtype=torch.int8),
+            torch.zeros(shape, dtype=codes),
+            torch.zeros(shape, dtype=codes),
             torch.zeros(shape[:3]),
             torch.zeros(shape[:3]),
         )
@@ -74,7 +76,7 @@ def make_metadata(geometry: Geometry, lens: list[tuple[int, int]], tables: list[
 class PagedRows:
     """Rows over one cache, fed to an implementation step by step; blocks come from a shuffled pool."""
 
-    def __init__(self, ops: Ops, geometry: Geometry, rows: list[Sequence], seed: int = 0) -> None:
+    def __init__(self, ops: Any, geometry: Geometry, rows: list[Sequence], seed: int = 0) -> None:
         self.ops = ops
         self.geometry = geometry
         self.rows = rows

@@ -115,22 +115,22 @@ def test_best_tokens(sampling: NativeSampling) -> None:
 def test_top_logprobs(sampling: NativeSampling, vocab: int, k: int) -> None:
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(0)) * 5
     logits[1, 1:] = -torch.inf
-    chosen = np.arange(9) % vocab
+    chosen = torch.arange(9) % vocab
     got, want = sampling.top_logprobs(logits, chosen, k), logprobs.top_logprobs(logits, chosen, k)
-    assert (got.ranks == want.ranks).all()
-    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
-    finite = np.isfinite(want.logprobs)
-    assert (got.token_ids == want.token_ids)[finite].all()
+    assert got.ranks.equal(want.ranks)
+    torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=1e-5)
+    finite = want.logprobs.isfinite()
+    assert got.token_ids[finite].equal(want.token_ids[finite])
 
 
 def test_logprobs_of_rows_with_nan(sampling: NativeSampling) -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     logits[1, 50] = torch.nan
-    got = sampling.top_logprobs(logits, np.array([50, 50, 50]), 3)
-    assert np.isnan(got.logprobs).all(axis=1).tolist() == [False, True, False]
+    got = sampling.top_logprobs(logits, torch.tensor([50, 50, 50]), 3)
+    assert got.logprobs.isnan().all(1).tolist() == [False, True, False]
 
 
 def test_equal_logprobs_are_ordered_by_id(sampling: NativeSampling) -> None:
-    got = sampling.top_logprobs(torch.zeros(1, 200), np.array([7]), 4)
+    got = sampling.top_logprobs(torch.zeros(1, 200), torch.tensor([7]), 4)
     assert got.token_ids.tolist() == [[7, 0, 1, 2, 3]]
     assert got.ranks.tolist() == [1]

@@ -4,8 +4,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.packed import PackedExperts, PackedTable, PackedWeight
 from pagoda.kernels.linear.reference import PlainLinear
+from pagoda.kernels.linear.triton_forms import TiledLinear
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
@@ -41,7 +43,7 @@ def _native(without_native: Callable[[str], NoReturn]) -> None:
         without_native(str(error))
 
 
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[Any]:
     """What a loaded parameter holds."""
     match value:
         case torch.Tensor():
@@ -52,6 +54,9 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_of(value.weight)
         case PackedWeight():
             yield from (value.panels, *(() if value.bias is None else (value.bias,)))
+        case TiledLinear():
+            fields = (value.codes, value.scales, value.minima, value.bias)
+            yield from (tensor for tensor in fields if tensor is not None)
         case LibraryLinear() | PlainLinear():
             yield from (value.weight, *(() if value.bias is None else (value.bias,)))
         case ExpertList() | PackedExperts():
@@ -107,6 +112,22 @@ def test_codes_of_a_gguf(name: str, kind: Kind, tmp_path: Path) -> None:
     assert any(quantised) == (kind is not Kind.F16)
 
 
+@pytest.mark.parametrize("kind", [None, Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
+def test_tiled(name: str, kind: Kind | None, tmp_path: Path, without_triton: Callable[[str], NoReturn]) -> None:
+    """For Triton's kernels; None: what int8 and fp8 make of floats."""
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    if kind is None:
+        files = identify(save(make_model(name), tmp_path))
+    else:
+        write_gguf(make_model(name), tmp_path / "model.gguf", kind)
+        files = identify(tmp_path / "model.gguf")
+    for quantization in ("int8", "fp8", None) if kind is None else ("gguf",):
+        prepared = PreparedAs("bfloat16", quantization, packed=False, num_positions=50, tiled=True)
+        assert weight_memory(files, prepared) == held(loaded(files, "triton", prepared))
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased"])
 def test_dense_in_float32(name: str, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
@@ -125,7 +146,7 @@ def test_a_tied_embedding_shares_the_memory_of_the_head(name: str, dtype: str, k
     for quantization in (None, "int8"):
         model = loaded(files, kernels, PreparedAs(dtype, quantization, packed=kernels == "native", num_positions=50))
         values = {path: parameter.value for path, parameter in parameters(model)}
-        table = values["model.embed_tokens.weight"]
+        table: Any = values["model.embed_tokens.weight"]
         head = values["lm_head.weight"]
         packed_by_torch = isinstance(head, LibraryLinear) and head.packed
         assert packed_by_torch <= (kernels == "torch" and dtype == "bfloat16")

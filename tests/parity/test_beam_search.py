@@ -7,6 +7,7 @@ import pytest
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import transformers_model
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import drive, request
 from tests.parity.test_smollm2 import Prompts, engine, files, prompts
 
@@ -44,9 +45,15 @@ def transformers_beams(
     return tokens, found.sequences_scores.tolist()
 
 
-def compare(files: ModelFiles, prompts: Prompts, options: Sequence[BeamSearchOptions], num_tokens: int) -> None:
+def compare(
+    files: ModelFiles,
+    prompts: Prompts,
+    options: Sequence[BeamSearchOptions],
+    num_tokens: int,
+    device: DeviceUnderTest,
+) -> None:
     """All prompts in one batch, each with the options at its place."""
-    core = engine(files, max_num_batched_tokens=200, max_num_seqs=40)
+    core = engine(files, device, max_num_batched_tokens=200, max_num_seqs=40)
     sampling = [
         SamplingParams(n=WIDTH, temperature=0, max_tokens=num_tokens, logprobs=0, beam_search=one) for one in options
     ]
@@ -61,17 +68,20 @@ def compare(files: ModelFiles, prompts: Prompts, options: Sequence[BeamSearchOpt
         assert [answers.tokens[f"r{i}", sequence] for sequence in range(WIDTH)] == tokens, (i, option)
         for sequence, score in enumerate(scores):
             total = sum(answers.logprobs[f"r{i}", sequence])
-            assert total / len(tokens[sequence]) ** option.length_penalty == pytest.approx(score, abs=1e-3), (i, option)
+            theirs = score * len(tokens[sequence]) ** option.length_penalty
+            assert total == pytest.approx(theirs, abs=1e-3), (i, option)
 
 
-def test_beams_are_those_of_transformers(files: ModelFiles, prompts: Prompts) -> None:
-    compare(files, [prompts[i] for i in QUICK], [BeamSearchOptions()] * len(QUICK), 12)
+def test_beams_are_those_of_transformers(
+    files: ModelFiles, prompts: Prompts, device_under_test: DeviceUnderTest
+) -> None:
+    compare(files, [prompts[i] for i in QUICK], [BeamSearchOptions()] * len(QUICK), 12, device_under_test)
 
 
 @pytest.mark.slow
-def test_beams_of_20_prompts(files: ModelFiles, prompts: Prompts) -> None:
+def test_beams_of_20_prompts(files: ModelFiles, prompts: Prompts, device_under_test: DeviceUnderTest) -> None:
     assert len(prompts) >= 20
-    compare(files, prompts, [BeamSearchOptions()] * len(prompts), 16)
+    compare(files, prompts, [BeamSearchOptions()] * len(prompts), 16, device_under_test)
 
 
 @pytest.mark.slow
@@ -86,5 +96,7 @@ def test_beams_of_20_prompts(files: ModelFiles, prompts: Prompts) -> None:
     ],
     ids=str,
 )
-def test_options_are_those_of_transformers(files: ModelFiles, prompts: Prompts, options: BeamSearchOptions) -> None:
-    compare(files, [prompts[i] for i in FEW], [options] * len(FEW), 32)
+def test_options_are_those_of_transformers(
+    files: ModelFiles, prompts: Prompts, options: BeamSearchOptions, device_under_test: DeviceUnderTest
+) -> None:
+    compare(files, [prompts[i] for i in FEW], [options] * len(FEW), 32, device_under_test)

@@ -13,6 +13,7 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine_setup import resolve_engine
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model, transformers_model
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, drive, request
 from tests.parity.prompts import CHATS, TEXTS
 
@@ -41,8 +42,8 @@ def prompts(files: ModelFiles) -> Prompts:
     return ids
 
 
-def engine(files: ModelFiles, **options: object) -> EngineCore:
-    settings = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 1024, "num_blocks": 400}
+def engine(files: ModelFiles, device: DeviceUnderTest, **options: object) -> EngineCore:
+    settings = {**device.options, "threads": 1, "max_model_len": 1024, "num_blocks": 400}
     config = EngineConfig.from_options(model=str(files.path), **{**settings, **options})
     return build_engine_core(resolve_engine(config, files))
 
@@ -54,9 +55,9 @@ def run(core: EngineCore, prompts: Prompts) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def answers(files: ModelFiles, prompts: Prompts) -> list[list[int]]:
+def answers(files: ModelFiles, prompts: Prompts, device_under_test: DeviceUnderTest) -> list[list[int]]:
     """In one batch of mixed lengths, prompts whole."""
-    return run(engine(files, max_num_batched_tokens=4096), prompts)
+    return run(engine(files, device_under_test, max_num_batched_tokens=4096), prompts)
 
 
 def test_tokens_are_those_of_transformers(files: ModelFiles, prompts: Prompts, answers: list[list[int]]) -> None:
@@ -88,9 +89,13 @@ def test_tokens_are_those_of_transformers(files: ModelFiles, prompts: Prompts, a
     ids=["small chunks", "recompute without prefix cache", "swap"],
 )
 def test_every_schedule_gives_the_same(
-    files: ModelFiles, prompts: Prompts, answers: list[list[int]], options: dict[str, object]
+    files: ModelFiles,
+    prompts: Prompts,
+    answers: list[list[int]],
+    options: dict[str, object],
+    device_under_test: DeviceUnderTest,
 ) -> None:
-    core = engine(files, **options)
+    core = engine(files, device_under_test, **options)
     assert run(core, prompts) == answers
     stats = core.make_stats()
     if options.get("preemption_mode") == "recompute":

@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.server.shared_numbers import SharedNumbers
 
+KEPT = "kept"
 _INTERVAL_S = 0.04
 _ASKED, _ANSWERED = range(2)
 
@@ -20,8 +21,11 @@ _ASKED, _ANSWERED = range(2)
 def count_objects() -> dict[str, int]:
     """Objects by the name of their class; "Class.field": entries of all containers in that field.
 
-    "tasks", "threads", and "all objects": those that Python's collector tracks, of any type.
+    "tasks", "threads", and "all objects": those that Python's collector tracks, of any type. "kept": those that it did
+    not look at before (keep_objects); they are counted, too.
     """
+    num_kept = gc.get_freeze_count()
+    gc.unfreeze()
     gc.collect()
     counts: Counter[str] = Counter()
     objects = gc.get_objects()
@@ -41,6 +45,10 @@ def count_objects() -> dict[str, int]:
             elif isinstance(value, np.ndarray):
                 counts[f"{kind.__qualname__}.{name}"] += value.size
     counts["threads"] = threading.active_count()
+    counts[KEPT] = num_kept
+    if num_kept:
+        del objects, one
+        gc.freeze()
     return dict(counts)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.census import KEPT
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 from tests.server.stall_watch import StallReader, watched_serving
 
@@ -89,6 +90,21 @@ CASES: dict[str, tuple[str, bytes, int]] = {
         json.dumps({"prompt": "x", "n": 128, "max_tokens": 100, "ignore_eos": True, "stop": "a" * 8192}).encode(),
         200,
     ),
+    "stop ids of many prompts": (
+        "/v1/completions",
+        json.dumps({"prompt": ["x"] * 990, "max_tokens": 2, "stop_token_ids": list(range(300, 1_300))}).encode(),
+        200,
+    ),
+    "log-probabilities of many prompts": (
+        "/v1/completions",
+        json.dumps({"prompt": ["a b"] * 1_000, "max_tokens": 2, "logprobs": 20, "echo": True}).encode(),
+        200,
+    ),
+    "a long string where a word is expected": (
+        "/v1/chat/completions",
+        b'{"messages":[' + USER + b'],"response_format":{"type":"' + b" \\n\\t" * 3 * MB + b'"}}',
+        400,
+    ),
     "choices": (
         "/v1/completions",
         b'{"max_tokens":500,"n":50,"ignore_eos":true,"logprobs":20,"return_token_ids":true,"prompt":"hi"}',
@@ -121,6 +137,15 @@ def test_a_large_request_does_not_block_the_event_loop(watched: tuple[LiveServer
     assert 0 < cpu_s < most_s, f"the loop was busy for {cpu_s:.3f} s ({stall_s:.3f} s with its waits for locks)"
     if status == 400:
         assert len(answer["error"]["message"]) < 500
+
+
+def test_full_garbage_collections_look_at_no_object_of_the_start(tmp_path: Path) -> None:
+    """They took 50 to 100 ms, in the midst of whatever request allocated one object too many."""
+    with watched_serving(tmp_path, *FAKE_FLAGS) as (_, stalls):
+        for process in ("api", "engine"):
+            counts = stalls.census(process)
+            assert counts[KEPT] > 30_000
+            assert counts["all objects"] - counts[KEPT] < 0.1 * counts[KEPT]
 
 
 def test_memory_comes_back(watched: tuple[LiveServer, StallReader]) -> None:

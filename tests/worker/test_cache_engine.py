@@ -4,8 +4,11 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.worker.block_moves import DeviceBlocks, HostBlocks
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.devices.streams import HostStreams, Streams
 from tests.worker.hand_made import step
+from tests.worker.lagging_streams import LaggingStreams
 
 CPU = torch.device("cpu")
 
@@ -17,8 +20,9 @@ def pairs(*of: tuple[int, int]) -> np.ndarray:
 def engine(
     dtype: torch.dtype = torch.float32,
     groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0, 1), shape=KVShape(2, 4, 4)),),
+    streams: Streams | None = None,
 ) -> CacheEngine:
-    cache = CacheEngine(groups, 3, num_blocks=6, num_host_blocks=4, dtype=dtype, device=CPU)
+    cache = CacheEngine(groups, 3, num_blocks=6, num_host_blocks=4, dtype=dtype, device=CPU, streams=streams)
     for number, layer in enumerate(cache.layers):
         for block in range(7):
             for nth, plane in enumerate((layer.k, layer.v, layer.k_scale, layer.v_scale)):
@@ -27,9 +31,10 @@ def engine(
     return cache
 
 
+@pytest.mark.parametrize("streams", [HostStreams, LaggingStreams])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_step_moves_out_then_in_then_copies(dtype: torch.dtype) -> None:
-    cache = engine(dtype)
+def test_a_step_moves_out_then_in_then_copies(dtype: torch.dtype, streams: type[HostStreams]) -> None:
+    cache = engine(dtype, streams=streams())
     before = [plane.clone() for layer in cache.layers for plane in (layer.k, layer.v)]
     # Block 1 is parked, host block 2 does not exist yet when it is swapped in: it is what 2 held. 5 is copied from it.
     cache.apply(
@@ -86,3 +91,29 @@ def test_groups_of_different_shapes_share_memory_block_by_block() -> None:
     cache.apply(step(1, [], swap_out=pairs((4, 1)), swap_in=pairs((1, 5)), copies=pairs((3, 1))))
     assert bool((first.k[5] == 4).all())
     assert bool((second.k[1] == 3).all())
+
+
+def test_blocks_that_go_out_may_be_written_at_once() -> None:
+    """Their copy comes late: what is overwritten meanwhile, on the device, is not what is kept."""
+    streams = LaggingStreams()
+    cache = engine(streams=streams)
+    old = cache.layers[1].v[2].clone()
+    cache.swap_out(pairs((2, 3)))
+    for layer in cache.layers:
+        layer.k[2], layer.v[2] = -1.0, -1.0
+    cache.swap_in(pairs((3, 5)))
+    assert torch.equal(cache.layers[1].v[5], old)
+
+
+@pytest.mark.parametrize("elements", [1, 2, 3, 4, 8, 12])
+def test_any_number_of_bytes_moves(elements: int) -> None:
+    planes = [torch.randint(-128, 128, (9, count), dtype=torch.int8) for count in (elements, 24, 2 * elements)]
+    before = [plane.clone() for plane in planes]
+    blocks = DeviceBlocks(planes)
+    host = HostBlocks(blocks, 7, HostStreams())
+    sources, parked, targets = (np.array(ids, np.int32) for ids in ([3, 1, 7, 8], [2, 3, 6, 5], [4, 5, 2, 1]))
+    host.store(blocks.read(sources), parked)
+    blocks.write(targets, host.load(parked))
+    for plane, old in zip(planes, before, strict=True):
+        assert torch.equal(plane[targets], old[sources])
+        assert torch.equal(plane[[0, 3, 6, 7, 8]], old[[0, 3, 6, 7, 8]])

@@ -10,16 +10,20 @@ import torch
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import CapacityError
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.worker.devices.cuda import CudaDevice
+from pagoda.worker.devices.streams import HostStreams
 from pagoda.worker.largest_steps import largest_steps
-from tests.engine.driver import write_tiny_llama
+from tests.engine.driver import request, write_tiny_llama
+from tests.fake_cuda import FakeCuda
 
 
 class MadeUpGpu(CudaDevice):
-    """free: what is left next to a step, or the error that the step raises."""
+    """free: what is left next to a step, or the error that the step raises; one for each try, then the last."""
 
-    def __init__(self, free: int | Exception) -> None:
-        self.device, self.threads, self.free = torch.device("cpu"), 1, free
+    def __init__(self, *free: int | Exception) -> None:
+        self.device, self.threads, self.free = torch.device("cpu"), 1, list(free)
+        self.streams = HostStreams()
         self.runs = 0
 
     def prepare(self) -> None:
@@ -28,9 +32,10 @@ class MadeUpGpu(CudaDevice):
     def free_bytes_beside(self, run: Callable[[], object]) -> int:
         self.runs += 1
         run()
-        if isinstance(self.free, Exception):
-            raise self.free
-        return self.free
+        free = self.free.pop(0) if len(self.free) > 1 else self.free[0]
+        if isinstance(free, Exception):
+            raise free
+        return free
 
 
 @pytest.fixture
@@ -68,8 +73,26 @@ def test_the_cache_gets_what_the_largest_step_leaves(engine_on) -> None:
 def test_too_little_is_refused_with_what_would_fit(engine_on) -> None:
     with pytest.raises(CapacityError, match=r"one sequence of max_model_len=256 .*set max_model_len=\d+ or less"):
         engine_on(MadeUpGpu(2**16), max_model_len=256)
-    with pytest.raises(CapacityError, match=r"a step of 99 tokens, or of 3 sequences, .*lower max_num_batched_tokens"):
-        engine_on(MadeUpGpu(torch.OutOfMemoryError("full")), max_num_seqs=3, max_num_batched_tokens=99)
+    full = torch.OutOfMemoryError("full")
+    with pytest.raises(CapacityError, match=r"no step fits .*max_num_seqs=3 and max_num_batched_tokens=99; .*\(full\)"):
+        engine_on(MadeUpGpu(full), max_num_seqs=3, max_num_batched_tokens=99)
+    sizes = r"max_num_batched_tokens=4096 and max_num_seqs=16 do not fit .*\(full\); max_num_seqs=4 and "
+    with pytest.raises(CapacityError, match=sizes + "max_num_batched_tokens=1024 would fit"):
+        engine_on(MadeUpGpu(full, full, 2**20), max_num_seqs=16, max_num_batched_tokens=4096, max_model_len=64)
+
+
+def test_steps_that_do_not_fit_are_made_smaller(engine_on, caplog: pytest.LogCaptureFixture) -> None:
+    full = torch.OutOfMemoryError("full")
+    core = engine_on(MadeUpGpu(full, full, 2**20), max_model_len=64)
+    assert "they are lowered to max_num_seqs=64 and max_num_batched_tokens=512" in caplog.text
+    core.add_request(request(0, [5, 6, 7], SamplingParams(temperature=0, max_tokens=3)))
+    tokens = []
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            tokens += outputs.token_ids.tolist()
+    assert len(tokens) == 3
+    assert core._scheduler.max_rows == 2 * 64  # two steps at once
+    core.shutdown()
 
 
 def test_largest_steps() -> None:
@@ -82,6 +105,28 @@ def test_largest_steps() -> None:
     _, decodes = largest_steps(max_rows=200, max_tokens=100, max_len=40)
     assert len(decodes.rows) == 100
     assert np.array_equal(decodes.sample_rows, decodes.rows)
+
+
+def test_a_device_keeps_free_what_a_step_takes_and_a_margin(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = FakeCuda(monkeypatch, total=1000 << 20)
+    gpu = CudaDevice()
+    card.free -= 100 << 20  # of another process
+    card.allocate(300 << 20)
+
+    def run() -> None:
+        card.allocate(200 << 20)
+        card.allocate(-(150 << 20))  # the rest stays: workspaces of libraries
+
+    with caplog.at_level("INFO", logger="pagoda"):
+        left = gpu.free_bytes_beside(run)
+    assert left == (1000 - 100 - 300 - 200 - 20) << 20
+    assert (
+        "has 1000 MiB: 300 for weights, 200 for the largest step, 20 kept free, 100 held by others, 380 left"
+        in caplog.text
+    )
+    assert card.calls[-2:] == ["empty_cache", "get_device_name"]
 
 
 @pytest.mark.gpu

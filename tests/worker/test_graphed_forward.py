@@ -1,10 +1,13 @@
 """Decode steps as graphs: the same tokens as op by op, in padded batches. Here a "graph" is the call, made again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
+from pagoda.kernels.ops import Ops
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
@@ -33,9 +36,10 @@ class Recalls:
 
 
 def make(capture) -> tuple[ModelRunner, GraphedForward, CacheEngine]:
-    model = PagedSumModel()
+    model: Any = PagedSumModel()
+    ops: Any = TorchOps()
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
-    forward = GraphedForward(model, TorchOps(), 8, 64, CPU, capture=capture)
+    forward = GraphedForward(model, ops, 8, 64, CPU, capture=capture)
     return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU), forward, cache
 
 
@@ -55,7 +59,7 @@ def decode(run: ModelRunner, numbers: range) -> None:
     for number in numbers:
         if number == 3:
             del rows[1]
-        events = {"released": i32(1)} if number == 3 else {}
+        events: dict[str, Any] = {"released": i32(1)} if number == 3 else {}
         out = run.run(step(2 + number, [(row, len(tokens) - 1, 1) for row, tokens in rows.items()], **events))
         for tokens, got in zip(rows.values(), out.sampled[:, 0].tolist(), strict=True):
             tokens.append(expected_next(tokens))
@@ -98,6 +102,30 @@ def test_a_new_cache_is_captured_again() -> None:
     again = ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU)
     decode(again, range(3))
     assert forward.num_graphs == 1
+
+
+def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
+    """A graph reads the prefix of each step from the memory that it was captured with."""
+    seen: list[list[int] | None] = []
+
+    class Model(PagedSumModel):
+        def forward(self, ops: Ops, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+            shared = batch.metadata[0].shared_prefix
+            seen.append(None if shared is None else shared.tolist())
+            return super().forward(ops, batch, kv)
+
+    model, recalls = Model(), Recalls()
+    forward = GraphedForward(model, TorchOps(), 8, 64, CPU, capture=recalls)  # type: ignore[arg-type]
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
+    ones, index = torch.ones(2, dtype=torch.int32), torch.arange(2)
+    start, table = torch.arange(3, dtype=torch.int32), torch.tensor([[1], [2]], dtype=torch.int32)
+    for prefix in (None, (4, 2), None, (8, 2), (12, 1)):
+        shared = None if prefix is None else torch.tensor(prefix, dtype=torch.int32)
+        metadata = (AttentionMetadata(start, ones, table, index + BLOCK, BLOCK, 1, 1, shared),)
+        forward.forward(ForwardBatch(ones, ones - 1, metadata, Tail(index, metadata), index), cache.layers)
+    assert forward.num_graphs == 2
+    # First op by op, then captured, then replayed.
+    assert seen == [None, [4, 2], None, None, [8, 2], [8, 2], [12, 1]]
 
 
 def test_sizes() -> None:

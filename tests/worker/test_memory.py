@@ -1,3 +1,5 @@
+import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.server_config import ServerLimits
 from pagoda.core.kv import KVSizing
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.request import Request
@@ -16,6 +19,7 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.embeds_memory import embeds_memory
 from pagoda.worker.kv_slots import KVSlot, kv_block_bytes, kv_bytes_per_token, kv_slots
 from pagoda.worker.memory import (
     KVCapacity,
@@ -149,6 +153,21 @@ def test_pools_larger_than_the_machine_are_refused_with_the_size_that_fits() -> 
     assert check(900 * GIB, limit=GIB // 2) == ""  # the weights alone do not fit: loading them says so
     with pytest.raises(CapacityError, match="a KV cache of 9000000 blocks .* does not fit"):
         require_host_memory(KVCapacity(9_000_000, 0, 16, 1 << 20, 1), CacheConfig(), 8 * GIB, GIB, True)
+
+
+def test_the_limits_of_a_server_bound_its_prompt_embeddings() -> None:
+    """An element in a body takes two bytes or more, as base64; it is held twice in float32, and by the worker."""
+    element = base64.b64encode(bytes(2 * 3_000))
+    elements = 3_000 * (256 << 20) // len(element)
+    found = embeds_memory(576, "bfloat16", ServerLimits())
+    assert (found.host, found.device) == (8 * elements, 2 * elements)
+    assert found.total == 960 << 20  # as docs/howto/prompt-embeddings.md says
+    tokens = ServerLimits(max_queued_tokens=1000)
+    assert embeds_memory(576, "float32", tokens).total == 1000 * 576 * 12
+    assert embeds_memory(576, "float32", replace(tokens, max_queued_bytes=0)).total == 1000 * 576 * 12
+    one_body = ServerLimits(max_queued_bytes=1, max_body_bytes=8 << 20)  # a body alone is admitted
+    assert embeds_memory(576, "float32", one_body).device == 3 * (8 << 20) // 8 * 4
+    assert embeds_memory(576, "float32", ServerLimits(max_queued_bytes=0, max_queued_tokens=0)).total == 0
 
 
 def test_too_little_memory_names_what_would_fit() -> None:

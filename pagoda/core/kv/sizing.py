@@ -17,7 +17,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class KVGroup:
     """One KV group, with what follows from the pool's settings.
 
-    max_held: most blocks a row of this group holds at once (blocks behind a sliding window are freed); 0: no limit.
+    max_held: the most blocks that a row holds in this group (those before a sliding window are freed); 0: no limit.
     grows: whether its table grows with the sequence (all groups except cross attention).
     """
 

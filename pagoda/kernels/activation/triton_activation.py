@@ -1,5 +1,7 @@
 """Activations in Triton, gated and plain: elementwise, in float32, rounded once."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -63,54 +65,37 @@ def _plain(x, out, num_elements, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, (cap * _activate(value / cap, KIND)).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See reference.silu_mul."""
-    return _run_gated(gate_up, "silu")
+def _gated_by(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the op that reference.py calls `kind`_mul."""
+
+    def run(gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+        _gated[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, kind, _BLOCK)
+        return out
+
+    return run
 
 
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See reference.gelu_tanh_mul."""
-    return _run_gated(gate_up, "gelu_tanh")
+def _by(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the op that reference.py calls `kind`."""
 
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return _run_plain(x, kind)
 
-def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See reference.gelu_mul."""
-    return _run_gated(gate_up, "gelu")
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """See reference.gelu."""
-    return _run_plain(x, "gelu")
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """See reference.gelu_tanh."""
-    return _run_plain(x, "gelu_tanh")
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """See reference.silu."""
-    return _run_plain(x, "silu")
-
-
-def tanh(x: torch.Tensor) -> torch.Tensor:
-    """See reference.tanh."""
-    return _run_plain(x, "tanh")
-
-
-def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """See reference.softcap."""
-    return _run_plain(x, "tanh", cap)
-
-
-def _run_gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-    _gated[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, kind, _BLOCK)
-    return out
+    return run
 
 
 def _run_plain(x: torch.Tensor, kind: str, cap: float = 1.0) -> torch.Tensor:
     out = torch.empty_like(x)
     _plain[(triton.cdiv(x.numel(), _BLOCK),)](x, out, x.numel(), cap, kind, _BLOCK)
     return out
+
+
+silu_mul, gelu_tanh_mul, gelu_mul = _gated_by("silu"), _gated_by("gelu_tanh"), _gated_by("gelu")
+gelu, gelu_tanh, silu, tanh = _by("gelu"), _by("gelu_tanh"), _by("silu"), _by("tanh")
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """See reference.softcap."""
+    return _run_plain(x, "tanh", cap)

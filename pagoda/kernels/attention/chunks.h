@@ -99,6 +99,7 @@ struct Context {
     void load_chunk(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Lane>& w,
                KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
         int bs = p.block_size, low = std::max(chunk_at, visible), high = std::min(chunk_at + CHUNK, end);
+        keys.groups = (high - chunk_at + 15) / 16;
         values.begin = (low - chunk_at) / WIDTH;
         values.end = (high - chunk_at + WIDTH - 1) / WIDTH;
         values.half_at_end = WIDTH == 2 && (high - chunk_at) % 2 == 1;

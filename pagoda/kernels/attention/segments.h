@@ -19,11 +19,11 @@ struct Attention {
     float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
 
     // Scale, cap and mask one query vector's scores as needed; return the largest exponent.
-    float finish_scores(float* scores, int chunk_at, int at, int length, const Workspace<Lane>& w) const {
+    float finish_scores(float* scores, int groups, int chunk_at, int at, int length, const Workspace<Lane>& w) const {
         int from = p.first_visible(at) - chunk_at, to = p.last_visible(at, length) - chunk_at;
         bool partly = from > 0 || to < CHUNK - 1;
         f32x16 highest = splat(HIDDEN);
-        for (int g = 0; g < LANE_GROUPS; g++) {
+        for (int g = 0; g < groups; g++) {
             f32x16 s = load(scores + 16 * g);
             if constexpr (F::SCALED) s = s * load(w.key_scale + 16 * g);
             if (p.softcap > 0.0f) s = tanh(s * (p.scale / p.softcap)) * (p.softcap * LOG2_E);
@@ -38,9 +38,10 @@ struct Attention {
     }
 
     // Turn one query vector's scores into weights and add them to its running sums.
-    void weigh(const float* scores, Lane* weights, float top, float keep, float* sums, const Workspace<Lane>& w) const {
+    void weigh(const float* scores, int groups, Lane* weights, float top, float keep, float* sums,
+               const Workspace<Lane>& w) const {
         f32x16 sum = load(sums) * keep;
-        for (int g = 0; g < LANE_GROUPS; g++) {
+        for (int g = 0; g < groups; g++) {
             f32x16 weight = exp2(fma(load(scores + 16 * g), splat(exponent_scale()), splat(-top)));
             sum = sum + weight;
             if constexpr (F::SCALED) weight = weight * load(w.value_scale + 16 * g);
@@ -53,10 +54,11 @@ struct Attention {
     }
 
     // Online softmax of a chunk for all rows of a tile: scores to weights, with `keep` for what was summed before.
-    void online_softmax(const Tile& t, int chunk_at, const Workspace<Lane>& w, Partial part, float* sums) const {
+    void online_softmax(const Tile& t, int chunk_at, int groups, const Workspace<Lane>& w, Partial part,
+                        float* sums) const {
         int n = rows(t), group = p.group();
         for (int r = 0; r < n; r++) {
-            float top = finish_scores(w.scores + r * CHUNK, chunk_at, t.first_at + r / group, t.length, w);
+            float top = finish_scores(w.scores + r * CHUNK, groups, chunk_at, t.first_at + r / group, t.length, w);
             w.new_top[r] = std::max(part.top[r], top);
         }
         for_lanes(n, [&](int64_t r, int lanes) {
@@ -65,7 +67,7 @@ struct Attention {
             store_lanes(part.top + r, top, lanes);
         });
         for (int r = 0; r < n; r++)
-            weigh(w.scores + r * CHUNK, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], sums + r * 16, w);
+            weigh(w.scores + r * CHUNK, groups, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], sums + r * 16, w);
     }
 
     int rows(const Tile& t) const { return t.num_queries * p.group(); }
@@ -117,7 +119,7 @@ struct Attention {
             for (int h = 0; h < heads.count; h++) {
                 context.load_chunk(table, heads.first + h, chunk_at, visible, end, w, keys, values);
                 scores_of<Kind>(w.queries_of(h), n, keys, hd / WIDTH, w.scores, ahead);
-                online_softmax(t, chunk_at, w, part(h), w.sums_of(h));
+                online_softmax(t, chunk_at, keys.groups, w, part(h), w.sums_of(h));
                 outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
             }
             ahead.ask_rest();

@@ -33,11 +33,21 @@ struct Single {
     static f32x16 multiply_add(f32x16 acc, Lanes a, Lanes b) { return fma(a, b, acc); }
 };
 
-// K of one chunk in groups of 16 positions: dimension (pair) i is at keys[group] + i * stride.
+// Without AVX-512, a tile of one vector and many rows has enough sums to keep the multipliers busy, and loads less for
+// each; pairs of bf16 need registers to be widened in.
+constexpr int TALL_ROWS = 6;
+template <class Kind>
+bool takes_tall_tiles(int rows) {
+    return TILE_ROWS < TALL_ROWS && Kind::WIDTH == 1 && rows > TILE_ROWS;
+}
+
+// K of one chunk in groups of 16 positions: dimension (pair) i is at keys[group] + i * stride. Queries see positions of
+// the first `groups` groups only.
 template <class Kind>
 struct KeyChunk {
     const typename Kind::Lane* keys[LANE_GROUPS];
     int64_t stride;
+    int groups;
 };
 // V of one chunk: positions (pairs) begin .. end - 1 are used, each a row of head_dim lanes.
 // If `half_at_end`, the last pair's high half is skipped: it has not been written.
@@ -126,24 +136,40 @@ inline void for_tiles(int count, Body&& body) {
     }
 }
 
-template <class Kind>
-void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chunk, int64_t depth, float* scores,
-               PagePrefetcher& ahead) {
-    for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
-        for (int group = 0; group < LANE_GROUPS; group += TILE_VECTORS)
-            score_tile<Kind, decltype(m)::value, TILE_VECTORS>(q + first * depth, chunk, group, depth,
-                                                               scores + first * CHUNK, ahead);
+template <class Kind, int ROWS, int VECTORS>
+void scores_in_tiles(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chunk, int64_t depth, float* scores,
+                     PagePrefetcher& ahead) {
+    for_tiles<ROWS>(rows, [&](int first, auto m) {
+        for (int group = 0; group < chunk.groups; group += VECTORS)
+            score_tile<Kind, decltype(m)::value, VECTORS>(q + first * depth, chunk, group, depth,
+                                                          scores + first * CHUNK, ahead);
     });
 }
-
-template <class Kind>
-void outputs_of(const typename Kind::Lane* weights, int rows, const ValueChunk<Kind>& chunk, int64_t head_dim,
-                const float* keep, float* acc, PagePrefetcher& ahead) {
-    for_tiles<TILE_VECTORS>(static_cast<int>(head_dim / 16), [&](int first_vector, auto n) {
-        for_tiles<TILE_ROWS>(rows, [&](int first, auto m) {
+template <class Kind, int ROWS, int VECTORS>
+void outputs_in_tiles(const typename Kind::Lane* weights, int rows, const ValueChunk<Kind>& chunk, int64_t head_dim,
+                      const float* keep, float* acc, PagePrefetcher& ahead) {
+    for_tiles<VECTORS>(static_cast<int>(head_dim / 16), [&](int first_vector, auto n) {
+        for_tiles<ROWS>(rows, [&](int first, auto m) {
             output_tile<Kind, decltype(m)::value, decltype(n)::value>(weights + first * (CHUNK / Kind::WIDTH), chunk,
                                                                       first_vector * 16, head_dim, keep + first,
                                                                       acc + first * head_dim, ahead);
         });
     });
+}
+
+template <class Kind>
+void scores_of(const typename Kind::Lane* q, int rows, const KeyChunk<Kind>& chunk, int64_t depth, float* scores,
+               PagePrefetcher& ahead) {
+    if (takes_tall_tiles<Kind>(rows))
+        scores_in_tiles<Kind, TALL_ROWS, 1>(q, rows, chunk, depth, scores, ahead);
+    else
+        scores_in_tiles<Kind, TILE_ROWS, TILE_VECTORS>(q, rows, chunk, depth, scores, ahead);
+}
+template <class Kind>
+void outputs_of(const typename Kind::Lane* weights, int rows, const ValueChunk<Kind>& chunk, int64_t head_dim,
+                const float* keep, float* acc, PagePrefetcher& ahead) {
+    if (takes_tall_tiles<Kind>(rows))
+        outputs_in_tiles<Kind, TALL_ROWS, 1>(weights, rows, chunk, head_dim, keep, acc, ahead);
+    else
+        outputs_in_tiles<Kind, TILE_ROWS, TILE_VECTORS>(weights, rows, chunk, head_dim, keep, acc, ahead);
 }

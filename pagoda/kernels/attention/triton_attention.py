@@ -5,14 +5,15 @@ context is cut at multiples of `split_tokens`, counted from its first position, 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
-from pagoda.kernels.attention.triton_decode import attend_splits, merge_splits
+from pagoda.kernels.attention.triton_decode import attend_shared, attend_splits, merge_splits
 from pagoda.kernels.attention.triton_prefill import attend_tiles
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.kv_cache.triton_kv_cache import pages_of, strides_of
 
 _MOST_SPLITS = 64
 _LEAST_SPLIT_TOKENS = 256
@@ -41,10 +42,14 @@ class Tiles:
     stages: int
 
 
-def prefill_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
-    """Return the tiles of rows with many queries. A tile has at least the `group` heads of one token."""
+def prefill_tiles(head_dim: int, group: int, itemsize: int, is_crowded: bool = False) -> Tiles:
+    """Return the tiles of rows with many queries. A tile has at least the `group` heads of one token.
+
+    is_crowded: registers are scarce, because two results are merged or pages of 8-bit floats are converted.
+    """
     vectors = 64 if head_dim <= 128 else 32
-    return _tiles(max(vectors, triton.next_power_of_2(group)), head_dim, itemsize)
+    tiles = _tiles(max(vectors, triton.next_power_of_2(group)), head_dim, itemsize)
+    return replace(tiles, positions=min(tiles.positions, 32)) if is_crowded else tiles
 
 
 def decode_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
@@ -58,11 +63,50 @@ def _tiles(vectors: int, head_dim: int, itemsize: int) -> Tiles:
     return Tiles(vectors, positions, 4, min(3, max(1, _STAGES_BYTES // stage_bytes)))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Problem:
+    """One call of `attention`.   scale: times log2(e), for exp2."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    cache: KVLayer
+    metadata: AttentionMetadata
+    scale: float
+    softcap: float
+    window: int
+
+    @property
+    def group(self) -> int:
+        """Return the query heads per KV head."""
+        return self.q.shape[1] // self.num_kv_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cache.k.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.metadata.seq_lens.shape[0]
+
+    def constants(self, tiles: Tiles) -> tuple[object, ...]:
+        """Return the kernels' constants from GROUP to BLOCK_D."""
+        head_dim = self.q.shape[2]
+        return (
+            self.group, head_dim, self.metadata.block_size, tiles.vectors, tiles.positions, _padded(head_dim)
+        )  # fmt: skip
+
+    @property
+    def kinds(self) -> tuple[bool, bool, bool]:
+        """Return the kernels' constants SOFTCAP, WINDOW and QUANTIZED."""
+        return self.softcap > 0, self.window > 0, self.cache.k_scale is not None
+
+
 class PagedAttention:
     """`attention` of the op table.
 
     split_tokens: see `split_tokens_of`.   batch_invariant: give a query the same bits in a decode and in a chunk of
-    any length: both kernels then have the same tiles, and the softmax of a chunk restarts where a decode's splits do.
+    any length: both kernels then have the same tiles, the softmax of a chunk restarts where a decode's splits do, and
+    a prefix is attended to by each row for itself.
     """
 
     def __init__(self, split_tokens: int = _LEAST_SPLIT_TOKENS, batch_invariant: bool = False) -> None:
@@ -82,81 +126,57 @@ class PagedAttention:
         tokens, num_heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
-        group = num_heads // cache.k.shape[1]
         out = torch.empty((tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-        many = prefill_tiles(head_dim, group, q.element_size())
-        few = many if self._batch_invariant else decode_tiles(head_dim, group, q.element_size())
-        numbers = (scale * _LOG2_E, softcap, window)
-        num_rows = metadata.seq_lens.shape[0]
-        is_all_short = metadata.max_query_len * group <= few.vectors
-        if is_all_short or num_rows > 1:
-            self._run_few(q, out, cache, metadata, numbers, few)
+        problem = _Problem(q, out, cache, metadata, scale * _LOG2_E, softcap, window)
+        is_crowded = self._batch_invariant or cache.k.dtype == torch.float8_e4m3fn
+        many = prefill_tiles(head_dim, problem.group, q.element_size(), is_crowded)
+        few = many if self._batch_invariant else decode_tiles(head_dim, problem.group, q.element_size())
+        is_all_short = metadata.max_query_len * problem.group <= few.vectors
+        if is_all_short or problem.num_rows > 1:
+            shares = is_all_short and not (self._batch_invariant or window or softcap)
+            self._run_few(problem, few, many if shares and metadata.shared_prefix is not None else None)
         if not is_all_short:
-            skipped = few.vectors if num_rows > 1 else 0
-            self._run_many(q, out, cache, metadata, numbers, many, skipped)
+            self._run_many(problem, many, few.vectors if problem.num_rows > 1 else 0)
         return out
 
-    def _run_few(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        cache: KVLayer,
-        metadata: AttentionMetadata,
-        numbers: tuple[float, float, int],
-        tiles: Tiles,
-    ) -> None:
-        tokens, num_heads, head_dim = q.shape
-        num_kv_heads, num_rows = cache.k.shape[1], metadata.seq_lens.shape[0]
-        num_splits = triton.cdiv(metadata.max_seq_len, self._split_tokens)
-        acc = torch.empty((tokens, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        total, top = torch.empty((2, tokens, num_heads, num_splits), dtype=torch.float32, device=q.device)
-        group, block_d = num_heads // num_kv_heads, _padded(head_dim)
-        attend_splits[(num_rows, num_kv_heads, num_splits)](
-            q, acc, total, top, metadata.query_start, metadata.seq_lens, metadata.block_table,
-            *_pages(cache), q.stride(0), metadata.block_table.stride(0), *_strides(cache),
-            num_heads, num_splits, *numbers,
-            group, head_dim, metadata.block_size, tiles.vectors, tiles.positions, block_d,
-            numbers[1] > 0, numbers[2] > 0, cache.k_scale is not None, self._split_tokens,
+    def _run_few(self, of: _Problem, tiles: Tiles, shared: Tiles | None) -> None:
+        """shared: the tiles of a prefix that rows share; None if each row attends for itself."""
+        tokens, num_heads, head_dim = of.q.shape
+        metadata, cache, split_tokens = of.metadata, of.cache, self._split_tokens
+        num_splits = triton.cdiv(metadata.max_seq_len, split_tokens)
+        acc = torch.empty((tokens, num_heads, num_splits, head_dim), dtype=torch.float32, device=of.q.device)
+        total, top = torch.empty((2, tokens, num_heads, num_splits), dtype=torch.float32, device=of.q.device)
+        prefix = metadata.query_start if shared is None else metadata.shared_prefix
+        attend_splits[(of.num_rows, of.num_kv_heads, num_splits)](
+            of.q, acc, total, top, metadata.query_start, metadata.seq_lens, prefix, metadata.block_table,
+            *pages_of(cache), of.q.stride(0), metadata.block_table.stride(0), *strides_of(cache),
+            num_heads, num_splits, of.scale, of.softcap, of.window,
+            *of.constants(tiles), *of.kinds, split_tokens, shared is not None,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-        merge_splits[(num_rows, num_heads)](
-            out, acc, total, top, metadata.query_start, metadata.seq_lens, num_heads, num_splits, numbers[2],
-            group, head_dim, tiles.vectors, block_d, numbers[2] > 0, self._split_tokens, num_warps=1,
+        if shared is not None:
+            attend_shared[(triton.cdiv(tokens * of.group, shared.vectors), of.num_kv_heads, num_splits)](
+                of.q, acc, total, top, metadata.query_start, prefix, metadata.block_table,
+                *pages_of(cache), of.q.stride(0), *strides_of(cache), num_heads, num_splits, of.scale,
+                *of.constants(shared), cache.k_scale is not None, split_tokens,
+                num_warps=shared.warps, num_stages=shared.stages,
+            )  # fmt: skip
+        merge_splits[(of.num_rows, num_heads)](
+            of.out, acc, total, top, metadata.query_start, metadata.seq_lens, num_heads, num_splits, of.window,
+            of.group, head_dim, tiles.vectors, _padded(head_dim), of.window > 0, split_tokens, num_warps=1,
         )  # fmt: skip
 
-    def _run_many(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        cache: KVLayer,
-        metadata: AttentionMetadata,
-        numbers: tuple[float, float, int],
-        tiles: Tiles,
-        longest_skipped: int,
-    ) -> None:
-        tokens, num_heads, head_dim = q.shape
-        num_kv_heads, num_rows = cache.k.shape[1], metadata.seq_lens.shape[0]
-        group = num_heads // num_kv_heads
-        num_tiles = tokens * group // tiles.vectors + num_rows
-        attend_tiles[(num_tiles, num_kv_heads)](
-            q, out, metadata.query_start, metadata.seq_lens, metadata.block_table,
-            *_pages(cache), q.stride(0), metadata.block_table.stride(0), *_strides(cache),
-            num_rows, num_heads, longest_skipped, *numbers,
-            group, head_dim, metadata.block_size, tiles.vectors, tiles.positions, _padded(head_dim),
-            numbers[1] > 0, numbers[2] > 0, cache.k_scale is not None,
-            self._split_tokens if self._batch_invariant else 0,
+    def _run_many(self, of: _Problem, tiles: Tiles, longest_skipped: int) -> None:
+        tokens, num_heads, _ = of.q.shape
+        metadata, cache = of.metadata, of.cache
+        attend_tiles[(tokens * of.group // tiles.vectors + of.num_rows, of.num_kv_heads)](
+            of.q, of.out, metadata.query_start, metadata.seq_lens, metadata.block_table,
+            *pages_of(cache), of.q.stride(0), metadata.block_table.stride(0), *strides_of(cache),
+            of.num_rows, num_heads, longest_skipped, of.scale, of.softcap, of.window,
+            *of.constants(tiles), *of.kinds, self._split_tokens if self._batch_invariant else 0,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
 
 
 def _padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
-
-
-def _pages(cache: KVLayer) -> tuple[torch.Tensor, ...]:
-    k_scale, v_scale = (cache.k if scale is None else scale for scale in (cache.k_scale, cache.v_scale))
-    return cache.k, cache.v, k_scale, v_scale
-
-
-def _strides(cache: KVLayer) -> tuple[int, int, int]:
-    return cache.k.stride(0), cache.v.stride(0), 0 if cache.k_scale is None else cache.k_scale.stride(0)

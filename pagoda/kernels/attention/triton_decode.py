@@ -1,4 +1,8 @@
-"""Paged attention of rows with few queries: the context of a row is split over programs, whose results are merged."""
+"""Paged attention of rows with few queries: the context of a row is split over programs, whose results are merged.
+
+Splits of a prefix that the first rows share are attended to once, with the queries of all of these rows (cascade
+attention); the other splits and the merging are those of any other row.
+"""
 
 import triton.language as tl
 
@@ -7,17 +11,63 @@ from pagoda.kernels.triton_jit import jit
 
 
 @jit
+def _store_split(
+    acc_out, total_out, top_out, acc, total, top, first_token, query, query_len, first_vector, kv_head, split,
+    num_heads, num_splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store the state of a tile: acc [T, H, splits, D], total and top [T, H, splits]."""
+    head = kv_head * GROUP + (first_vector + tl.arange(0, BLOCK_M)) % GROUP
+    at = ((first_token + query).to(tl.int64) * num_heads + head) * num_splits + split
+    inside = query < query_len
+    dim = tl.arange(0, BLOCK_D)
+    tl.store(total_out + at, total, mask=inside)
+    tl.store(top_out + at, top, mask=inside)
+    target = acc_out + at[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(target, acc, mask=inside[:, None] & (dim < HEAD_DIM)[None, :])
+
+
+@jit
+def attend_shared(
+    q, acc_out, total_out, top_out, query_start, shared_prefix, block_table,
+    k_pages, v_pages, k_scales, v_scales, q_stride, page_stride, v_page_stride, scale_stride,
+    num_heads, num_splits, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Attend with a tile of the queries of the rows that share a prefix, and one KV head, to a split of the prefix."""
+    first_vector, kv_head, split = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    shared = tl.load(shared_prefix)
+    num_tokens = tl.load(query_start + tl.load(shared_prefix + 1))
+    end = (split + 1) * SPLIT
+    if (first_vector < num_tokens * GROUP) & (end <= shared):
+        vectors, query = load_queries(
+            q, q_stride, 0, first_vector, num_tokens, kv_head, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D
+        )  # fmt: skip
+        acc, total, top = attend(
+            vectors, tl.zeros_like(query) + shared, block_table,  # of the first row; all of the prefix is visible
+            k_pages, v_pages, k_scales, v_scales, page_stride, v_page_stride, scale_stride,
+            kv_head, split * SPLIT, 0, end, scale, 0.0, 0,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, False, False, QUANTIZED,
+        )  # fmt: skip
+        _store_split(
+            acc_out, total_out, top_out, acc, total, top, 0, query, num_tokens, first_vector, kv_head, split,
+            num_heads, num_splits, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+
+
+@jit
 def attend_splits(
-    q, acc_out, total_out, top_out, query_start, seq_lens, block_table,
+    q, acc_out, total_out, top_out, query_start, seq_lens, shared_prefix, block_table,
     k_pages, v_pages, k_scales, v_scales, q_stride, table_stride, page_stride, v_page_stride, scale_stride,
     num_heads, num_splits, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
+    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split, SPLIT positions counted from the row's first, of one row and KV head.
 
-    Leave acc [T, H, splits, D], total and top [T, H, splits]. Skip a row with more than BLOCK_M query vectors.
+    Skip a row with more than BLOCK_M query vectors, and with SHARED the splits of `attend_shared`.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(query_start + row)
@@ -28,7 +78,10 @@ def attend_splits(
     first = 0
     if WINDOW:
         first = tl.maximum(seq_len - query_len - window + 1, 0)
-    if (query_len * GROUP <= BLOCK_M) & (begin < end) & (end > first):
+    is_wanted = (query_len * GROUP <= BLOCK_M) & (begin < end) & (end > first)
+    if SHARED:
+        is_wanted &= (row >= tl.load(shared_prefix + 1)) | (begin + SPLIT > tl.load(shared_prefix))
+    if is_wanted:
         vectors, query = load_queries(
             q, q_stride, first_token, 0, query_len, kv_head, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D
         )  # fmt: skip
@@ -39,14 +92,9 @@ def attend_splits(
             kv_head, begin + skipped, first, end, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED,
         )  # fmt: skip
-        head = kv_head * GROUP + tl.arange(0, BLOCK_M) % GROUP
-        at = ((first_token + query).to(tl.int64) * num_heads + head) * num_splits + split
-        inside = query < query_len
-        dim = tl.arange(0, BLOCK_D)
-        tl.store(total_out + at, total, mask=inside)
-        tl.store(top_out + at, top, mask=inside)
-        tl.store(
-            acc_out + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=inside[:, None] & (dim < HEAD_DIM)[None, :]
+        _store_split(
+            acc_out, total_out, top_out, acc, total, top, first_token, query, query_len, 0, kv_head, split,
+            num_heads, num_splits, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ values weighted by exp2(score - top), the sum of the weights, and the largest sc
 
 import triton.language as tl
 
+from pagoda.kernels.triton_e4m3 import from_e4m3
 from pagoda.kernels.triton_jit import jit
 
 
@@ -28,7 +29,7 @@ def load_queries(
 @jit
 def _load_pages(pages, scales, block, offset, page_stride, scale_stride, kv_head, dim, inside, dtype: tl.constexpr,
                 HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr):  # fmt: skip
-    """Return positions of one KV head as ([BLOCK_N, D] in `dtype`, the scale of each)."""
+    """Return positions of one KV head as ([BLOCK_N, D] in `dtype`, the scale of each). Bytes are e4m3."""
     slot = kv_head * BLOCK_SIZE + offset
     at = block * page_stride + slot * HEAD_DIM
     some = inside[:, None] & (dim < HEAD_DIM)[None, :]
@@ -36,7 +37,10 @@ def _load_pages(pages, scales, block, offset, page_stride, scale_stride, kv_head
     scale = tl.full(inside.shape, 1.0, tl.float32)
     if QUANTIZED:
         scale = tl.load(scales + block * scale_stride + slot, mask=inside, other=0.0)
-    return values.to(dtype), scale
+    if values.dtype == tl.uint8:
+        return from_e4m3(values, dtype), scale * 256.0
+    else:
+        return values.to(dtype), scale
 
 
 @jit

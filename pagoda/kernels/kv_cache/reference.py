@@ -1,30 +1,35 @@
-"""The definition of writing KV pages, of their int8 form, and of copying blocks."""
+"""The definition of writing KV pages, of their forms in 8 bits, and of copying blocks."""
 
 from collections.abc import Sequence
 
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.linear.fp8 import quantize_vectors
 from pagoda.kernels.rotary.reference import rotary
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata) -> None:
-    """Write k, v [T, K, D] at `slot_mapping`; an int8 cache gets one scale per token and head."""
+    """Write k, v [T, K, D] at `slot_mapping`; a cache of 8 bits gets one scale per token and head."""
     block = metadata.slot_mapping // metadata.block_size
     offset = metadata.slot_mapping % metadata.block_size
     for new, pages, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
         if scales is None:
             pages[block, :, offset] = new.to(pages.dtype)
         else:
-            pages[block, :, offset], scales[block, :, offset] = quantize_kv(new)
+            pages[block, :, offset], scales[block, :, offset] = QUANTIZERS[pages.dtype](new)
 
 
-def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K, D] -> (int8 [T, K, D], float32 scale [T, K]): symmetric, largest magnitude becomes 127, ties to even."""
     wide = x.float()
     largest = wide.abs().amax(dim=-1)
     inverse = torch.where(largest > 0, 127.0 / largest, torch.zeros_like(largest))
     return (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), largest / 127.0
+
+
+QUANTIZERS = {torch.int8: quantize_int8, torch.float8_e4m3fn: quantize_vectors}
+"""By the type of the pages, what makes codes and scales of K and V."""
 
 
 def copy_blocks(cache: KVLayer, pairs: Sequence[tuple[int, int]]) -> None:

@@ -5,16 +5,26 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.triton_e4m3 import to_e4m3
 from pagoda.kernels.triton_jit import jit
 
 _Q, _K, _V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @jit
-def _to_int8(x, inverse):
+def _to_int8(x):
     # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
-    rounded = (x * inverse[:, None] + 12582912.0) - 12582912.0
+    rounded = (x + 12582912.0) - 12582912.0
     return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+
+
+@jit
+def _to_codes(x, inverse, dtype: tl.constexpr):
+    """Return int8, or the bits of e4m3."""
+    if dtype == tl.int8:
+        return _to_int8(x * inverse[:, None])
+    else:
+        return to_e4m3(tl.minimum(tl.maximum(x * inverse[:, None], -448.0), 448.0))
 
 
 @jit
@@ -28,11 +38,13 @@ def _write_page(
     if QUANTIZED:
         first, second = first.to(tl.float32), second.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
-        inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
+        limit = 127.0 if pages.dtype.element_ty == tl.int8 else 448.0
+        inverse = tl.where(largest > 0, limit / largest, 0.0)
         # A maximum may ignore NaN; the scale must not.
-        scale = largest / 127.0 + tl.sum(first * 0.0 + second * 0.0, 1)
+        scale = largest / limit + tl.sum(first * 0.0 + second * 0.0, 1)
         tl.store(scales + block * scale_stride + head * BLOCK_SIZE + offset, scale, mask=head < num_heads)
-        first, second = _to_int8(first, inverse), _to_int8(second, inverse)
+        first = _to_codes(first, inverse, pages.dtype.element_ty)
+        second = _to_codes(second, inverse, pages.dtype.element_ty)
     tl.store(target, first.to(pages.dtype.element_ty), mask=inside)
     tl.store(target + HEAD_DIM // 2, second.to(pages.dtype.element_ty), mask=inside)
 
@@ -124,15 +136,25 @@ def _launch(
     q, k, v = (_adjacent_heads(x) for x in (q, k, v))
     tokens, num_kv_heads, head_dim = k.shape
     num_heads = q.shape[1]
-    k_scale, v_scale = (cache.k if scale is None else scale for scale in (cache.k_scale, cache.v_scale))
     block_h = triton.next_power_of_2(max(num_heads, num_kv_heads))
     block_d = triton.next_power_of_2(head_dim // 2)
     _rotary_write_kv[(tokens, 3 if rotate else 2)](
-        q, k, v, out, positions, cos, sin, metadata.slot_mapping, cache.k, cache.v, k_scale, v_scale,
-        q.stride(0), k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0), k_scale.stride(0),
+        q, k, v, out, positions, cos, sin, metadata.slot_mapping, *pages_of(cache),
+        q.stride(0), k.stride(0), v.stride(0), *strides_of(cache),
         num_heads, num_kv_heads, head_dim, metadata.block_size, block_h, block_d, rotate, cache.k_scale is not None,
         num_warps=min(8, max(1, block_h * block_d // 512)),
     )  # fmt: skip
+
+
+def pages_of(cache: KVLayer) -> tuple[torch.Tensor, ...]:
+    """Return k, v, and their scales (any tensor if they have none); 8-bit floats as bytes."""
+    k, v = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (cache.k, cache.v))
+    return k, v, k if cache.k_scale is None else cache.k_scale, v if cache.v_scale is None else cache.v_scale
+
+
+def strides_of(cache: KVLayer) -> tuple[int, int, int]:
+    """Return the strides from block to block: of k, of v, and of the scales."""
+    return cache.k.stride(0), cache.v.stride(0), 0 if cache.k_scale is None else cache.k_scale.stride(0)
 
 
 def _adjacent_heads(x: torch.Tensor) -> torch.Tensor:

@@ -91,19 +91,20 @@ inline __attribute__((always_inline)) void float_pass(const typename Step::Word*
         for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * 16, acc[r][v]);
 }
 
+// With few registers, a tile of many rows computes one of a panel's two vectors of columns after the other.
+constexpr int float_passes(int rows) { return MANY_REGISTERS || rows <= 2 ? 1 : 2; }
+
 // out [ROWS][PANELS * 32] (out_stride apart) = x [ROWS] (x_stride words apart) times PANELS panels (panel_stride
 // elements apart).
 template <class Step, int ROWS, int PANELS>
 inline void float_tile(const typename Step::Word* x, int64_t x_stride, const typename Step::Weight* panel,
                        int64_t panel_stride, int64_t steps, float* out, int64_t out_stride, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
-    // With few registers, many rows leave room for the sums of one vector of columns.
-    constexpr int AT_ONCE = MANY_REGISTERS || ROWS <= 2 ? VECTORS : 1;
+    constexpr int AT_ONCE = VECTORS / float_passes(ROWS);
+    static_assert(PANELS == 1 || float_passes(ROWS) == 1, "a pass is half a panel, or all panels");
     const typename Step::Weight* columns[VECTORS];
     for (int v = 0; v < VECTORS; v++) columns[v] = panel + (v / 2) * panel_stride + (v % 2) * 16;
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v += AT_ONCE) {
+    for (int v = 0; v < VECTORS; v += AT_ONCE)
         float_pass<Step, ROWS, AT_ONCE>(x, x_stride, columns + v, steps, out + v * 16, out_stride, prefetch);
-        prefetch.step = 0;
-    }
 }

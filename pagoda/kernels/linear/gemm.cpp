@@ -159,6 +159,11 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
     int64_t count = (row_end - row + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;  // tiles along the rows, of nearly equal height
     int64_t most_rows = (row_end - row + count - 1) / count;
     int most = job.gate != GATE_NONE ? 1 : tiles.panels(most_rows);
+    // A gate and its partner are two calls of narrow tiles, or one of a wide one.
+    int64_t calls = job.gate != GATE_NONE && tiles.panels(most_rows) == 1 ? 2 * count : count;
+    int64_t steps = tile_steps(w) * tile_passes(w, most_rows), all_steps = calls * steps;
+    // With AVX-512, a single tile already reads the weights at the speed of memory: nothing to gain.
+    bool prefetches = count > 1 || !MANY_REGISTERS;
     alignas(64) float sums[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
     while (panel < panel_end) {
         int width = most;
@@ -167,31 +172,26 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         int64_t columns = w.out_features - panel * PANEL;
         if (columns > width * PANEL) columns = width * PANEL;
         int64_t upcoming = panel + width < panel_end ? panel + width : then;
-        auto prefetch_for = [&](int64_t tile) -> Prefetch {
-            // Together, the tiles along the rows prefetch once everything that the next ones read.
-            int64_t a_line_each = tile_steps(w) * 64, asked = tile * a_line_each;
-            if (upcoming < 0) return {first, 0, 0};
-            const char* next = panels + upcoming * bytes;
-            if (job.gate != GATE_NONE) {
-                if (asked < bytes) return {next + asked, 64, partner};
-            } else if (count * a_line_each >= width * bytes) {
-                if (asked < width * bytes) return {next + asked, 64, 0};
-            } else if (2 * asked < width * bytes) {
-                return {next + 2 * asked, 128, 64};
-            }
-            return {first, 0, 0};
+        // Together, the calls prefetch once everything that the next ones read, and each step as much as any other: the
+        // weights arrive while the tiles compute.
+        int64_t span = job.gate != GATE_NONE ? bytes : width * bytes, each = (span + all_steps - 1) / all_steps;
+        auto prefetch_of = [&](int64_t call) -> Prefetch {
+            if (!prefetches || upcoming < 0) return {first, 0, 0};
+            const char* next = panels + upcoming * bytes + call * steps * each;
+            return {next, each, job.gate != GATE_NONE ? partner : each > 64 ? 64 : 0};
         };
         for (int64_t i = 0; i < count; i++) {
             int64_t begin = row + (row_end - row) * i / count, rows = row + (row_end - row) * (i + 1) / count - begin;
-            // A single tile already reads the weights at the speed of memory: nothing to gain.
-            Prefetch prefetch = count > 1 ? prefetch_for(i) : Prefetch{first, 0, 0};
+            auto run = [&](Tile tile, const char* at, int64_t stride, float* to, int64_t to_stride, int64_t call) {
+                tile(x, begin, w, at, stride, to, to_stride, prefetch_of(call));
+            };
             if (job.gate == GATE_NONE) {
-                tiles.of(rows, width)(x, begin, w, first, bytes, sums, width * PANEL, prefetch);
+                run(tiles.of(rows, width), first, bytes, sums, width * PANEL, i);
             } else if (tiles.panels(rows) >= 2) {
-                tiles.of(rows, 2)(x, begin, w, first, partner, sums, 2 * PANEL, prefetch);
+                run(tiles.of(rows, 2), first, partner, sums, 2 * PANEL, i);
             } else {
-                tiles.of(rows, 1)(x, begin, w, first, 0, sums, 2 * PANEL, prefetch);
-                tiles.of(rows, 1)(x, begin, w, first + partner, 0, sums + PANEL, 2 * PANEL, prefetch);
+                run(tiles.of(rows, 1), first, 0, sums, 2 * PANEL, 2 * i);
+                run(tiles.of(rows, 1), first + partner, 0, sums + PANEL, 2 * PANEL, 2 * i + 1);
             }
             finish_tile(job, sums, (job.gate == GATE_NONE ? width : 2) * PANEL, begin, rows, panel * PANEL, columns);
         }

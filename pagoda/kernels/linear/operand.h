@@ -18,9 +18,14 @@ inline int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? 
 inline int64_t row_words(const PackedLinear& w) { return w.kind == KIND_BF16 && WIDENS_BF16 ? 2 * word_steps(w) : word_steps(w); }
 // Bytes of one row of x in the form that the tiles read.
 inline int64_t row_bytes(const PackedLinear& w) { return is_quantized(w.kind) ? word_steps(w) : 4 * row_words(w); }
-// How many times a tile prefetches a line of the next panels.
+// How many times a tile prefetches a line of the next panels, per pass over x.
 inline int64_t tile_steps(const PackedLinear& w) {
-    return is_quantized(w.kind) ? w.in_features / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);
+    return is_quantized(w.kind) ? groups_of(w) * w.group / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);
+}
+
+// Passes over x of a tile of `rows` rows.
+inline int64_t tile_passes(const PackedLinear& w, int64_t rows) {
+    return is_quantized(w.kind) ? 1 : float_passes(static_cast<int>(rows));
 }
 
 inline bool converts(const LinearJob& job) {

@@ -33,11 +33,11 @@ inline int64_t panel_bytes(const PackedLinear& w) {
     }
 }
 
-// The panels that a tile prefetches, one or two cache lines per step, so that they arrive while the tile computes
-// instead of all at once before the next tile.
+// The panels that a tile prefetches, some bytes per step, so that they arrive while the tile computes instead of all at
+// once before the next tile.
 struct Prefetch {
     const char* at;
-    int64_t step;    // bytes to the next step's line, or 0 to prefetch nothing new
+    int64_t step;    // bytes per step, or 0 to prefetch nothing new
     int64_t second;  // bytes to a step's second line, or 0 for one line per step
     void next() {
         __builtin_prefetch(at, 0, 2);

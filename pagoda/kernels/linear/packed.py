@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.arena import Arena, WeightArena
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.fp8 import Fp8Weight
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.abi import PANEL, ExpertStack, Kind, PackedLinear, Shared
 from pagoda.kernels.native.dtypes import DTYPE_CODES
@@ -88,24 +90,33 @@ class PackedLinears:
         return packed
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> PackedWeight:
-        """Return the codes and scales in panels; inputs are quantised in the same groups."""
+        """Return the codes and scales in panels; inputs are quantised in the same groups.
+
+        Codes of 6 bits become 8 bits in groups of 32, a step that is small compared with theirs.
+        """
+        if weight.bits == 6:
+            weight = quantize(weight.dequantize(), 32)
+        elif weight.bits == 4 and weight.group > 32 and weight.group % 32 == 0:
+            weight = weight.in_groups_of(32)
         if weight.group not in ((32, 64) if weight.bits == 8 else (32,)):
             raise ValueError(
                 f"{weight.bits}-bit weights in groups of {weight.group} have no kernel; 8 bits have 32 or 64, 4 have 32"
             )
         kind = Kind.Q8 if weight.bits == 8 else Kind.Q4 if weight.minima is None else Kind.Q4_MIN
         packed = self._empty(weight.codes.shape[0], weight.in_features, None, kind, weight.group, bias)
-        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-        minima = None if weight.minima is None else weight.minima.contiguous()
+        codes, scales = weight.codes.contiguous(), weight.scales.half().contiguous()
+        minima = None if weight.minima is None else weight.minima.half().contiguous()
         minima_pointer = None if minima is None else minima.data_ptr()
         pack = self._library["pack_codes"]
         pack(packed.address, codes.data_ptr(), scales.data_ptr(), minima_pointer, self._threads)
         return packed
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> PackedWeight:
         """See PrepareOps."""
+        if isinstance(weight, Fp8Weight):
+            raise ConfigError("quantization='fp8' has no native kernel; take 'int8', or kernels='torch' on a CPU")
         return self.prepare_quantized(weight, bias)
 
     def table_of(self, weight: LinearWeight) -> PackedTable | None:

@@ -3,7 +3,7 @@
 These functions define the values of the packed kinds; `dequantize` returns them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,9 +12,10 @@ _PIECE_ROWS = 4096  # rows quantised at a time, so that the float32 copy stays s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """codes: uint8 [out, in padded to `group`].   scales, minima: float16 [out, groups].
+    """codes: uint8 [out, in padded to `group`].   scales, minima: float16 or float32 [out, groups].
 
-    Values are scale * (code - zero), or with minima scale * code + minimum.   bits: 8 or 4, all a code takes.
+    Values are scale * (code - zero), or with minima scale * code + minimum.   bits: 8, 6 or 4, all a code takes.
+    Kernels keep scales and minima in float16.
     """
 
     codes: torch.Tensor
@@ -27,6 +28,20 @@ class QuantizedWeight:
     @property
     def zero(self) -> int:
         return 0 if self.minima is not None else 1 << (self.bits - 1)
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        minima = None if self.minima is None else self.minima.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), minima=minima)
+
+    def in_groups_of(self, group: int) -> "QuantizedWeight":
+        """Return the same values in smaller groups, which divide its own."""
+        groups = -(-self.in_features // group)
+        scales, minima = (
+            None if of is None else of.repeat_interleave(self.group // group, dim=1)[:, :groups]
+            for of in (self.scales, self.minima)
+        )
+        assert scales is not None
+        return replace(self, codes=self.codes[:, : groups * group], scales=scales, minima=minima, group=group)
 
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]."""

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pagoda.kernels.linear.fp8 import Fp8Weight, quantize_vectors
+from pagoda.kernels.linear.quantize import QuantizedWeight
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainLinear:
@@ -20,6 +23,28 @@ class PlainLinear:
     def in_features(self) -> int:
         return self.weight.shape[1]
 
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that are multiplied with the weight, float32 [T, in]."""
+        return x.float()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Linear(PlainLinear):
+    """A weight of 8-bit floats, whose input is rounded to 8-bit floats too."""
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantize_vectors(x)
+        return codes.float() * scales.unsqueeze(-1)
+
+
+def prepare_quantized(
+    weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None
+) -> PlainLinear:
+    """Return the values that the codes stand for; those of groups rounded to `dtype`."""
+    if isinstance(weight, Fp8Weight):
+        return Fp8Linear(weight.dequantize(), bias)
+    return PlainLinear(weight.dequantize().to(dtype), bias)
+
 
 def linear(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:
     """[T, in] -> [T, out] = x @ weight.T + bias, in x's dtype."""
@@ -28,5 +53,5 @@ def linear(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:
 
 def logits(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:
     """[S, in] -> float32 [S, out]."""
-    out = x.float() @ weight.weight.float().T
+    out = weight.inputs(x) @ weight.weight.float().T
     return out if weight.bias is None else out + weight.bias.float()

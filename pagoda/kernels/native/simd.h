@@ -47,6 +47,7 @@ using F32Half = decltype(f32x16::low);
 using I32Half = decltype(i32x16::low);
 inline F32Half fma(F32Half a, F32Half b, F32Half c) { return (F32Half)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline F32Half vmax(F32Half a, F32Half b) { return (F32Half)_mm256_max_ps((__m256)a, (__m256)b); }
+inline F32Half vmin(F32Half a, F32Half b) { return (F32Half)_mm256_min_ps((__m256)a, (__m256)b); }
 inline I32Half vmax(I32Half a, I32Half b) { return (I32Half)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 inline I32Half to_nearest(F32Half v) { return (I32Half)_mm256_cvtps_epi32((__m256)v); }
 #else
@@ -57,6 +58,10 @@ inline V fma(V a, V b, V c) {
 template <class V>
 inline V vmax(V a, V b) {
     return select(a > b, a, b);
+}
+template <class V>
+inline V vmin(V a, V b) {
+    return select(a < b, a, b);
 }
 // Adding and subtracting 1.5 * 2^23 rounds away the fraction.
 template <class V>
@@ -73,20 +78,36 @@ template <class Half>
 inline Pair<Half> vmax(Pair<Half> a, Pair<Half> b) {
     return {vmax(a.low, b.low), vmax(a.high, b.high)};
 }
+template <class Half>
+inline Pair<Half> vmin(Pair<Half> a, Pair<Half> b) {
+    return {vmin(a.low, b.low), vmin(a.high, b.high)};
+}
 inline i32x16 to_nearest(f32x16 v) { return {to_nearest(v.low), to_nearest(v.high)}; }
 #endif
 
 // Sum and maximum over the lanes, always as the same tree.
 inline float lane_sum(f32x16 v) {
+#if defined(PAGODA_AVX2)
+    __m256 eight = (__m256)(v.low + v.high);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float x[16];
     store_lanes_of(x, v);
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
+#endif
 }
 inline float lane_max(f32x16 v) {
 #if defined(PAGODA_AVX512)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(PAGODA_AVX2)
+    __m256 eight = (__m256)vmax(v.low, v.high);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
     float x[16];
     store_lanes_of(x, v);
@@ -276,8 +297,7 @@ inline f32x16 exp2(f32x16 x) {
 #if defined(PAGODA_AVX512)
     f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    f32x16 low = splat(-150.0f), high = splat(150.0f);
-    x = select(x < low, low, select(x > high, high, x));
+    x = vmax(splat(-150.0f), vmin(splat(150.0f), x));  // of a NaN, both return their second operand
     f32x16 n = (x + 12582912.0f) - 12582912.0f;
 #endif
     f32x16 f = x - n;

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.finite import without_nonfinite
 
 _CHUNK = 128  # vocabulary entries summed at a time when looking for the token that u points at
 _FIRST_CANDIDATES = 128
@@ -32,6 +33,7 @@ def sample(
     random = params.temperature > 0
     if not random.any():
         return tokens
+    logits, (largest, tokens) = without_nonfinite(logits, (largest, tokens))
     tokens = tokens.clone()
     filtered = random & ((params.top_k > 0) | (params.top_p < 1))
     plain = np.flatnonzero(random & ~filtered)

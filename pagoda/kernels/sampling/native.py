@@ -4,10 +4,11 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.native.checks import check_logits
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.finite import without_nonfinite
+from pagoda.kernels.sampling.logprobs import LogprobTensors
 
 
 class NativeSampling:
@@ -31,15 +32,9 @@ class NativeSampling:
     ) -> torch.Tensor:
         """See reference.sample. best: (values, ids) of `best_tokens`, if the caller has them already."""
         check_logits(logits)
-        values, ids = self.best_tokens(logits) if best is None else best
+        logits, (values, ids) = without_nonfinite(logits, self.best_tokens(logits) if best is None else best)
         rows, vocab = logits.shape
-        columns = (
-            np.ascontiguousarray(params.temperature, np.float32),
-            np.ascontiguousarray(params.top_k, np.int32),
-            np.ascontiguousarray(params.top_p, np.float32),
-            np.ascontiguousarray(params.min_p, np.float32),
-            np.ascontiguousarray(params.uniform, np.float64),
-        )
+        columns = params.columns
         tokens = torch.empty(rows, dtype=torch.int64)
         self._library["sample"](
             logits.data_ptr(), logits.stride(0), rows, vocab, values.data_ptr(), ids.data_ptr(),
@@ -64,19 +59,18 @@ class NativeSampling:
             self._threads,
         )  # fmt: skip
 
-    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> LogprobColumns:
+    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
         """See logprobs.top_logprobs; among equals the lower id comes first."""
         check_logits(logits)
         rows, vocab = logits.shape
         k = min(k, vocab)
-        found = LogprobColumns(
-            np.empty((rows, 1 + k), np.int32), np.empty((rows, 1 + k), np.float32), np.empty(rows, np.int32)
-        )
-        chosen = np.ascontiguousarray(chosen, np.int64)
-        if len(chosen) != rows or (rows and (chosen.min() < 0 or chosen.max() >= vocab)):
-            raise InvariantBroken(f"top_logprobs: chosen must be {rows} token ids below {vocab}, not {chosen.tolist()}")
+        token_ids, ranks = torch.empty((rows, 1 + k), dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
+        values = torch.empty((rows, 1 + k))
+        ids = np.ascontiguousarray(chosen.numpy(), np.int64)
+        if len(ids) != rows or (rows and (ids.min() < 0 or ids.max() >= vocab)):
+            raise InvariantBroken(f"top_logprobs: chosen must be {rows} token ids below {vocab}, not {ids.tolist()}")
         self._library["top_logprobs"](
-            logits.data_ptr(), logits.stride(0), rows, vocab, chosen.ctypes.data, k,
-            found.token_ids.ctypes.data, found.logprobs.ctypes.data, found.ranks.ctypes.data, self._threads,
+            logits.data_ptr(), logits.stride(0), rows, vocab, ids.ctypes.data, k,
+            token_ids.data_ptr(), values.data_ptr(), ranks.data_ptr(), self._threads,
         )  # fmt: skip
-        return found
+        return LogprobTensors(token_ids, values, ranks)

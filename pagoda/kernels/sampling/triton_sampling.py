@@ -192,16 +192,7 @@ def sample(
     if not (params.temperature > 0).any():
         return best_ids
     draws, vocab = logits.shape
-    columns = to_device(
-        [
-            np.ascontiguousarray(params.temperature, np.float32),
-            np.ascontiguousarray(params.top_k, np.int32),
-            np.ascontiguousarray(params.top_p, np.float32),
-            np.ascontiguousarray(params.min_p, np.float32),
-            np.ascontiguousarray(params.uniform, np.float64),
-        ],
-        logits.device,
-    )
+    columns = params.on_device or to_device(params.columns, logits.device)
     tokens = torch.empty(draws, dtype=torch.int64, device=logits.device)
     _sample[(draws,)](logits, logits.stride(0), vocab, best_values, best_ids, *columns, tokens, _BLOCK, num_warps=8)
     return tokens

@@ -21,12 +21,12 @@ PROMPT_TUNING = "PROMPT_TUNING"
 _MAX_BYTES = 1 << 20
 
 # Fields that change nothing about a trained adapter's results: how it was made, and settings of training.
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core"),
     *("runtime_config", "qalora_group_size", "fan_in_fan_out"),  # linear layers are never stored transposed here
 }
-_APPLIED = {
+APPLIED = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
 }
@@ -159,7 +159,7 @@ class _Fields:
         """Refuse a field that changes results and is not applied."""
         if name == "init_lora_weights" and value not in _KEEPS_BASE:
             raise self._bad(name, "is not supported: it changes the base weights; convert the adapter to plain LoRA")
-        if name in _APPLIED or name in _WITHOUT_EFFECT or value in (None, False, "none", [], {}):
+        if name in APPLIED or name in WITHOUT_EFFECT or value in (None, False, "none", [], {}):
             return
         raise self._bad(name, f"is not supported: {_REASONS.get(name, 'pagoda does not know this field')}")
 

@@ -60,6 +60,7 @@ class AdapterTargets:
 
     def __init__(self, architecture: Architecture, model: Model) -> None:
         self.targets = lora_targets(model)
+        self._unused = architecture.unused
         self._paths: dict[str, str] = {}
         for naming in architecture.hf:
             for path in self.targets:
@@ -68,6 +69,10 @@ class AdapterTargets:
     def path_of(self, module: str) -> str | None:
         """Return the path in the tree of a module that an adapter names; None if it is not a target."""
         return self._paths.get(module)
+
+    def is_unused(self, module: str) -> bool:
+        """Return whether no result depends on a module that an adapter names, as on the pooler of an embedder."""
+        return self._unused is not None and module not in self._paths and bool(re.fullmatch(self._unused, module))
 
 
 def digest_of(folder: Path) -> str:
@@ -113,8 +118,9 @@ def check_adapter(folder: Path, targets: AdapterTargets, max_rank: int) -> Adapt
                 "resize the vocabulary are not supported"
             )
         copies[target_path] = name
+    modules = {name: kinds for name, kinds in modules.items() if not targets.is_unused(name)}
     if not modules:
-        raise ConfigError(f"{path}: no tensors of a LoRA adapter")
+        raise ConfigError(f"{path}: no tensors of a LoRA adapter of this model")
     checked = tuple(_module(path, config, targets, name, kinds, shapes) for name, kinds in modules.items())
     return AdapterFiles(folder, digest_of(folder), max(module.rank for module in checked), checked, copies)
 

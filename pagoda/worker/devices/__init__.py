@@ -9,6 +9,7 @@ from pagoda.base.config import ParallelConfig
 from pagoda.base.registry import Registry
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.devices.cuda import CudaDevice
+from pagoda.worker.devices.streams import Streams
 
 
 class Device(Protocol):
@@ -19,6 +20,9 @@ class Device(Protocol):
 
     @property
     def threads(self) -> int: ...
+
+    @property
+    def streams(self) -> Streams: ...
 
     def prepare(self) -> None: ...
 

@@ -3,6 +3,7 @@
 import torch
 
 from pagoda.kernels.native.threads import available_cpus
+from pagoda.worker.devices.streams import HostStreams, Streams
 from pagoda.worker.memory import available_memory
 
 
@@ -11,6 +12,7 @@ class CpuDevice:
 
     def __init__(self, threads: int | None) -> None:
         self.device = torch.device("cpu")
+        self.streams: Streams = HostStreams()
         self.threads = threads if threads is not None else available_cpus()
 
     def prepare(self) -> None:

@@ -1,10 +1,15 @@
 """One CUDA GPU as a device."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.worker.devices.cuda_streams import CudaStreams
+from pagoda.worker.devices.streams import Streams
+
+logger = logging.getLogger("pagoda")
 
 _MARGIN = 0.02
 """Of the GPU's memory: for what no step shows, such as CUDA graphs, compiled kernels and fragments."""
@@ -17,6 +22,7 @@ class CudaDevice:
         if not torch.cuda.is_available():
             raise ConfigError("device='cuda' was asked for, but torch sees no CUDA GPU here; use device='cpu'")
         self.device = torch.device("cuda", index)
+        self.streams: Streams = CudaStreams(self.device)
         self.threads = 1  # the host only feeds the GPU
 
     def prepare(self) -> None:
@@ -31,7 +37,8 @@ class CudaDevice:
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def free_bytes_beside(self, run: Callable[[], object]) -> int:
-        """Return the bytes that stay free at the moment at which `run` takes most, less a margin."""
+        """Return the bytes that stay free at the moment at which `run` takes most, less a margin; log the plan."""
+        torch.cuda.empty_cache()  # of a run that did not fit
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         run()
@@ -39,4 +46,12 @@ class CudaDevice:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info(self.device)
-        return max(0, self.free_bytes() - peak - int(total * _MARGIN))
+        margin = int(total * _MARGIN)
+        kept = torch.cuda.memory_allocated(self.device) - before  # of the peak, and not free any more
+        free = max(0, self.free_bytes() + kept - peak - margin)
+        logger.info(
+            "%s has %d MiB: %d for weights, %d for the largest step, %d kept free, %d held by others, %d left",
+            torch.cuda.get_device_name(self.device),
+            *(part >> 20 for part in (total, before, peak, margin, total - self.free_bytes() - before - kept, free)),
+        )
+        return free

@@ -10,7 +10,7 @@ import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS, NO_DRAFT, Draft
+from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, MAX_DRAFT_STEP_TOKENS, NO_DRAFT, Draft
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
 from pagoda.worker.sampler import Sampler
 
@@ -61,7 +61,7 @@ class DraftModelDrafter:
         tokens = roll_out(self._draft, table, self._sampler, at, start, most[some])
         self._num_computed[at] = ends[some]
         for i, drawn in zip(some.tolist(), tokens, strict=True):
-            drafts[i] = Draft(drawn)
+            drafts[i] = Draft(drawn, GRADE_OF_MODEL)
         return drafts
 
     def _catch_up(self, table: DeviceTable, rows: np.ndarray) -> np.ndarray:

@@ -15,6 +15,9 @@ NUM_GRADES = 6
 MAX_DRAFT_STEP_TOKENS = 256
 """Most tokens per forward pass of a draft model, and most that it reads per step of what it has not read yet."""
 
+GRADE_OF_MODEL = 3
+"""Of drafts that a model draws."""
+
 _GRADE_BOUNDS = (2, 3, 5, 8, 15)  # longest match of each grade but the last
 
 

@@ -28,6 +28,8 @@ class ForcedDrafter:
             self._other.apply(output, table)
 
     def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+        if self._other is not None and (self._grammars is None or not self._grammars.any):
+            return self._other.propose(table, rows, most)
         drafts = [self._forced(table, row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
         free = np.array([not len(draft.tokens) for draft in drafts], np.bool_)
         if self._other is not None and free.any():

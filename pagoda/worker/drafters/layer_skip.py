@@ -9,7 +9,7 @@ import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.drafters.drafter import NO_DRAFT, Draft
+from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, NO_DRAFT, Draft
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
 from pagoda.worker.sampler import Sampler
 
@@ -57,5 +57,5 @@ class LayerSkipDrafter:
         if some.size:
             tokens = roll_out(self._draft, table, self._sampler, rows[some], start[some], most[some])
             for i, drawn in zip(some.tolist(), tokens, strict=True):
-                drafts[i] = Draft(drawn)
+                drafts[i] = Draft(drawn, GRADE_OF_MODEL)
         return drafts

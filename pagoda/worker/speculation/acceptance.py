@@ -7,7 +7,8 @@ from pagoda.worker.drafters.drafter import NUM_GRADES
 _ROW_DECAY = 0.85  # per draft: one made ten drafts ago counts a fifth
 _ALL_DECAY = 0.99
 _PRIOR_WEIGHT = 2.0  # tokens of the row's own history that other requests' history counts as
-_FIRST_GUESS = np.linspace(0.55, 0.85, NUM_GRADES)
+# About what n-gram drafts reach between free text (0.2, 0.5, ..) and copied text (0.8, 0.9, ..).
+_FIRST_GUESS = np.array([0.25, 0.5, 0.6, 0.7, 0.8, 0.9])
 _FIRST_WEIGHT = 4.0
 
 
@@ -26,6 +27,11 @@ class Acceptance:
 
     def copy(self, source: int, target: int) -> None:
         self._right[target], self._tried[target] = self._right[source], self._tried[source]
+
+    @property
+    def hoped(self) -> np.ndarray:
+        """What others' drafts suggest and at least the first guess: float64 [NUM_GRADES]."""
+        return np.maximum(self._all_right / self._all_tried, _FIRST_GUESS)
 
     def observe(self, row: int, grade: int, num_drafts: int, num_accepted: int) -> None:
         """Record a draft of `num_drafts` tokens, of which the first `num_accepted` were accepted."""

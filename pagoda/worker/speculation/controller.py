@@ -3,20 +3,23 @@
 It has no clock: times and results are given to it. Its choices never change a token.
 """
 
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
 import numpy as np
 
-from pagoda.worker.drafters.drafter import NUM_GRADES
 from pagoda.worker.speculation.acceptance import Acceptance
 from pagoda.worker.speculation.lengths import MIN_GAIN, best_lengths
 from pagoda.worker.speculation.step_costs import StepCosts
 
-_LOSS_SHARE = 0.007  # fraction of the time that useless speculation may cost in the long run
-_MOST_CREDIT_S = 0.25  # largest credit: the time that may be lost at once
-_FIRST_CREDIT_S = 0.03
-_LEAST_CREDIT_S = -0.05  # a slow machine is not held against drafts for longer than some seconds
-_MIN_GAIN_WITHOUT_CREDIT = 1.5
+# Credit is counted in plain steps: 0.2 means a fifth of the time that a step without drafts takes.
+_CREDIT_PER_STEP = 0.008
+_CREDIT_OF_A_NEW_REQUEST = 0.2
+_MOST_CREDIT = 2.0
+_LEAST_CREDIT = -1.0  # misjudged costs are not held against drafts for longer than some hundred steps
 _MIN_PLAIN_STEPS = 2  # measured before the first draft at a batch size
 _PLAIN_EVERY = 64  # steps with drafts between two plain ones, which keep the measurement of plain steps fresh
+_JUDGED_EVERY = 8  # steps: whether drafts could pay off changes slowly
 _FIRST_PROBE_AFTER = 8  # steps
 _MOST_BETWEEN_PROBES = 64
 _PROBE_TOKENS = 4
@@ -26,9 +29,10 @@ _MOST_IN_A_STEP = 256  # drafts
 class DraftController:
     """Chooses the lengths of drafts before they are made, and again before they are verified, with their grades known.
 
-    A step with drafts should emit its tokens in the time that plain steps would have taken. If it takes longer, the
-    difference is paid from a credit, which grows by 0.7 % of all time and by the time that speculation saves. Without
-    credit, only drafts that promise a large gain are made, and nothing is probed.
+    Of all choices, the one with the most expected tokens per second is taken. Expectations may be wrong, so each step
+    with drafts is a bet from a credit, which must cover the time lost if every drafted token is wrong. Credit grows by
+    0.8 % of all steps and by the time that drafts save; a new request starts with little. So useless drafts cost a
+    request at most a fifth of a step and 0.8 % of its time; if the first drafts are right, longer ones soon follow.
     """
 
     def __init__(self, max_rows: int, max_drafts: int) -> None:
@@ -36,17 +40,24 @@ class DraftController:
         self._max_drafts = max_drafts
         self._costs = StepCosts()
         self._acceptance = Acceptance(max_rows)
-        self._credit_s = _FIRST_CREDIT_S
+        self._credit = _CREDIT_OF_A_NEW_REQUEST
         self._draft_s_per_token = 0.0
         self._since_plain = 0
         self._since_probe = 0
         self._probe_after = _FIRST_PROBE_AFTER
         self._next_probed = 0
         self._is_probe = False
+        self._could_pay = False
+        self._judged_in = self._judged_rows = 0
+
+    def set_profile(self, seconds: Mapping[int, float]) -> None:
+        """seconds: of a step over so many tokens of one row, measured before the first request."""
+        self._costs.set_profile(seconds)
 
     def forget(self, row: int) -> None:
         """The row has a new request."""
         self._acceptance.forget(row)
+        self._credit = min(self._credit, _CREDIT_OF_A_NEW_REQUEST)
 
     def copy(self, source: int, target: int) -> None:
         """Row `target` is a fork of `source`."""
@@ -61,20 +72,20 @@ class DraftController:
         draft_s: the part of it that making the drafts took.
         """
         self._costs.observe(num_rows, num_drafts, seconds - draft_s)
-        self._credit_s += _LOSS_SHARE * seconds
+        gained = _CREDIT_PER_STEP
         if num_drafts:
             self._since_plain += 1
-            curve = self._costs.curve(num_rows, 0)
-            plain_s = float(curve[0]) if curve is not None else seconds
-            # A step that takes more than twice as long as a plain one was held up by something else.
-            gained_s = max(plain_s * num_emitted / num_rows - (seconds - draft_s), -plain_s) - draft_s
-            self._credit_s += gained_s
-            if self._is_probe:
-                longer = min(2 * self._probe_after, _MOST_BETWEEN_PROBES)
-                self._probe_after = _FIRST_PROBE_AFTER if gained_s > 0 else longer
+            curve = self._costs.curve(num_rows, num_drafts)
+            if curve is not None:
+                # The typical cost of such a step: this one may have been held up by something else.
+                saved = num_emitted / num_rows - (curve[-1] + draft_s) / curve[0]
+                gained += saved
+                if self._is_probe:
+                    longer = min(2 * self._probe_after, _MOST_BETWEEN_PROBES)
+                    self._probe_after = _FIRST_PROBE_AFTER if saved > 0 else longer
         else:
             self._since_plain = 0
-        self._credit_s = min(max(self._credit_s, _LEAST_CREDIT_S), _MOST_CREDIT_S)
+        self._credit = min(max(self._credit + gained, _LEAST_CREDIT), _MOST_CREDIT)
 
     def observe_drafting(self, num_tokens: int, seconds: float) -> None:
         """Record that drafting `num_tokens` tokens in total took `seconds`."""
@@ -89,53 +100,69 @@ class DraftController:
 
     # What to do
 
-    def plan(self, rows: np.ndarray, room: np.ndarray) -> np.ndarray:
+    def may_draft(self, num_rows: int) -> bool:
+        """Return whether drafts for these rows could pay off at all: worth looking for them if that takes no time."""
+        self._begin_choice()
+        self._judged_in -= 1
+        if self._judged_in <= 0 or num_rows != self._judged_rows:
+            costs = self._affordable(num_rows, num_rows * self._max_drafts)
+            self._could_pay = any(
+                (num_rows + count) * costs[0] > MIN_GAIN * num_rows * cost for count, cost in enumerate(costs) if count
+            )
+            self._judged_in, self._judged_rows = (_JUDGED_EVERY if len(costs) else 0), num_rows
+        return self._could_pay and self._since_plain < _PLAIN_EVERY
+
+    def plan(self, rows: np.ndarray, most: np.ndarray) -> np.ndarray:
         """Return the tokens to draft for each of `rows`, int32 [num_rows], before the drafts are known.
 
-        room: int32 [num_rows], most tokens that the row could still emit.
+        most: int32 [num_rows], tokens.
         """
-        lengths = np.minimum(room, self._max_drafts)
-        nothing = np.zeros(len(rows), np.int32)
-        self._is_probe = False
-        self._since_probe += 1
-        curve = self._curve(len(rows), lengths)
-        if curve is None or self._since_plain >= _PLAIN_EVERY:
-            return nothing
-        best_grade = self._acceptance.of(rows).max(1)
-        planned = best_lengths(best_grade, lengths, curve, self._draft_s_per_token, self._min_gain)
-        if not planned.any() and self._probe_is_due:
-            self._next_probed = (self._next_probed + 1) % len(rows)  # rows take turns
-            planned[self._next_probed] = min(_PROBE_TOKENS, int(lengths[self._next_probed]))
-        return planned
+        self._begin_choice()
+        planned = [0] * len(rows)
+        if self._since_plain < _PLAIN_EVERY:
+            lengths: list[int] = np.minimum(most, self._max_drafts).tolist()
+            costs = self._affordable(len(rows), sum(lengths), self._draft_s_per_token)
+            planned = best_lengths(self._acceptance.of(rows).max(1).tolist(), lengths, costs)
+            if self._probe_is_due and len(costs) > 1 and not any(planned):
+                self._next_probed = (self._next_probed + 1) % len(rows)  # rows take turns
+                planned[self._next_probed] = min(_PROBE_TOKENS, len(costs) - 1, lengths[self._next_probed])
+        return np.array(planned, np.int32)
 
-    def trim(self, rows: np.ndarray, lengths: np.ndarray, grades: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each draft to verify, int32 [num_rows], now that they are known.
+    def trim(self, num_rows: int, rows: np.ndarray, lengths: Sequence[int], grades: Sequence[int]) -> list[int]:
+        """Return how many tokens of each draft to verify, now that they are known.
 
-        rows: all that decode.   lengths: of their drafts (int32), 0 for none.   grades: int [num_rows].
+        num_rows: rows that decode.   rows: those with drafts, int32.   lengths, grades: of their drafts.
         """
-        curve = self._curve(len(rows), lengths) if lengths.any() else None
-        if curve is None:
-            return np.zeros(len(rows), np.int32)
-        survival = self._acceptance.of(rows)[np.arange(len(rows)), np.minimum(grades, NUM_GRADES - 1)]
-        chosen = best_lengths(survival, lengths, curve, min_gain=self._min_gain)
-        if not chosen.any() and self._probe_is_due:
-            # Verify a little of one draft, to learn whether drafting pays off by now.
-            self._is_probe = True
-            self._since_probe = 0
-            probed = int(np.flatnonzero(lengths)[0])
-            chosen[probed] = min(_PROBE_TOKENS, int(lengths[probed]))
+        costs = self._affordable(num_rows, sum(lengths))
+        survival: list[float] = self._acceptance.of(rows)[np.arange(len(rows)), grades].tolist()
+        chosen = best_lengths(survival, lengths, costs, num_rows)
+        if self._probe_is_due and not any(chosen):
+            # Verify a little of one draft that would pay off if it were as good as such drafts can be.
+            hoped = best_lengths(self._acceptance.hoped[np.array(grades)].tolist(), lengths, costs, num_rows)
+            if any(hoped):
+                self._is_probe = True
+                self._since_probe = 0
+                probed = int(np.argmax(hoped))
+                chosen[probed] = min(_PROBE_TOKENS, hoped[probed])
         return chosen
 
-    @property
-    def _min_gain(self) -> float:
-        return MIN_GAIN if self._credit_s > 0 else _MIN_GAIN_WITHOUT_CREDIT
+    def _begin_choice(self) -> None:
+        self._is_probe = False
+        self._since_probe += 1
 
     @property
     def _probe_is_due(self) -> bool:
-        return self._since_probe >= self._probe_after and self._credit_s > 0
+        return self._since_probe >= self._probe_after
 
-    def _curve(self, num_rows: int, lengths: np.ndarray) -> np.ndarray | None:
-        """Return the costs of steps with up to all of these drafts; None if plain steps are not measured yet."""
-        if self._costs.num_plain_steps(num_rows) < _MIN_PLAIN_STEPS:
-            return None
-        return self._costs.curve(num_rows, min(int(lengths.sum()), _MOST_IN_A_STEP))
+    def _affordable(self, num_rows: int, most: int, draft_s_per_token: float = 0.0) -> list[float]:
+        """Return the costs of steps with 0 .. `most` drafts, as far as the credit covers what they can lose.
+
+        Empty if plain steps are not measured yet.   draft_s_per_token: seconds to draft one token.
+        """
+        if not most or self._costs.num_plain_steps(num_rows) < _MIN_PLAIN_STEPS:
+            return []
+        costs = self._costs.curve(num_rows, min(most, _MOST_IN_A_STEP))
+        assert costs is not None
+        limit_s = costs[0] * (1 + max(self._credit, 0.0))
+        with_drafting = (cost + draft_s_per_token * count for count, cost in enumerate(costs))
+        return list(takewhile(lambda cost: cost <= limit_s, with_drafting))

@@ -13,6 +13,11 @@ from pagoda.worker.speculation.controller import DraftController
 _SAME_BUSY_PERIOD = 0.25  # of a step's duration: after a longer pause the engine was idle in between
 _PATIENCE = 4  # steps in a row without a draft, after which the next ones are promised to have none either
 
+_PROFILED = (1, 4, 2, 8, 16, 3, 6)  # tokens per step, measured at start in this order, as far as the time allows
+_PROFILED_AT = 512  # position: attention takes part of the time
+_PROFILE_ROUNDS = 3
+_PROFILE_S = 0.5
+
 NEVER_DRAFTS = 2**62
 """`no_drafts_until` of a worker that drafts nothing any more."""
 
@@ -52,14 +57,32 @@ class Speculator:
         self._controller = controller
         self._max_drafts = max_drafts
         self._max_model_len = max_model_len
-        self._length_limit = np.zeros(max_rows, np.int32)  # num_tokens at which a row ends
-        self._may_draft = np.zeros(max_rows, np.bool_)
+        self._length_limit = np.zeros(max_rows, np.int32)  # num_tokens at which a row ends; 0: it may not draft
         self._grades: dict[int, int] = {}  # of the drafts offered last, by row
         self._now = now
         self._step = _Step()
         self._num_steps_ahead = num_steps_ahead
         self._num_fruitless = 0  # steps in a row without a draft
         self.no_drafts_until = 0
+
+    def measure_steps(self, run: Callable[[int, int], None], longest: int) -> None:
+        """Measure steps before the first request, if the lengths of drafts depend on their cost. It takes about 0.5 s.
+
+        run: computes a step over so many tokens of one row, at this position and after it.   longest: row, in tokens.
+        """
+        if self._controller is None:
+            return
+        seconds: dict[int, float] = {}
+        start = min(longest // 2, _PROFILED_AT)
+        begin_s = self._now()
+        for count in _PROFILED * _PROFILE_ROUNDS:
+            if start + count > longest or (len(seconds) > 1 and self._now() - begin_s > _PROFILE_S):
+                continue
+            step_s = self._now()
+            run(count, start)
+            seconds[count] = min(self._now() - step_s, seconds.get(count, float("inf")))
+        if len(seconds) > 1:
+            self._controller.set_profile(seconds)
 
     def begin_step(self) -> None:
         """Start timing a step."""
@@ -74,13 +97,12 @@ class Speculator:
             row, params = init.row, init.sampling
             max_tokens = None if params is None else params.max_tokens
             limit = self._max_model_len if max_tokens is None else init.num_prompt_tokens + max_tokens
-            self._length_limit[row] = min(limit, self._max_model_len)
-            self._may_draft[row] = params is not None and params.beam_search is None
+            may_draft = params is not None and params.beam_search is None
+            self._length_limit[row] = min(limit, self._max_model_len) if may_draft else 0
             if self._controller is not None:
                 self._controller.forget(row)
         for fork in output.forks:
             self._length_limit[fork.dst] = self._length_limit[fork.src]
-            self._may_draft[fork.dst] = self._may_draft[fork.src]
             if self._controller is not None:
                 self._controller.copy(fork.src, fork.dst)
 
@@ -91,18 +113,21 @@ class Speculator:
 
         num_sampled: int32 [num_samples], tokens of each sample row, which are in `table`.   failed: rows without token.
         """
+        # A step without drafts should lose next to nothing here: arrays of one element are slow, right after a forward.
         step, now_s = self._step, self._now()
-        self._learn(output, num_sampled, now_s - step.begin_s)
+        if self._controller is not None:
+            self._learn(self._controller, output, num_sampled, now_s - step.begin_s)
         rows = output.sample_rows
-        goes_on = self._may_draft[rows] & (num_sampled > 0)
-        rows = rows[goes_on & (table.num_tokens[rows] < self._length_limit[rows])]
-        if failed:
-            rows = rows[~np.isin(rows, np.fromiter(failed, np.int32, len(failed)))]
+        # A step with k drafts samples up to k + 1 tokens.
+        room = self._length_limit[rows] - table.num_tokens[rows] - 1
+        if failed or room.min(initial=1) < 1 or num_sampled.min(initial=1) < 1:
+            goes_on = (room > 0) & (num_sampled > 0) & ~np.isin(rows, np.fromiter(failed, np.int32, len(failed)))
+            rows, room = rows[goes_on], room[goes_on]
         if output.step > self.no_drafts_until:
-            drafts = self._draft(table, rows) if rows.size else {}
+            drafts = self._draft(table, rows, room) if rows.size else {}
             has_drafts = bool(drafts)
         else:
-            drafts, has_drafts = {}, rows.size > 0 and self._would_draft(table, rows)
+            drafts, has_drafts = {}, rows.size > 0 and self._would_draft(table, rows, room)
         self._num_fruitless = 0 if has_drafts else self._num_fruitless + 1
         if self._num_fruitless >= _PATIENCE:
             self.no_drafts_until = output.step + self._num_steps_ahead
@@ -110,61 +135,63 @@ class Speculator:
         step.draft_s = step.end_s - now_s
         return drafts
 
-    def _learn(self, output: SchedulerOutput, num_sampled: np.ndarray, duration_s: float) -> None:
-        controller, drafts, step = self._controller, output.drafts, self._step
-        if controller is None:
-            return
+    def _learn(
+        self, controller: DraftController, output: SchedulerOutput, num_sampled: np.ndarray, duration_s: float
+    ) -> None:
+        drafts, step = output.drafts, self._step
+        num_rows, num_drafts, num_emitted = len(output.rows), 0, len(num_sampled)
         if drafts:
             for row, emitted in zip(output.sample_rows.tolist(), num_sampled.tolist(), strict=True):
                 if row in drafts and emitted:
                     grade = self._grades.get(row, 0)
                     controller.observe_draft(row, grade, len(drafts[row]), min(emitted - 1, len(drafts[row])))
-        num_rows = len(output.rows)
-        num_drafts = sum(len(tokens) for tokens in drafts.values())
+            num_drafts, num_emitted = sum(map(len, drafts.values())), int(num_sampled.sum())
         decodes_only = len(num_sampled) == num_rows and output.total_num_scheduled_tokens == num_rows + num_drafts
         if not decodes_only or output.admitted:
             return
         is_busy = step.gap_s < _SAME_BUSY_PERIOD * duration_s
         before_s = step.draft_s + step.gap_s if is_busy else step.draft_s
-        controller.observe_step(num_rows, num_drafts, int(num_sampled.sum()), duration_s + before_s, step.draft_s)
+        controller.observe_step(num_rows, num_drafts, num_emitted, duration_s + before_s, step.draft_s)
 
-    def _would_draft(self, table: DeviceTable, rows: np.ndarray) -> bool:
+    def _would_draft(self, table: DeviceTable, rows: np.ndarray, room: np.ndarray) -> bool:
         """Return whether there would be drafts after this step, which was promised to have none.
 
         A drafter that runs a model finds some whenever it is asked.
         """
-        most = self._most_drafts(table, rows)
-        asked = np.flatnonzero(most > 0)
-        if not asked.size or self._drafter.runs_model:
-            return asked.size > 0
-        return any(len(draft.tokens) for draft in self._drafter.propose(table, rows[asked], most[asked]))
+        rows, most = self._asked(rows, room)
+        if not rows.size or self._drafter.runs_model:
+            return rows.size > 0
+        return any(len(draft.tokens) for draft in self._drafter.propose(table, rows, most))
 
-    def _most_drafts(self, table: DeviceTable, rows: np.ndarray) -> np.ndarray:
-        """Return how many tokens to draft for each of `rows`, int32 [num_rows]."""
-        # A step with k drafts samples up to k + 1 tokens.
-        room = np.maximum(self._length_limit[rows] - table.num_tokens[rows] - 1, 0).astype(np.int32)
+    def _asked(self, rows: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of `rows` to draft for, and how many tokens at most: int32.
+
+        room: most tokens that each could still emit, at least 1.
+        """
+        most = np.minimum(room, self._max_drafts)
         if self._controller is None:
-            return np.minimum(room, self._max_drafts)
-        return self._controller.plan(rows, room)
+            return rows, most
+        if not self._drafter.runs_model:  # looked up in no time, in most steps in vain
+            return (rows, most) if self._controller.may_draft(len(rows)) else (rows[:0], most[:0])
+        most = self._controller.plan(rows, most)
+        return rows[most > 0], most[most > 0]
 
-    def _draft(self, table: DeviceTable, rows: np.ndarray) -> dict[int, np.ndarray]:
+    def _draft(self, table: DeviceTable, rows: np.ndarray, room: np.ndarray) -> dict[int, np.ndarray]:
         controller = self._controller
-        most = self._most_drafts(table, rows)
-        asked = np.flatnonzero(most > 0)
+        asked, most = self._asked(rows, room)
         if not asked.size:
             return {}
         begin_s = self._now()
-        found = self._drafter.propose(table, rows[asked], most[asked])
-        lengths = np.array([len(draft.tokens) for draft in found], np.int32)
+        found = self._drafter.propose(table, asked, most)
+        lengths = [len(draft.tokens) for draft in found]
+        if not any(lengths):
+            return {}
         if controller is not None:
-            controller.observe_drafting(int(lengths.sum()), self._now() - begin_s)
-            of_all, grades = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
-            of_all[asked] = lengths
-            grades[asked] = [draft.grade for draft in found]
-            lengths = controller.trim(rows, of_all, grades)[asked]
+            controller.observe_drafting(sum(lengths), self._now() - begin_s)
+            lengths = controller.trim(len(rows), asked, lengths, [draft.grade for draft in found])
         self._grades.clear()
         drafts: dict[int, np.ndarray] = {}
-        for row, draft, length in zip(rows[asked].tolist(), found, lengths.tolist(), strict=True):
+        for row, draft, length in zip(asked.tolist(), found, lengths, strict=True):
             if length:
                 drafts[row] = draft.tokens[:length]
                 self._grades[row] = draft.grade

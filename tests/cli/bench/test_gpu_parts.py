@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import IDLE_BATCHES, KERNEL_TESTS
 from benchmarks.gpu import SHAPES as MEASURED
 from benchmarks.gpu import WORKLOADS as RUN
 from benchmarks.make_random_model import SHAPES, config_of
@@ -25,8 +26,10 @@ def test_its_parts() -> None:
     kinds = [config_of(SHAPES[shape])["model_type"] for shape in MEASURED]
     assert kinds == ["qwen3", "llama", "llama", "qwen3_moe"]
     listed = run("--list").stdout.split()
-    assert listed[:3] == ["compile", "kernels", "ceilings"]
-    assert len(listed) == len(set(listed)) == 3 + len(MEASURED) * len(RUN) + 7
+    assert listed[:3] == ["compile", "host", "ceilings"]
+    assert all((SCRIPT.parents[1] / path).is_file() for path in KERNEL_TESTS)
+    num_parts = 3 + len(KERNEL_TESTS) + len(MEASURED) * len(RUN) + len(IDLE_BATCHES) + 7
+    assert len(listed) == len(set(listed)) == num_parts
     assert run("--list", "--only", "llama-3.1-8b:decode").stdout.split() == [
         f"llama-3.1-8b:decode{batch}" for batch in (1, 8, 64, 256)
     ]
@@ -36,4 +39,4 @@ def test_what_it_cannot_do(tmp_path: Path) -> None:
     assert "no part is called nothing" in run("--only", "nothing").stderr
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert "only the part `compile` runs without one" in run("--only", "ceilings", "--folder", str(tmp_path)).stderr
+    assert "without one only compile and host run" in run("--only", "ceilings", "--folder", str(tmp_path)).stderr

@@ -1,14 +1,17 @@
 """Adapters' files: settings that are applied or refused by name, and files that do not fit."""
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from peft import LoraConfig
 from safetensors.numpy import save_file
 
 from pagoda.base.errors import ConfigError
-from pagoda.loading.adapters.config import read_adapter_config
+from pagoda.loading.adapters.config import APPLIED, WITHOUT_EFFECT, read_adapter_config
 from pagoda.loading.adapters.files import AdapterTargets, check_adapter, digest_of
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
@@ -87,13 +90,24 @@ def test_scale_and_rank_of_a_module(tmp_path: Path, targets: AdapterTargets) -> 
         ("use_rslora", "yes"),
     ],
 )
-def test_refuses_by_name(setting: str, value: object, tmp_path: Path, targets: AdapterTargets) -> None:
+def test_refuses_by_name(setting: str, value: Any, tmp_path: Path, targets: AdapterTargets) -> None:
     with pytest.raises(ConfigError, match=rf"adapter_config.json: {setting}="):
         check_adapter(write(tmp_path, **{setting: value}), targets, 16)
 
 
+REFUSED = sorted({field.name for field in dataclasses.fields(LoraConfig)} - APPLIED - WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_all_other_fields_of_peft_are_refused_by_name(setting: str, tmp_path: Path, targets: AdapterTargets) -> None:
+    for value in (True, "a", ["a"], {"a": 1}):
+        settings: dict[str, Any] = {setting: value}
+        with pytest.raises(ConfigError, match=rf"adapter_config.json: {setting}="):
+            check_adapter(write(tmp_path, **settings), targets, 16)
+
+
 def test_accepts_what_changes_nothing(tmp_path: Path, targets: AdapterTargets) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "use_dora": False, "modules_to_save": None, "bias": "none", "layer_replication": None, "rank_pattern": {},
         "loftq_config": {}, "lora_dropout": 0.3, "inference_mode": True, "init_lora_weights": "gaussian",
         "base_model_name_or_path": "another/name", "peft_version": "0.99", "revision": None, "fan_in_fan_out": False,

@@ -1,5 +1,7 @@
 """Whole engines that draft: on the fake executor, every token is what it is without drafts."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -35,12 +37,12 @@ DRAFTERS: dict[str, Drafter] = {
 }
 
 
-def run(drafter: Drafter | None, adaptive: bool = False, **options: object) -> tuple[Answers, object]:
+def run(drafter: Drafter | None, adaptive: bool = False, **options: Any) -> tuple[Answers, object]:
     def executor(max_rows: int) -> Executor:
         speculator = None
         if drafter is not None:
             controller = DraftController(max_rows, 4) if adaptive else None
-            ahead = int(options.get("pipeline_depth", 1)) - 1  # type: ignore[call-overload]
+            ahead = options.get("pipeline_depth", 1) - 1
             speculator = Speculator(drafter, controller, 4, 64, max_rows, Clock(), ahead)
         return FakeExecutor(max_rows, 64 + 5, 4, vocab_size=VOCAB, speculator=speculator)
 
@@ -69,7 +71,7 @@ def run(drafter: Drafter | None, adaptive: bool = False, **options: object) -> t
     ],
     ids=["roomy", "preempting", "swapping", "small steps", "two in flight", "async", "async, three in flight"],
 )
-def test_drafts_change_no_token(name: str, options: dict[str, object]) -> None:
+def test_drafts_change_no_token(name: str, options: dict[str, Any]) -> None:
     expected, _ = run(None)
     got, stats = run(DRAFTERS[name], **options)
     assert got.tokens == expected.tokens
@@ -134,15 +136,42 @@ def test_a_model_is_not_run_for_drafts_that_could_not_be_used() -> None:
     speculator = Speculator(drafter, None, 4, 64, 4, Clock(), 1)
     table = DeviceTable(4, 64, 4, 1)
     rows, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-    speculator._length_limit[0], speculator._may_draft[0] = 50, False  # like a prompt that is computed in chunks
+    speculator._length_limit[0] = 0  # like a prompt that is computed in chunks
     for step in range(1, 5):
         assert not speculator.finish_step(SchedulerOutput(step, rows, rows, one, rows, rows, 1), table, one, {})
     assert speculator.no_drafts_until == 5
-    speculator._may_draft[0] = True
+    speculator._length_limit[0] = 50
     assert not speculator.finish_step(SchedulerOutput(5, rows, rows, one, rows, rows, 1), table, one, {})
     assert (drafter.num_asked, speculator.no_drafts_until) == (0, 5)
     assert speculator.finish_step(SchedulerOutput(6, rows, rows, one, rows, rows, 1), table, one, {})
     assert drafter.num_asked == 1
+
+
+@pytest.mark.parametrize(
+    ("step_s", "longest", "measured"),
+    [(0.01, 100, {1, 2, 3, 4, 6, 8, 16}), (0.01, 9, {1, 2, 3, 4}), (2.0, 100, {1, 4})],
+    ids=["all", "short rows", "slow model"],
+)
+def test_steps_are_measured_before_the_first_request(step_s: float, longest: int, measured: set[int]) -> None:
+    """Within a time limit, and the fastest of each size counts."""
+    now_s, ran = 0.0, dict[int, int]()
+
+    def run_step(count: int, start: int) -> None:
+        nonlocal now_s
+        assert start + count <= longest
+        ran[count] = ran.get(count, 0) + 1
+        now_s += step_s * (1 + count / 10) + (0.02 if ran[count] == 1 and len(ran) > 2 else 0.0)
+
+    controller = DraftController(1, 8)
+    speculator = Speculator(Scripted(), controller, 8, 64, 1, lambda: now_s)
+    speculator.measure_steps(run_step, longest)
+    assert set(ran) == measured
+    for _ in range(2):
+        controller.observe_step(1, 0, 1, step_s * 1.1, 0.0)
+    costs = controller._costs.curve(1, 3)
+    assert costs is not None
+    assert costs[3] / costs[0] == pytest.approx(1.4 / 1.1)
+    Speculator(Scripted(), None, 8, 64, 1, lambda: now_s).measure_steps(lambda *_: pytest.fail("not needed"), 64)
 
 
 def test_drafts_save_steps() -> None:

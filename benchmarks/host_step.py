@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""What a decode step costs the host that feeds a GPU. usage: host_step.py [--rows 1 8 64 256] [--steps 300]
+
+The scheduler, the engine loop, the gathering of inputs and the collecting of results are real; the device is made up:
+it computes nothing, and its results come one step late, as on a GPU. Not in it: launching kernels or graphs. Prints a
+JSON line per number of rows, microseconds per step: of all, and of the worker's part.
+"""
+
+import argparse
+import json
+import time
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from pagoda.base.clock import SystemClock
+from pagoda.base.config import CacheConfig
+from pagoda.base.model_spec import ModelSpec
+from pagoda.base.pooling import PoolingPlan
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.kv_specs import KVGroupSpec, KVShape
+from pagoda.core.request import Request
+from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.wire import EngineFacts
+from pagoda.executors.in_process import InProcessExecutor
+from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.launched_step import LaunchedStep
+from pagoda.worker.model_runner import ModelRunner
+
+BLOCK, VOCAB, MAX_LEN = 16, 512, 2048
+
+
+class NoModel:
+    """A forward pass that computes nothing: every logit is zero."""
+
+    generates, num_token_types, pooling = True, 0, PoolingPlan()
+    kv_groups = (KVGroupSpec(shape=KVShape(1, 1, 1)),)
+    spec = ModelSpec("none", VOCAB, 1, 1, 1, 1, 1, 1, MAX_LEN, (0,))
+
+    def __init__(self) -> None:
+        self._logits = torch.zeros(1024, VOCAB)
+
+    def forward(self, batch: Any, kv: object) -> torch.Tensor:
+        return self._logits[: batch.tail.index.shape[0]]
+
+    def compute_logits(self, hidden: torch.Tensor, adapters: object = None) -> torch.Tensor:
+        return hidden
+
+    def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return hidden[: index.shape[0]]
+
+
+class TimedWorker:
+    """Launches steps; notes how long the host spends in it."""
+
+    def __init__(self, max_rows: int) -> None:
+        model, cpu = NoModel(), torch.device("cpu")
+        cache = CacheEngine(model.kv_groups, BLOCK, 1, 0, torch.float32, cpu)
+        table = DeviceTable(max_rows, MAX_LEN, BLOCK, 1)
+        self._runner = ModelRunner(cast(Any, model), table, cache, cpu)
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        torch.set_num_threads(1)
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        begin = time.perf_counter()
+        step = self._runner.launch(output)
+        step.result()
+        self.seconds += time.perf_counter() - begin
+        return step
+
+    def load_adapter(self, lora: object) -> None:
+        raise NotImplementedError
+
+    unload_adapter = load_adapter
+
+    def shutdown(self) -> None:
+        pass
+
+
+def measure(num_rows: int, num_steps: int) -> dict[str, float]:
+    """Decode `num_rows` requests for `num_steps` steps after all of their prompts."""
+    options = SchedulerOptions(
+        max_num_seqs=num_rows, max_num_batched_tokens=max(2048, num_rows), pipeline_depth=2, async_scheduling=True
+    )
+    worker = TimedWorker(options.max_rows)
+    executor = InProcessExecutor(worker)  # type: ignore[arg-type]
+    executor.start()
+    num_blocks = num_rows * (MAX_LEN // BLOCK) + 1
+    clock = SystemClock()
+    scheduler = Scheduler(options, CacheConfig(block_size=BLOCK), NoModel.kv_groups, num_blocks, MAX_LEN, clock)
+    core = EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, BLOCK, num_blocks, 0, 0.0), VOCAB, 2)
+    for number in range(num_rows):
+        params = SamplingParams(temperature=0, max_tokens=MAX_LEN - 64, ignore_eos=True)
+        prompt = np.random.default_rng(number).integers(0, VOCAB, 24).astype(np.int32)
+        core.add_request(Request(f"r{number}", prompt, params, handle=number, seed=number, arrival_time_s=core.now()))
+    for _ in range(40 + num_rows // 40):
+        core.step()
+    worker.seconds, begin = 0.0, time.perf_counter()
+    for _ in range(num_steps):
+        core.step()
+    whole = time.perf_counter() - begin
+    core.shutdown()
+    return {"rows": num_rows, "step_us": 1e6 * whole / num_steps, "worker_us": 1e6 * worker.seconds / num_steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--steps", type=int, default=300)
+    given = parser.parse_args()
+    for rows in given.rows:
+        print(json.dumps(measure(rows, given.steps)))
+
+
+if __name__ == "__main__":
+    main()

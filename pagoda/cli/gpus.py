@@ -1,0 +1,74 @@
+"""What `pagoda doctor` and `pagoda plan` say of CUDA GPUs."""
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pagoda.cli.console import human_bytes
+
+_BF16_SINCE = (8, 0)
+"""Compute capability from which a GPU multiplies in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA GPU.   total_bytes, free_bytes: of its memory.   capability: compute capability, (major, minor)."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+    num_processors: int
+
+    @property
+    def summary(self) -> str:
+        """Return its name, memory, and what kernels are compiled for."""
+        major, minor = self.capability
+        return (
+            f"{self.name}, {human_bytes(self.free_bytes)} of {human_bytes(self.total_bytes)} free, "
+            f"sm_{major}{minor}, {self.num_processors} multiprocessors"
+        )
+
+
+def visible_gpus() -> list[Gpu]:
+    """Return the GPUs that torch can use, in its order. Begins to use each of them."""
+    import torch
+
+    found: list[Gpu] = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        known = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(known.name, total, free, (known.major, known.minor), known.multi_processor_count))
+    return found
+
+
+def describe_gpus(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return a line per GPU, then the driver and what was built for it; or why torch can use none."""
+    import torch
+
+    driver = driver_version(proc)
+    gpus = visible_gpus()
+    if not gpus:
+        if driver is None:
+            return "none that torch can use"
+        built = "CPUs only; install one for CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+        return f"none that torch can use; there is driver {driver}, but torch {torch.__version__} is built for {built}"
+    lines = [gpu.summary for gpu in gpus]
+    if any(gpu.capability < _BF16_SINCE for gpu in gpus):
+        lines.append("without bfloat16 arithmetic below sm_80: take dtype='float16'")
+    try:
+        triton = f"Triton {version('triton')}"
+    except PackageNotFoundError:
+        triton = "no Triton: pip install 'pagoda-llm[cuda]'"
+    lines.append(f"driver {driver or 'unknown'}, torch {torch.__version__} for CUDA {torch.version.cuda}, {triton}")
+    return "\n".join(lines)
+
+
+def driver_version(proc: Path) -> str | None:
+    """Return the version of NVIDIA's driver, or None if there is none."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", proc.read_text())
+    except OSError:
+        return None
+    return found[0] if found else None

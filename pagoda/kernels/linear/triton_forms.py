@@ -1,0 +1,119 @@
+"""Weights as the Triton kernels multiply them: plain floats, or codes that a kernel turns into floats tile by tile.
+
+A row of codes is a row of *records*, each of `group` bytes or a multiple of it:
+
+    int8   as many groups as have 64 codes, at least one: a code per byte
+    int4   two groups: the codes of the first in the low halves of the bytes, of the second in the high halves
+    int6   four groups: the low four bits of groups 0 and 1, those of 2 and 3, and then the high two bits of all, group
+           0 lowest
+    fp8    e4m3, without groups: one scale per output feature
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from pagoda.kernels.linear.fp8 import Fp8Weight
+from pagoda.kernels.linear.library import LibraryLinear
+from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.ops.tensor import LinearWeight
+
+_GROUPS_PER_RECORD = {"int8": 1, "int4": 2, "int6": 4}
+_MOST_PER_LOAD = 64  # elements of a group, so that tiles of long groups fit in shared memory
+
+
+def step_size(form: str, group: int, dtype: torch.dtype) -> int:
+    """Return the elements along K that `product` multiplies at once.   dtype: of the rows."""
+    match form:
+        case "plain":
+            return 32 if dtype == torch.float32 else 64
+        case "fp8 fp8":
+            return 128
+        case "int4":
+            return 2 * min(group, _MOST_PER_LOAD)
+        case "int6":
+            return 4 * group
+        case _:
+            return 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledLinear:
+    """A weight [out_features, in_features] that `triton_product` reads; of experts, with one more dimension in front.
+
+    form: "plain", or how `codes` are packed.   codes: floats [out, in], or uint8 [out, bytes].
+    scales: float16 [groups, out]; of fp8, float32 [out]; else None.   minima: like scales; None if codes are signed.
+    """
+
+    form: str
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    minima: torch.Tensor | None
+    bias: torch.Tensor | None
+    out_features: int
+    in_features: int
+    group: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        return self.codes.shape[0]
+
+    def num_steps(self, step: int) -> int:
+        """Return how many steps `product` takes, through whole records."""
+        stored = self.in_features if self.scales is None or not self.group else self.scales.shape[-2] * self.group
+        return -(-stored // step)
+
+
+def plain(weight: LibraryLinear) -> TiledLinear:
+    """The same memory, as a kernel reads it. weight: not packed."""
+    return TiledLinear("plain", weight.weight, None, None, weight.bias, weight.out_features, weight.in_features)
+
+
+def prepare(weight: QuantizedWeight | Fp8Weight, bias: torch.Tensor | None) -> TiledLinear:
+    """Pack codes; scales and minima are rounded to float16."""
+    if isinstance(weight, Fp8Weight):
+        codes = weight.codes.contiguous().view(torch.uint8)
+        return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
+    form = f"int{weight.bits}"
+    per_record = max(_GROUPS_PER_RECORD[form], 64 // weight.group)
+    if weight.group not in (16, 32, 64, 128):
+        raise ValueError(f"weights in groups of {weight.group} have no kernel; a group has 16, 32, 64 or 128")
+    padding = -weight.scales.shape[1] % per_record
+    codes = torch.nn.functional.pad(weight.codes, (0, padding * weight.group))
+    scales, minima = (
+        None if of is None else torch.nn.functional.pad(of.half(), (0, padding)).T.contiguous()
+        for of in (weight.scales, weight.minima)
+    )
+    groups = codes.unflatten(1, (-1, _GROUPS_PER_RECORD[form], weight.group))
+    if form == "int4":
+        groups = groups[:, :, 0] | groups[:, :, 1] << 4
+    elif form == "int6":
+        low = groups[:, :, 0::2] & 15 | (groups[:, :, 1::2] & 15) << 4
+        high = groups >> 4
+        high = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+        groups = torch.cat((low, high.unsqueeze(2)), dim=2)
+    packed = groups.flatten(1).contiguous()
+    return TiledLinear(form, packed, scales, minima, bias, codes.shape[0], weight.in_features, weight.group)
+
+
+def stack(experts: Sequence[LinearWeight]) -> TiledLinear:
+    """Copy the experts' weights into one tensor per kind.
+
+    Raises ValueError for one that is packed, or has a bias, and for experts of different forms.
+    """
+    parts: list[TiledLinear] = []
+    for expert in experts:
+        if isinstance(expert, LibraryLinear) and not expert.packed:
+            expert = plain(expert)
+        if not isinstance(expert, TiledLinear) or expert.bias is not None:
+            raise ValueError("the experts of a layer must be weights for Triton's kernels, without bias")
+        parts.append(expert)
+    alike = {(part.form, part.group, part.out_features, part.in_features, part.minima is None) for part in parts}
+    if len(alike) != 1:
+        raise ValueError(f"the experts of a layer must be of one shape and form, not of {len(alike)}")
+    scales, minima = (
+        torch.stack(given) if (given := [of for part in parts if (of := getattr(part, name)) is not None]) else None
+        for name in ("scales", "minima")
+    )
+    return replace(parts[0], codes=torch.stack([part.codes for part in parts]), scales=scales, minima=minima)

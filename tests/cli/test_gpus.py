@@ -1,0 +1,73 @@
+"""`pagoda doctor` and `pagoda plan` on a machine with a GPU; the GPU is made up."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.base.config import EngineConfig
+from pagoda.cli.gpus import describe_gpus, driver_version
+from pagoda.cli.plan import _print, make_plan
+from tests.engine.driver import write_tiny_llama
+from tests.fake_cuda import FakeCuda
+
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version:  gcc 12.3.0\n"
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    path = tmp_path / "version"
+    path.write_text(NVRM)
+    return path
+
+
+def test_doctor_knows_the_card(monkeypatch: pytest.MonkeyPatch, proc: Path) -> None:
+    card = FakeCuda(monkeypatch)
+    card.allocate(16 << 30)
+    gpu, versions = describe_gpus(proc).splitlines()
+    assert gpu == "NVIDIA Made-Up 80GB, 64.0 GiB of 80.0 GiB free, sm_90, 132 multiprocessors"
+    assert versions.startswith(f"driver 570.86.15, torch {torch.__version__} for CUDA 13.0, ")
+    assert "Triton" in versions
+
+
+def test_doctor_says_what_an_old_card_lacks(monkeypatch: pytest.MonkeyPatch, proc: Path) -> None:
+    FakeCuda(monkeypatch, capability=(7, 5))
+    assert "sm_75" in describe_gpus(proc)
+    assert "take dtype='float16'" in describe_gpus(proc)
+
+
+def test_doctor_says_why_a_card_cannot_be_used(monkeypatch: pytest.MonkeyPatch, proc: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert describe_gpus(tmp_path / "nothing") == "none that torch can use"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    said = describe_gpus(proc)
+    assert "there is driver 570.86.15" in said
+    assert "built for CPUs only" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [(NVRM, "570.86.15"), ("NVRM version: NVIDIA  535.104  x", "535.104"), ("?", None)]
+)
+def test_driver_versions(tmp_path: Path, text: str, version: str | None) -> None:
+    path = tmp_path / "version"
+    path.write_text(text)
+    assert driver_version(path) == version
+
+
+def test_plan_counts_the_cards_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny_llama(tmp_path)
+    plans = []
+    for total in (1 << 30, 2 << 30):
+        with monkeypatch.context() as patch:
+            FakeCuda(patch, total)
+            plans.append(make_plan(EngineConfig.from_options(model=folder, device="cuda", max_model_len=64)))
+    small, large = plans
+    assert (small.memory_available, large.memory_available) == (1 << 30, 2 << 30)
+    assert large.kv_cache / small.kv_cache == pytest.approx(2, rel=0.01)
+    assert 0.94 < large.kv_cache / (large.memory_available - large.weights_memory) <= 0.95
+    _print(large)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "device NVIDIA Made-Up 80GB, 2.0 GiB of 2.0 GiB free, sm_90" in printed
+    assert "its start measures what the largest step takes" in printed

@@ -1,0 +1,85 @@
+"""The device whose numbers are tested, and ops that carry what tests make on the CPU to it and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from pagoda.kernels.sampling.logprobs import LogprobTensors
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUnderTest:
+    """name: of the hardware.   dtype, kernels: of an engine there."""
+
+    device: torch.device
+    name: str
+    dtype: str
+    kernels: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the settings of an engine on it, whose bits do not depend on the batch."""
+        invariant = {} if self.device.type == "cpu" else {"batch_invariant": True}
+        return {"device": self.device.type, "dtype": self.dtype, "kernels": self.kernels, **invariant}
+
+
+class CarriedOps:
+    """`ops` on a device, for tests whose tensors are on the CPU.
+
+    Tensors in the arguments are copied to the device for each call, and results back; what the call changed in place
+    is copied back as well. Other arguments, such as prepared weights, are passed on as they are.
+    """
+
+    def __init__(self, ops: Any, device: torch.device) -> None:
+        self._ops, self._device = ops, device
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._ops, name)
+        if not callable(attribute) or isinstance(attribute, type):
+            return attribute
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            carried: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            there = [self._there(arg, carried) for arg in args]
+            named = {key: self._there(arg, carried) for key, arg in kwargs.items()}
+            result = attribute(*there, **named)
+            for here, moved in carried.values():
+                if not name.startswith("prepare_"):
+                    here.copy_(moved)
+            back = {id(moved): here for here, moved in carried.values()}
+            return _back(result, back)
+
+        return call
+
+    def _there(self, value: Any, carried: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in carried:
+                carried[id(value)] = value, value.to(self._device, copy=True)
+            return carried[id(value)][1]
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return type(value)(self._there(item, carried) for item in value)
+        if isinstance(value, Mapping):
+            return {key: self._there(item, carried) for key, item in value.items()}
+        if is_dataclass(value) and not isinstance(value, type) and _holds_tensors(value):
+            moved = {item.name: self._there(getattr(value, item.name), carried) for item in fields(value) if item.init}
+            return replace(value, **moved)
+        return value
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Return whether a record is made of tensors, and is not a weight that a kernel prepared."""
+    return type(value).__module__ in ("pagoda.ops.batch", "pagoda.kernels.batch") and any(
+        isinstance(getattr(value, item.name), (torch.Tensor, tuple)) for item in fields(value)
+    )
+
+
+def _back(result: Any, known: dict[int, torch.Tensor]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return known[id(result)] if id(result) in known else result.cpu()
+    if isinstance(result, tuple):
+        return tuple(_back(item, known) for item in result)
+    if isinstance(result, LogprobTensors):
+        return replace(result, **{item.name: _back(getattr(result, item.name), known) for item in fields(result)})
+    return result

@@ -1,0 +1,169 @@
+"""Triton's products with quantised weights, against the float32 product with the values that the codes stand for."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pagoda.kernels.linear.fp8 import Fp8Weight, quantize_fp8, quantize_vectors
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {F32: 2e-5, BF16: 2e-2, F16: 3e-3}
+
+KINDS = {  # bits, group, with minima
+    "int8": (8, 64, False),
+    "int8 of 32": (8, 32, False),
+    "int4": (4, 32, False),
+    "int4 with minima": (4, 32, True),
+    "int4 of 128 with minima": (4, 128, True),
+    "int6": (6, 16, False),
+}
+
+
+def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def coded(kind: str, out_features: int, in_features: int, seed: int = 0) -> QuantizedWeight:
+    """Random codes of every value, with scales that float16 holds exactly."""
+    bits, group, has_minima = KINDS[kind]
+    groups = -(-in_features // group)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (out_features, groups * group), generator=generator, dtype=torch.uint8)
+    codes[:, in_features:] = 255 >> (8 - bits)  # what is not there must not count
+    scales = (torch.rand(out_features, groups, generator=generator) / (1 << bits)).half()
+    minima = -torch.rand(out_features, groups, generator=generator).half() / 2 if has_minima else None
+    return QuantizedWeight(
+        codes.to(DEVICE), scales.to(DEVICE), None if minima is None else minima.to(DEVICE), in_features, group, bits
+    )
+
+
+def check(ops: Any, reference: Any, weight: QuantizedWeight | Fp8Weight, rows: int, dtype: torch.dtype,
+          with_bias: bool) -> torch.Tensor:  # fmt: skip
+    out_features, in_features = weight.dequantize().shape
+    bias = draw(out_features, dtype=dtype, seed=3) if with_bias else None
+    x = draw(rows, in_features + 8, dtype=dtype, seed=rows)[:, :in_features] / in_features**0.5
+    ours = ops.prepare_quantized_linear(weight, dtype, bias)
+    theirs = reference.prepare_quantized_linear(weight, F32, bias)
+    for name in ("linear", "logits"):
+        got, want = getattr(ops, name)(x, ours), getattr(reference, name)(x, theirs)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    return got
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes(triton_ops: Any, reference: Any, kind: str) -> None:
+    check(triton_ops, reference, coded(kind, 70, 330), 5, BF16, with_bias=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_of_all_shapes(triton_ops: Any, reference: Any, kind: str, dtype: torch.dtype) -> None:
+    rng = random.Random(kind)
+    for rows in (1, 16, 17, 40, 64, 65, 130):
+        weight = coded(kind, rng.randrange(1, 150), rng.randrange(1, 700), seed=rows)
+        check(triton_ops, reference, weight, rows, dtype, rng.random() < 0.5)
+
+
+def test_a_long_sum_is_divided(triton_ops: Any, reference: Any) -> None:
+    """A decode step's product has several parts, summed from first to last; with batch_invariant it has one."""
+    check(triton_ops, reference, coded("int8", 10, 1500), 2, F32, with_bias=True)
+
+
+@pytest.mark.parametrize("kind", ["int4 with minima", pytest.param("int6", marks=pytest.mark.slow)])
+def test_codes_have_the_same_bits_in_any_batch(make_triton_ops, reference: Any, kind: str) -> None:
+    ops = make_triton_ops(batch_invariant=True)
+    x, weight = draw(67, 150, dtype=BF16), coded(kind, 45, 150)
+    ours = ops.prepare_quantized_linear(weight, BF16)
+    got = ops.linear(x, ours)
+    torch.testing.assert_close(
+        got.float(), reference.logits(x, reference.prepare_quantized_linear(weight, F32)), atol=0.1, rtol=2e-2
+    )
+    assert torch.equal(got, torch.cat([ops.linear(x[:3], ours), ops.linear(x[3:], ours)]))
+
+
+def test_quantised_floats(triton_ops: Any, reference: Any) -> None:
+    """What --quantization int8 makes of floats."""
+    check(triton_ops, reference, quantize(draw(33, 100, dtype=BF16)), 3, BF16, with_bias=False)
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("multiplies_fp8", [True, False])
+def test_fp8(make_triton_ops, reference: Any, multiplies_fp8: bool, dtype: torch.dtype) -> None:
+    ops = make_triton_ops(multiplies_fp8=multiplies_fp8)
+    weight = quantize_fp8(draw(70, 200) * torch.linspace(0.01, 3, 70, device=DEVICE).unsqueeze(1))
+    if multiplies_fp8:
+        check(ops, reference, weight, 5, dtype, with_bias=True)
+        check(ops, reference, weight, 67, dtype, with_bias=False)
+    else:  # the input is not rounded
+        x = draw(19, 200, dtype=dtype) / 14
+        want = x.float() @ weight.dequantize().T
+        got = ops.linear(x, ops.prepare_quantized_linear(weight, dtype))
+        torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_rows_as_fp8(make_triton_ops) -> None:
+    make_triton_ops()
+    from pagoda.kernels.linear.triton_linear import quantize_rows
+
+    x = draw(6, 300) * torch.tensor([1e-6, 1.0, 300.0, 1e4, 0.0, 1.0], device=DEVICE).unsqueeze(1)
+    x[1] *= 2.0 ** torch.arange(-20, 0, device=DEVICE).repeat(15)  # most become subnormal, or 0
+    x[5, 7] = torch.nan
+    codes, scales = quantize_rows(x)
+    want_codes, want_scales = quantize_vectors(x)
+    assert torch.equal(codes[:5], want_codes.view(torch.uint8)[:5])
+    assert torch.equal(scales.nan_to_num(nan=-1.0), want_scales.nan_to_num(nan=-1.0))
+    assert scales.isnan().tolist() == [False] * 5 + [True]
+
+
+def test_every_e4m3_is_read_and_written(make_triton_ops) -> None:
+    """All 256 codes through from_e4m3, and numbers on and next to the middle of two codes through to_e4m3."""
+    make_triton_ops()
+    from tests.kernels.triton_e4m3 import read, write
+
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    is_number = ~numbers.isnan()
+    assert torch.equal(read(codes)[is_number] * 256, numbers[is_number])
+    assert torch.equal(write(numbers) & 0x7F, codes & 0x7F)
+    positive = numbers[:0x7F]
+    middles = (positive[1:] + positive[:-1]) / 2
+    for some in (middles, torch.nextafter(middles, middles * 2), torch.nextafter(middles, middles * 0)):
+        for x in (some, -some):
+            assert torch.equal(write(x), x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in
+                                                    ("int4", "int4 with minima", "int6"))])  # fmt: skip
+def test_quantised_experts(triton_ops: Any, reference: Any, kind: str) -> None:
+    hidden, inner, experts, top_k, tokens = 72, 48, 5, 2, 9
+
+    def weights(out_features: int, in_features: int) -> list[QuantizedWeight | Fp8Weight]:
+        if kind == "fp8":
+            return [quantize_fp8(draw(out_features, in_features, seed=e) / 4) for e in range(experts)]
+        return [coded(kind, out_features, in_features, e) for e in range(experts)]
+
+    stacks = weights(2 * inner, hidden), weights(hidden, inner)
+    ours, theirs = (
+        [ops.prepare_experts([ops.prepare_quantized_linear(weight, dtype) for weight in stack]) for stack in stacks]
+        for ops, dtype in ((triton_ops, BF16), (reference, F32))
+    )
+    x, router = draw(tokens, hidden, dtype=BF16, seed=2) / 4, draw(tokens, experts, seed=3)
+    got, want = (ops.moe(x, router, *stack, top_k, True) for ops, stack in ((triton_ops, ours), (reference, theirs)))
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=3e-2)
+
+
+def test_what_cannot_be_prepared(triton_ops: Any) -> None:
+    weight = coded("int8", 4, 64)
+    mixed = [triton_ops.prepare_quantized_linear(coded(kind, 4, 64), BF16) for kind in ("int8", "int4")]
+    with pytest.raises(ValueError, match="of one shape and form"):
+        triton_ops.prepare_experts(mixed)
+    with pytest.raises(ValueError, match="groups of 24 have no kernel"):
+        triton_ops.prepare_quantized_linear(
+            QuantizedWeight(weight.codes, weight.scales, None, 64, 24, 8), BF16
+        )  # fmt: skip
