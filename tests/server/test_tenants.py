@@ -1,12 +1,15 @@
 """API keys are tenants: ids, aborts and caches of one do not reach another; the admin key operates the server."""
 
+import concurrent.futures
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
@@ -35,7 +38,6 @@ def post(server: LiveServer, key: str, path: str, body: Any) -> tuple[int, Any]:
 
 
 def load(server: LiveServer, key: str) -> int:
-    import json
     import urllib.request
 
     request = urllib.request.Request(f"{server.url}/load", headers={"Authorization": f"Bearer {key}"})
@@ -148,18 +150,23 @@ def test_concurrent_chats_may_carry_the_same_request_id_header(shared: LiveServe
     body = {
         "messages": [{"role": "user", "content": "hi"}],
         "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{% for i in range(20000) %}{% endfor %}",
-        "max_tokens": 20,
+        "max_tokens": 1900,
+        "ignore_eos": True,
+        "stream": True,
     }
     headers = {"Authorization": "Bearer one", "X-Request-Id": "same"}
-    answers: list[tuple[int, Any]] = []
+    ids: list[str] = []
+    # No stream is left before each has its id: an id is free again once its request has ended.
+    all_named = threading.Barrier(6, timeout=60)
 
     def ask() -> None:
-        answers.append(shared.post("/v1/chat/completions", body, **headers))
+        with httpx.stream("POST", f"{shared.url}/v1/chat/completions", json=body, headers=headers) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()  # kept: the stream is closed with its iterator
+            ids.append(json.loads(next(lines).removeprefix("data: "))["id"])
+            all_named.wait()
 
-    threads = [threading.Thread(target=ask) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [status for status, _ in answers] == [200] * 6
-    assert len({answer["id"] for _, answer in answers}) == 6
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        for asked in [pool.submit(ask) for _ in range(6)]:
+            asked.result()
+    assert len(set(ids)) == 6
