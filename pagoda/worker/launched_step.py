@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.devices.streams import HostCopy
 from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.inputs import StepInputs
@@ -94,14 +94,3 @@ def tokens_by_sample(num_draws: np.ndarray, tokens: np.ndarray, accepted: np.nda
     column = np.arange(len(tokens)) - np.repeat(np.cumsum(num_draws) - num_draws, num_draws)
     sampled[sample[accepted], column[accepted]] = tokens[accepted]
     return sampled, np.bincount(sample[accepted], minlength=len(num_draws)).astype(np.int32)
-
-
-def prompt_logprob_columns(counts: list[tuple[int, int]], arrays: list[np.ndarray]) -> dict[int, LogprobColumns]:
-    """Return the columns of each row of `Submitted.prompt_logprobs`.   arrays: their copies."""
-    found: dict[int, LogprobColumns] = {}
-    at = 0
-    for row, num_pieces in counts:
-        columns = [np.concatenate(arrays[at + nth : at + 3 * num_pieces : 3]) for nth in range(3)]
-        found[row] = LogprobColumns(*columns)
-        at += 3 * num_pieces
-    return found

@@ -6,77 +6,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import CapacityError, PagodaError, RequestError, StepTooLarge, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
-from pagoda.base.pooling import PoolingPlan
-from pagoda.core.grammar import GrammarBackend
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
-from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.ops import Ops
-from pagoda.kernels.select import select_ops
-from pagoda.loading.adapters.files import AdapterTargets
-from pagoda.loading.loader import load_model
-from pagoda.loading.model_config import read_architecture
-from pagoda.loading.model_files import ModelFiles
-from pagoda.models.base import Model
-from pagoda.worker.adapters import AdapterLimits, Adapters, AdapterStore
+from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.devices import Device, select_device
 from pagoda.worker.devices.cuda import CudaDevice
-from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
+from pagoda.worker.dry_runs import DryRuns
+from pagoda.worker.forward_pass import ForwardPass, ReplayedForward
 from pagoda.worker.grammar_rows import GrammarRows
-from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.largest_steps import largest_steps
 from pagoda.worker.launched_step import LaunchedStep
+from pagoda.worker.loaded_model import LoadedModel, load
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.prompt_embeds import PromptEmbeds
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.make import make_speculator
-from pagoda.worker.speculation.setup import DraftSetup
+from pagoda.worker.worker_config import DTYPES, WorkerConfig
 
 logger = logging.getLogger("pagoda")
-
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """A worker's settings.
-
-    dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8" and "fp8".
-    num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
-    max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
-    grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
-    pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
-    """
-
-    files: ModelFiles
-    dtype: str
-    quantization: str | None
-    kv_dtype: str
-    block_size: int
-    num_blocks: int
-    num_host_blocks: int
-    max_rows: int
-    max_model_len: int
-    max_drafts: int
-    parallel: ParallelConfig
-    grammars: GrammarBackend | None = None
-    pin_threads: bool = False
-    drafting: DraftSetup | None = None
-    adapters: AdapterLimits | None = None
-    pooling: PoolingPlan | None = None
-    takes_embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +44,6 @@ class StepProfile:
     region_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loaded:
-    """What a worker has before its KV pools.   max_len: positions of a row, those past its end included."""
-
-    device: Device
-    ops: Ops
-    model: Model
-    forward: ForwardPass
-    store: AdapterStore | None
-    dtype: torch.dtype
-    max_len: int
-
-
 class Worker:
     """Loads the model in `start`, then runs steps in order. Not thread-safe."""
 
@@ -115,38 +52,14 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._forward: ForwardPass | None = None
         self._adapters: AdapterStore | None = None
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedModel | None = None
 
-    def _load(self) -> "_Loaded":
-        """Load the weights. Raises ConfigError if the device does not support the settings."""
-        begin_s = time.perf_counter()
-        config = self._config
-        device = select_device(config.parallel)
-        device.prepare()
-        dtype = _DTYPES[config.dtype]
-        # A step in flight may write tokens past the end of a finished row: reserve positions for them.
-        max_len = config.max_model_len + config.max_drafts + 1
-        ops = select_ops(
-            config.parallel.kernels, device.device, device.threads, max_len, config.parallel.batch_invariant
-        )
-        model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
-        store = None
-        if config.adapters is not None:
-            targets = AdapterTargets(read_architecture(config.files)[0], model)
-            store = AdapterStore(model, targets, ops, dtype, device.device, config.adapters)
-        tables = store.tables if store is not None else None
-        forward: ForwardPass = EagerForward(model, ops, tables)
-        if device.device.type == "cuda" and ops.name == "triton" and model.kv_groups:
-            forward = GraphedForward(model, ops, config.max_rows, max_len, device.device, tables)
-        elif isinstance(ops, NativeOps):
-            forward = ReplayedForward(model, ops, tables)
-            # The native kernels have their own threads. torch's threads, woken for a small op in between, would
-            # busy-wait for milliseconds on the same cores.
-            torch.set_num_threads(1)
-            self._settle_threads(ops)
-        self._forward, self._adapters = forward, store
-        logger.info("weights loaded in %.2f s", time.perf_counter() - begin_s)
-        return _Loaded(device, ops, model, forward, store, dtype, max_len)
+    def _load(self) -> LoadedModel:
+        """Load the weights, unless that is done. Raises ConfigError if the device does not support the settings."""
+        if self._loaded is None:
+            self._loaded = load(self._config)
+            self._forward, self._adapters = self._loaded.forward, self._loaded.store
+        return self._loaded
 
     def free_for_cache(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Load the weights, run the largest steps there can be, and return the bytes of a GPU left for the KV pools.
@@ -154,15 +67,16 @@ class Worker:
         Call it before `start`, again with smaller steps if it raises StepTooLarge, and `set_pools` after it. Raises as
         `start` does, too.
         """
-        loaded = self._loaded = self._loaded or self._load()
+        loaded = self._load()
         config, device = self._config, loaded.device
         assert isinstance(device, CudaDevice)
         # Rows without blocks: all of their tokens are in the null block.
         table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(loaded.model.kv_groups))
-        runner = ModelRunner(loaded.forward, table, self._make_cache(loaded, 0, 0), device.device, Sampler(loaded.ops))
+        cache, sampler = self._make_cache(loaded, 0, 0), Sampler(loaded.ops)
+        runs = DryRuns(loaded.forward, table, cache, device.device, sampler)
         steps = largest_steps(max_num_seqs, max_num_batched_tokens, config.max_model_len)
         try:
-            free = device.free_bytes_beside(lambda: [runner.dry_run(step) for step in steps])
+            free = device.free_bytes_beside(lambda: [runs.run(step) for step in steps])
         except torch.OutOfMemoryError as error:
             raise StepTooLarge(
                 f"steps of max_num_batched_tokens={max_num_batched_tokens} and max_num_seqs={max_num_seqs} do not fit "
@@ -179,8 +93,7 @@ class Worker:
 
         Raises ConfigError if the device does not support the settings, CapacityError if the KV pools do not fit.
         """
-        loaded = self._loaded or self._load()
-        self._loaded = None
+        loaded, self._loaded = self._load(), None
         begin_s = time.perf_counter()
         cache = self._make_cache(loaded, self._config.num_blocks, self._config.num_host_blocks)
         self._runner = self._make_runner(loaded, cache)
@@ -193,7 +106,7 @@ class Worker:
             time.perf_counter() - begin_s,
         )
 
-    def _make_cache(self, loaded: "_Loaded", num_blocks: int, num_host_blocks: int) -> CacheEngine:
+    def _make_cache(self, loaded: LoadedModel, num_blocks: int, num_host_blocks: int) -> CacheEngine:
         config = self._config
         try:
             return CacheEngine(
@@ -201,14 +114,14 @@ class Worker:
                 config.block_size,
                 num_blocks,
                 num_host_blocks,
-                _DTYPES[config.kv_dtype],
+                DTYPES[config.kv_dtype],
                 loaded.device.device,
                 loaded.device.streams,
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise CapacityError(f"{num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
 
-    def _make_runner(self, loaded: "_Loaded", cache: CacheEngine) -> ModelRunner:
+    def _make_runner(self, loaded: LoadedModel, cache: CacheEngine) -> ModelRunner:
         config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device.device
         table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
@@ -241,19 +154,6 @@ class Worker:
             embeds,
             loaded.device.streams,
         )
-
-    def _settle_threads(self, ops: NativeOps) -> None:
-        """Pin this thread and the kernels' threads if configured; warn about thread settings that cost speed."""
-        cores = cores_to_pin(ops.threads) if self._config.pin_threads else []
-        if cores and not ops.pin_threads(cores):
-            logger.warning("compute threads could not be pinned to cores")
-        runtimes = openmp_runtimes()
-        if len(runtimes) > 1:
-            logger.warning(
-                "%d OpenMP runtimes in this process, whose threads may compete for cores: %s",
-                len(runtimes),
-                ", ".join(runtimes),
-            )
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Begin one step: see ModelRunner.launch. Raises WorkerDied before `start` and after `shutdown`."""

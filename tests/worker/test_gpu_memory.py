@@ -49,7 +49,7 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             assert config.device == "cuda"
             return gpu
 
-        monkeypatch.setattr("pagoda.worker.worker.select_device", select)
+        monkeypatch.setattr("pagoda.worker.loaded_model.select_device", select)
         settings = {"device": "cuda", "kernels": "torch", "dtype": "float32", "gpu_memory_utilization": 1.0}
         return build_engine_core(EngineConfig.from_options(model=folder, **settings, **options))
 

@@ -24,7 +24,8 @@ BLOCK = 4
 def runner(broken_token: int = -1) -> ModelRunner:
     model = PagedSumModel(broken_token)
     cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, CPU)
-    return ModelRunner(EagerForward(model, TorchOps()), DeviceTable(8, 64, BLOCK, 1), cache, CPU)
+    forward = EagerForward(cast("Any", model), cast("Any", TorchOps()))
+    return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU)
 
 
 def continued(prompt: list[int], count: int) -> list[int]:
@@ -145,7 +146,7 @@ def test_an_error_while_drafting_costs_no_token() -> None:
             raise RuntimeError("injected")
 
     run = runner()
-    run._speculator = cast("Any", Broken())
+    run._drafting.speculator = cast("Any", Broken())
     for number, (start, count) in enumerate(((0, 2), (2, 1)), 1):
         admitted = (row_init(0, [5, 6], [1, 2]),) if number == 1 else ()
         out = run.run(step(number, [(0, start, count)], admitted=admitted))

@@ -8,7 +8,8 @@ from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import CapacityError, ConfigError, WorkerDied
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.loading.model_files import identify
-from pagoda.worker.worker import Worker, WorkerConfig
+from pagoda.worker.worker import Worker
+from pagoda.worker.worker_config import WorkerConfig
 from tests.engine.driver import write_tiny_llama
 from tests.worker.hand_made import row_init, step
 
@@ -61,9 +62,9 @@ def test_only_an_engine_told_to_pins_its_threads(
     pin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("pagoda.worker.worker.cores_to_pin", lambda threads: [(0,)] * threads)
+    monkeypatch.setattr("pagoda.worker.loaded_model.cores_to_pin", lambda threads: [(0,)] * threads)
     monkeypatch.setattr(NativeOps, "pin_threads", lambda self, cores: asked.append(cores))  # None: it did not work
-    monkeypatch.setattr("pagoda.worker.worker.openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
+    monkeypatch.setattr("pagoda.worker.loaded_model.openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
     with caplog.at_level(logging.WARNING, logger="pagoda"):
         Worker(
             config(write_tiny_llama(tmp_path), parallel=ParallelConfig(device="cpu", threads=2), pin_threads=pin)

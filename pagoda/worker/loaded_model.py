@@ -1,0 +1,78 @@
+"""LoadedModel: a model in a device's memory with the kernels that compute it, before it has KV pools."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.ops import Ops
+from pagoda.kernels.select import select_ops
+from pagoda.loading.adapters.files import AdapterTargets
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_config import read_architecture
+from pagoda.models.base import Model
+from pagoda.worker.adapters import AdapterStore
+from pagoda.worker.devices import Device, select_device
+from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
+from pagoda.worker.graphed_forward import GraphedForward
+from pagoda.worker.worker_config import DTYPES, WorkerConfig
+
+logger = logging.getLogger("pagoda")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """What a worker has before its KV pools.   max_len: positions of a row, those past its end included."""
+
+    device: Device
+    ops: Ops
+    model: Model
+    forward: ForwardPass
+    store: AdapterStore | None
+    dtype: torch.dtype
+    max_len: int
+
+
+def load(config: WorkerConfig) -> LoadedModel:
+    """Load the weights. Raises ConfigError if the device does not support the settings."""
+    begin_s = time.perf_counter()
+    device = select_device(config.parallel)
+    device.prepare()
+    dtype = DTYPES[config.dtype]
+    # A step in flight may write tokens past the end of a finished row: reserve positions for them.
+    max_len = config.max_model_len + config.max_drafts + 1
+    ops = select_ops(config.parallel.kernels, device.device, device.threads, max_len, config.parallel.batch_invariant)
+    model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
+    store = None
+    if config.adapters is not None:
+        targets = AdapterTargets(read_architecture(config.files)[0], model)
+        store = AdapterStore(model, targets, ops, dtype, device.device, config.adapters)
+    tables = store.tables if store is not None else None
+    forward: ForwardPass = EagerForward(model, ops, tables)
+    if device.device.type == "cuda" and ops.name == "triton" and model.kv_groups:
+        forward = GraphedForward(model, ops, config.max_rows, max_len, device.device, tables)
+    elif isinstance(ops, NativeOps):
+        forward = ReplayedForward(model, ops, tables)
+        # The native kernels have their own threads. torch's threads, woken for a small op in between, would
+        # busy-wait for milliseconds on the same cores.
+        torch.set_num_threads(1)
+        _settle_threads(ops, config.pin_threads)
+    logger.info("weights loaded in %.2f s", time.perf_counter() - begin_s)
+    return LoadedModel(device, ops, model, forward, store, dtype, max_len)
+
+
+def _settle_threads(ops: NativeOps, pin_threads: bool) -> None:
+    """Pin this thread and the kernels' threads if configured; warn about thread settings that cost speed."""
+    cores = cores_to_pin(ops.threads) if pin_threads else []
+    if cores and not ops.pin_threads(cores):
+        logger.warning("compute threads could not be pinned to cores")
+    runtimes = openmp_runtimes()
+    if len(runtimes) > 1:
+        logger.warning(
+            "%d OpenMP runtimes in this process, whose threads may compete for cores: %s",
+            len(runtimes),
+            ", ".join(runtimes),
+        )
