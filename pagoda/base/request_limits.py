@@ -83,6 +83,9 @@ class RequestLimits:
     body_values: Annotated[int, _limit("JSON values in a body (token ids count)")] = 1_000_000
     body_objects: Annotated[int, _limit("objects, lists and object keys in a body")] = 100_000
     body_exponents: Annotated[int, _limit("numbers with an exponent of three digits or more in a body")] = 1_024
+    body_escapes: Annotated[int, _limit("backslashes in a body (text in `\\uXXXX` escapes has one per character)")] = (
+        1_500_000
+    )
     json_depth: Annotated[int, _limit("levels of nesting in a free-form field (messages, tools, `metadata`, ...)")] = 64
     json_values: Annotated[int, _limit("values in all free-form fields together")] = 131_072
     json_chars: Annotated[int, _limit("characters in all strings and keys of all free-form fields together")] = (

@@ -72,6 +72,16 @@ def test_numbers_that_are_slow_to_decode_are_refused_before_decoding(size: int) 
     asyncio.run(check_structure(body.replace(b"1e308", b"1e+30"), RequestLimits()))
 
 
+@pytest.mark.parametrize("escape", [b"\\n", b"\\u00e9"])
+def test_text_in_escapes_is_bounded_before_decoding(escape: bytes) -> None:
+    def body(num_escapes: int) -> bytes:
+        return b'{"prompt":"' + escape * num_escapes + b'"}'
+
+    asyncio.run(check_structure(body(1_500_000), RequestLimits()))
+    with pytest.raises(RequestError, match="1500001 backslashes in a body .* limit of 1500000 .body_escapes."):
+        asyncio.run(check_structure(body(1_500_001), RequestLimits()))
+
+
 def test_an_answer_in_pieces_is_the_answer() -> None:
     async def encoded(value: Any) -> bytes:
         return b"".join([piece async for piece in json_pieces(value)])

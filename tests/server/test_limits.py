@@ -123,6 +123,7 @@ def test_every_bound_has_a_case() -> None:
         "body_values",
         "body_objects",
         "body_exponents",
+        "body_escapes",
     }
     assert {limit for limit, *_ in CASES} | in_python == {name for name, _, _ in describe_limits()}
 
