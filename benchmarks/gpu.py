@@ -14,6 +14,7 @@ left out, so an interrupted run continues. Without a GPU only `compile` and `hos
     SHAPE:idleN             share of the time without a kernel running, while N sequences decode
     SHAPE:WORKLOAD:invariant    the same with --batch-invariant
     SHAPE:WORKLOAD:eager        the same with torch's kernels and without graphs
+    SHAPE:WORKLOAD:flashinfer, :varlen    the same with --attention-backend, where the library is installed
     SHAPE:WORKLOAD:transformers continuous batching of transformers, on the same card
 
 --rehearse runs all of it on the CPU with a tiny model and small inputs, in a folder of its own: it proves the script,
@@ -48,6 +49,8 @@ VARIANTS = {
     "": [],
     "invariant": ["--batch-invariant"],
     "eager": ["--kernels", "torch"],
+    "flashinfer": ["--attention-backend", "flashinfer"],
+    "varlen": ["--attention-backend", "varlen"],
 }
 REHEARSED = "tiny"
 
@@ -86,6 +89,9 @@ class Bench:
             for variant in ("invariant", "eager"):
                 found[f"{small}:{workload}:{variant}"] = partial(self.throughput, small, workload, variant)
         if not self.is_rehearsal:
+            for workload in (common, "decode64", "prefill8k"):
+                for variant in ("flashinfer", "varlen"):
+                    found[f"{small}:{workload}:{variant}"] = partial(self.throughput, small, workload, variant)
             found[f"{small}:{common}:transformers"] = partial(self.transformers, small, common)
         return found
 

@@ -43,7 +43,7 @@ def test_a_rehearsal_has_a_part_of_every_kind() -> None:
 
     missing = kinds("cuda") - kinds("cpu")
     assert {name for name in missing if not name.startswith("test_")} == {
-        "nano", "prefill8k", "prefix", "chat", "transformers"
+        "nano", "prefill8k", "prefix", "chat", "transformers", "flashinfer", "varlen"
     }  # fmt: skip
 
 

@@ -77,6 +77,16 @@ class ServerTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class TLSFiles:
+    """What the server proves its identity with."""
+
+    ssl_certfile: Annotated[str | None, Setting("TLS certificate, a PEM file.", unset="plain HTTP", flat=True)] = None
+    ssl_keyfile: Annotated[str | None, Setting("TLS key, a PEM file.", unset="read from ssl_certfile", flat=True)] = (
+        None
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP server (docs/internals/server.md)."""
 
@@ -90,8 +100,7 @@ class ServerConfig:
             unset="any API key",
         ),
     ] = None
-    ssl_certfile: Annotated[str | None, Setting("TLS certificate, a PEM file.", unset="plain HTTP")] = None
-    ssl_keyfile: Annotated[str | None, Setting("TLS key, a PEM file.", unset="read from ssl_certfile")] = None
+    tls: Annotated[TLSFiles, Setting("Certificate and key of HTTPS.")] = field(default_factory=TLSFiles)
     cors_origins: Annotated[
         tuple[str, ...], Setting("Origin that browsers may send requests from.", unset="CORS is off")
     ] = ()

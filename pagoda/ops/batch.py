@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic
 
+import numpy as np
+
 from pagoda.ops.declare import Domain
 from pagoda.ops.tensor import TensorT
 
@@ -23,6 +25,15 @@ class KVLayer(Generic[TensorT]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OnHost:
+    """Arrays of AttentionMetadata on the host, for libraries that plan their work there: int32, of the same shapes."""
+
+    query_start: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata(Generic[TensorT]):
     """The batch for one KV group. The tokens of a row are consecutive in the token dimension.
 
@@ -35,6 +46,7 @@ class AttentionMetadata(Generic[TensorT]):
     block_size: tokens per block.   max_query_len, max_seq_len: largest of the batch.
     shared_prefix: int32 [2], (tokens, rows): so many tokens at the beginning of each of the first rows are in the same
         blocks, and were in the cache before this step; None if that is not worth knowing. It changes no result.
+    on_host: the same on the host; None in a batch that is recorded, whose replays have other values.
     """
 
     query_start: TensorT
@@ -45,6 +57,7 @@ class AttentionMetadata(Generic[TensorT]):
     max_query_len: int
     max_seq_len: int
     shared_prefix: TensorT | None = None
+    on_host: OnHost | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

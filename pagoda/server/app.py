@@ -165,15 +165,15 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
     if config.access_log:
         _log_plainly("pagoda.access", sys.stdout)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
+    url = f"{'https' if config.tls.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
     on_refusal = functools.partial(state.generator.metrics.on_refusal, "connections")
     server = _Server(
         uvicorn.Config(
             create_app(state, config),
             http=functools.partial(BoundedHttpProtocol, config, on_refusal),  # type: ignore[arg-type]
             ws="none",
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.tls.ssl_certfile,
+            ssl_keyfile=config.tls.ssl_keyfile,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=1,

@@ -37,14 +37,15 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def _check_certificate(config: ServerConfig) -> None:
-    if config.ssl_certfile is None:
-        if config.ssl_keyfile is not None:
+    tls = config.tls
+    if tls.ssl_certfile is None:
+        if tls.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.ssl_certfile, tls.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:
-        files = f"--ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile or config.ssl_certfile}"
+        files = f"--ssl-certfile {tls.ssl_certfile}, --ssl-keyfile {tls.ssl_keyfile or tls.ssl_certfile}"
         raise ConfigError(f"{files}: no usable certificate and key ({error.strerror or error})") from None
 
 

@@ -15,6 +15,7 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
 from pagoda.models.base import Model
 from pagoda.worker.adapters import AdapterStore
+from pagoda.worker.check_attention import check_attention
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
 from pagoda.worker.graphed_forward import GraphedForward
@@ -44,8 +45,17 @@ def load(config: WorkerConfig) -> LoadedModel:
     dtype = DTYPES[config.dtype]
     # A step in flight may write tokens past the end of a finished row: reserve positions for them.
     max_len = config.max_model_len + config.max_drafts + 1
-    ops = select_ops(config.parallel.kernels, device.device, device.threads, max_len, config.parallel.batch_invariant)
+    parallel = config.parallel
+    ops = select_ops(
+        parallel.kernels,
+        device.device,
+        device.threads,
+        max_len,
+        parallel.batch_invariant,
+        parallel.attention_backend,
+    )
     model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
+    check_attention(parallel.attention_backend, model, dtype, DTYPES[config.kv_dtype])
     store = None
     if config.adapters is not None:
         targets = AdapterTargets(read_architecture(config.files)[0], model)

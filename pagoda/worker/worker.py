@@ -140,6 +140,7 @@ class Worker:
                 config.max_model_len,
                 grammars,
                 adapters,
+                config.parallel.attention_backend,
             )
         return ModelRunner(
             loaded.forward,

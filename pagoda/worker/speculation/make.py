@@ -9,6 +9,7 @@ from pagoda.kernels.ops import Ops
 from pagoda.loading.loader import load_model
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.check_attention import check_attention
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.registry import DraftParts, make_drafter
 from pagoda.worker.drafters.rollout import DraftForward
@@ -31,11 +32,13 @@ def make_speculator(
     max_model_len: int,
     grammars: GrammarRows | None = None,
     adapters: Adapters | None = None,
+    attention_backend: str = "auto",
 ) -> Speculator:
     """Return the speculator of a worker, with the draft model loaded if there is one.
 
     forward, table, cache: of the model whose tokens are drafted.   dtype: of the draft model's weights and KV cache.
     grammars: of the worker's rows; what they force is drafted first.   adapters: of its rows; a draft model has none.
+    attention_backend: of `ops`; raises ConfigError if it cannot compute the draft model.
     """
     parts: DraftParts | None = None
     if setup.num_layers:
@@ -43,6 +46,7 @@ def make_speculator(
     elif setup.files is not None:
         max_rows, max_len = table.token_ids.shape
         model = load_model(setup.files, ops, dtype, device, setup.config.quantization, max_len)
+        check_attention(attention_backend, model, dtype, dtype)
         drafting = ReplayedForward(model, ops) if isinstance(ops, NativeOps) else EagerForward(model, ops)
         own_cache = CacheEngine(model.kv_groups, table.block_size, setup.num_blocks, 0, dtype, device)
         own_table = DeviceTable(max_rows, max_len, table.block_size, len(model.kv_groups))
