@@ -12,8 +12,9 @@
 template <class Stored>
 struct Forms {
     static constexpr bool PAIRED = PageLayout<Stored>::PAIR == 2;
-    using Kind = typename std::conditional<PAIRED, Paired, Single>::type;
+    using Kind = typename std::conditional<PAIRED, PairsOfBF16, Single>::type;
     using Lane = typename Kind::Lane;
+    using Word = typename Kind::Word;
     static constexpr bool IN_PLACE = std::is_same<Stored, bf16>::value || std::is_same<Stored, float>::value;
     static constexpr bool SCALED = std::is_same<Stored, int8_t>::value;
     static constexpr int WIDTH = Kind::WIDTH;
@@ -43,22 +44,20 @@ struct Forms {
         }
     }
 
-    // One query vector as `head_dim / WIDTH` lanes.
+    // One query vector as words.
     template <class T>
-    static void query(const T* from, Lane* to, int head_dim) {
-        for (int d = 0; d < head_dim; d += 16) {
-            if constexpr (WIDTH == 2)
-                store(reinterpret_cast<bf16*>(to) + d, load(from + d));
-            else
-                store(reinterpret_cast<float*>(to) + d, load(from + d));
-        }
+    static void query(const T* from, Word* to, int head_dim) {
+        for (int d = 0; d < head_dim; d += 16) Kind::put(to, d, load(from + d));
     }
 };
 
-// A thread's scratch memory. Sizes in floats or lanes, of 32 bits each.
-template <class Lane>
+// A thread's scratch memory. Sizes in floats, lanes or words, of 32 bits each.
+template <class Kind>
 struct Workspace {
-    Lane *queries, *weights, *keys, *values;  // queries: those of a tile, per head
+    using Lane = typename Kind::Lane;
+    using Word = typename Kind::Word;
+    Word *queries, *weights;  // queries: those of a tile, per head
+    Lane *keys, *values;
     float *scores, *keep, *new_top, *sums, *key_scale, *value_scale, *partials;
     int rows, head_dim, heads;
 
@@ -71,12 +70,13 @@ struct Workspace {
         char* at = static_cast<char*>(thread_scratch(total * 4, 0));
         char* places[11];
         for (int i = 0; i < 11; i++) places[i] = at, at += sizes[i] * 4;
+        auto words = [&](int i) { return reinterpret_cast<Word*>(places[i]); };
         auto lanes = [&](int i) { return reinterpret_cast<Lane*>(places[i]); };
         auto floats = [&](int i) { return reinterpret_cast<float*>(places[i]); };
-        return {lanes(0),  lanes(1),  lanes(2),  lanes(3),  floats(4),  floats(5), floats(6),
+        return {words(0),  words(1),  lanes(2),  lanes(3),  floats(4),  floats(5), floats(6),
                 floats(7), floats(8), floats(9), floats(10), rows,      p.head_dim, heads};
     }
-    Lane* queries_of(int head) const { return queries + size_t(head) * rows * head_dim; }
+    Word* queries_of(int head) const { return queries + size_t(head) * rows * head_dim; }
     float* sums_of(int head) const { return sums + size_t(head) * rows * 16; }
     Partial combined(int head) const { return partial(head); }
     Partial next(int head) const { return partial(heads + head); }
@@ -96,7 +96,7 @@ struct Context {
 
     // Load positions chunk_at .. chunk_at + 63 of the row, of which some query sees [visible, end).
     // Blocks outside that range are not read: their table entries may be stale.
-    void load_chunk(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Lane>& w,
+    void load_chunk(const int32_t* table, int64_t kv_head, int chunk_at, int visible, int end, const Workspace<Kind>& w,
                KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
         int bs = p.block_size, low = std::max(chunk_at, visible), high = std::min(chunk_at + CHUNK, end);
         keys.groups = (high - chunk_at + 15) / 16;
@@ -115,7 +115,7 @@ struct Context {
     }
 
     void load_scales(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high,
-                      const Workspace<Lane>& w) const {
+                      const Workspace<Kind>& w) const {
         memset(w.key_scale, 0, sizeof(float) * CHUNK);
         memset(w.value_scale, 0, sizeof(float) * CHUNK);
         int bs = p.block_size;
@@ -128,7 +128,7 @@ struct Context {
     }
 
     // int8 blocks of 16, 32 or 64 slots: a whole block is widened at once and keeps its page's layout.
-    void load_whole_blocks(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+    void load_whole_blocks(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Kind>& w,
                      KeyChunk<Kind>& keys, ValueChunk<Kind>& values) const {
         int bs = p.block_size, hd = p.head_dim;
         for (int i = 0; i < CHUNK; i += bs) {
@@ -149,7 +149,7 @@ struct Context {
 
     // STEP adjacent slots are in one block.
     template <int STEP>
-    void load_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Lane>& w,
+    void load_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Kind>& w,
                     KeyChunk<Kind>& keys) const {
         constexpr bool DIRECT = F::IN_PLACE && STEP == 16;
         int bs = p.block_size, index = chunk_at / bs, slot = chunk_at % bs;
@@ -171,7 +171,7 @@ struct Context {
         }
     }
 
-    void load_values(const int32_t* table, int64_t kv_head, int chunk_at, const Workspace<Lane>& w,
+    void load_values(const int32_t* table, int64_t kv_head, int chunk_at, const Workspace<Kind>& w,
                       ValueChunk<Kind>& values) const {
         int bs = p.block_size, hd = p.head_dim;
         int first = chunk_at + values.begin * WIDTH, index = first / bs, slot = first % bs;

@@ -11,6 +11,7 @@ struct Attention {
     using F = Forms<Stored>;
     using Kind = typename F::Kind;
     using Lane = typename F::Lane;
+    using Word = typename F::Word;
     static constexpr int WIDTH = F::WIDTH;
     const Problem& p;
     Context<Stored> context{p};
@@ -19,7 +20,7 @@ struct Attention {
     float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
 
     // Scale, cap and mask one query vector's scores as needed; return the largest exponent.
-    float finish_scores(float* scores, int groups, int chunk_at, int at, int length, const Workspace<Lane>& w) const {
+    float finish_scores(float* scores, int groups, int chunk_at, int at, int length, const Workspace<Kind>& w) const {
         int from = p.first_visible(at) - chunk_at, to = p.last_visible(at, length) - chunk_at;
         bool partly = from > 0 || to < CHUNK - 1;
         f32x16 highest = splat(HIDDEN);
@@ -38,23 +39,20 @@ struct Attention {
     }
 
     // Turn one query vector's scores into weights and add them to its running sums.
-    void weigh(const float* scores, int groups, Lane* weights, float top, float keep, float* sums,
-               const Workspace<Lane>& w) const {
+    void weigh(const float* scores, int groups, Word* weights, float top, float keep, float* sums,
+               const Workspace<Kind>& w) const {
         f32x16 sum = load(sums) * keep;
         for (int g = 0; g < groups; g++) {
             f32x16 weight = exp2(fma(load(scores + 16 * g), splat(exponent_scale()), splat(-top)));
             sum = sum + weight;
             if constexpr (F::SCALED) weight = weight * load(w.value_scale + 16 * g);
-            if constexpr (WIDTH == 2)
-                store(reinterpret_cast<bf16*>(weights) + 16 * g, weight);
-            else
-                store(reinterpret_cast<float*>(weights) + 16 * g, weight);
+            Kind::put(weights, 16 * g, weight);
         }
         store(sums, sum);
     }
 
     // Online softmax of a chunk for all rows of a tile: scores to weights, with `keep` for what was summed before.
-    void online_softmax(const Tile& t, int chunk_at, int groups, const Workspace<Lane>& w, Partial part,
+    void online_softmax(const Tile& t, int chunk_at, int groups, const Workspace<Kind>& w, Partial part,
                         float* sums) const {
         int n = rows(t), group = p.group();
         for (int r = 0; r < n; r++) {
@@ -67,31 +65,34 @@ struct Attention {
             store_lanes(part.top + r, top, lanes);
         });
         for (int r = 0; r < n; r++)
-            weigh(w.scores + r * CHUNK, groups, w.weights + r * (CHUNK / WIDTH), part.top[r], w.keep[r], sums + r * 16, w);
+            weigh(w.scores + r * CHUNK, groups, w.weights + r * WEIGHT_WORDS<Kind>, part.top[r], w.keep[r], sums + r * 16, w);
     }
 
     int rows(const Tile& t) const { return t.num_queries * p.group(); }
 
-    void load_queries(const Tile& t, Heads heads, const Workspace<Lane>& w) const {
+    void load_queries(const Tile& t, Heads heads, const Workspace<Kind>& w) const {
         by_dtype(p.dtype, [&](auto element) {
             for (int h = 0; h < heads.count; h++)
-                load_queries_of<decltype(element)>(t, heads.first + h, w.queries_of(h));
+                load_queries_of<decltype(element)>(t, heads.first + h, w.queries_of(h), w);
         });
     }
     template <class T>
-    void load_queries_of(const Tile& t, int64_t kv_head, Lane* to) const {
+    void load_queries_of(const Tile& t, int64_t kv_head, Word* to, const Workspace<Kind>& w) const {
         int group = p.group();
+        int64_t depth = p.head_dim / WIDTH, words = words_of<Kind>(depth);
+        Word* in_order = reinterpret_cast<Word*>(w.partials);  // used by no segment yet
         for (int r = 0; r < rows(t); r++) {
             int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
             const T* from = static_cast<const T*>(p.q) + token * p.q_stride + head * p.head_dim;
-            F::query(from, to + int64_t(r) * (p.head_dim / WIDTH), p.head_dim);
+            F::query(from, in_order + r * words, p.head_dim);
         }
+        order_by_tile<Kind>(to, rows(t), depth, [&](int r, int64_t i) { return in_order[r * words + i]; });
     }
 
     // Compute a segment's sums; part(h) receives those of the unit's h-th head. Meanwhile prefetch what this thread reads
     // next: the unit's positions below `walked_until`, then the beginning of `then`.
     template <class PartOf>
-    void run_segment(const Unit& unit, int segment, const Workspace<Lane>& w, PartOf&& part, int walked_until,
+    void run_segment(const Unit& unit, int segment, const Workspace<Kind>& w, PartOf&& part, int walked_until,
                      const Unit* then) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
@@ -110,12 +111,10 @@ struct Attention {
         ValueChunk<Kind> values;
         for (int chunk_at = first; chunk_at < last; chunk_at += CHUNK) {
             ahead.clear();
-            if (n <= FEW_VECTORS) {
-                if (chunk_at + CHUNK < walked_until)
-                    context.prefetch_chunk(unit, chunk_at + CHUNK, false, ahead);
-                else if (then != nullptr)
-                    context.prefetch_chunk(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
-            }
+            if (chunk_at + CHUNK < walked_until)
+                context.prefetch_chunk(unit, chunk_at + CHUNK, false, ahead);
+            else if (then != nullptr)
+                context.prefetch_chunk(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
             for (int h = 0; h < heads.count; h++) {
                 context.load_chunk(table, heads.first + h, chunk_at, visible, end, w, keys, values);
                 scores_of<Kind>(w.queries_of(h), n, keys, hd / WIDTH, w.scores, ahead);
@@ -150,7 +149,7 @@ struct Attention {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
         int n = rows(t), first = t.first_segment(p);
-        auto w = Workspace<Lane>::take(p, n, heads.count);
+        auto w = Workspace<Kind>::take(p, n, heads.count);
         load_queries(t, heads, w);
         for (int s = 0; s < t.num_segments(p); s++) {
             auto part = [&](int h) { return s == 0 ? w.combined(h) : w.next(h); };
@@ -165,7 +164,7 @@ struct Attention {
     void run_part(const Tile& t, int kv_head, int segment, float* parts, std::atomic<int>& unfinished) const {
         int n = rows(t);
         size_t size = Partial::floats(n, p.head_dim);
-        auto w = Workspace<Lane>::take(p, n, 1);
+        auto w = Workspace<Kind>::take(p, n, 1);
         Heads heads{kv_head, 1};
         load_queries(t, heads, w);
         auto part = [&](int) { return Partial::at(parts + size * segment, n); };

@@ -187,14 +187,17 @@ inline void store_halfwords(void* p, u32x16 v) {
 #endif
 }
 
+// The upper halfwords of the result are v rounded to bf16; its lower ones mean nothing.
+inline u32x16 rounded_to_bf16(f32x16 v) {
+    u32x16 bits = (u32x16)v;
+    return select(v == v, bits + 0x7fffu + ((bits >> 16) & 1u), u32x16{} + 0x7fc00000u);
+}
 inline f32x16 load(const bf16* p) { return (f32x16)(load_halfwords(p) << 16); }
 inline void store(bf16* p, f32x16 v) {
 #if defined(PAGODA_AVX512_BF16)
     store_lanes_of(p, (u16x16)_mm512_cvtneps_pbh((__m512)v));
 #else
-    u32x16 bits = (u32x16)v;
-    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    store_halfwords(p, select(v == v, rounded, u32x16{} + 0x7fc0u));
+    store_halfwords(p, rounded_to_bf16(v) >> 16);
 #endif
 }
 
@@ -232,6 +235,9 @@ inline void store(f16* p, f32x16 v) {
 template <class T>
 inline f32x16 rounded(f32x16 v) {
     if constexpr (sizeof(T) == 4) return v;
+#if !defined(PAGODA_AVX512_BF16)
+    if constexpr (std::is_same<T, bf16>::value) return (f32x16)(rounded_to_bf16(v) & 0xffff0000u);
+#endif
     T narrow[16];
     store(narrow, v);
     return load(narrow);
