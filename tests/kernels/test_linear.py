@@ -1,5 +1,7 @@
 """Packed linear layers against their definition, and each row's bits in different batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from pagoda.ops.tensor import LinearWeight
 
 SHAPES = [(576, 960), (1536, 576), (100, 17), (17, 100), (1, 1), (33, 65), (130, 49)]  # in, out
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUANTIZED = ["q8", "q8_32", "q4", "q4_min"]
+QUANTIZED = ["q8", "q8_32", "q4", "q4_min", "q4_zero"]
 
 
 def two_threads(native: NativeOps) -> NativeOps:
@@ -25,7 +27,8 @@ def quantized(kind: str, out_features: int, in_features: int) -> QuantizedWeight
     codes = torch.randint(0, 16, (out_features, 32 * groups), dtype=torch.uint8)
     scales = (torch.rand(out_features, groups) / 10).half()
     minima = (torch.randn(out_features, groups) / 10).half() if kind == "q4_min" else None
-    return QuantizedWeight(codes, scales, minima, in_features, 32, 4)
+    zeros = torch.randint(0, 17, (out_features, groups), dtype=torch.uint8) if kind == "q4_zero" else None
+    return QuantizedWeight(codes, scales, minima, in_features, 32, 4, zeros)
 
 
 def any_weight(native: NativeOps, kind: torch.dtype | str, out_features: int, in_features: int) -> LinearWeight:
@@ -84,6 +87,14 @@ def test_quantized_equals_its_definition(
     assert (got - expected).abs().max() <= 1e-6 * max(1.0, float(expected.abs().max()))
 
 
+def test_zero_points_in_the_middle_give_the_bits_of_symmetric_codes(native: NativeOps) -> None:
+    torch.manual_seed(0)
+    symmetric, x = quantized("q4", 33, 130), torch.randn(20, 130).bfloat16()
+    middle = replace(symmetric, zeros=torch.full(symmetric.scales.shape, 8, dtype=torch.uint8))
+    ours, theirs = (native.logits(x, native.linears.prepare_quantized(weight)) for weight in (middle, symmetric))
+    assert torch.equal(ours, theirs)
+
+
 def test_quantize_keeps_values_within_half_a_step() -> None:
     torch.manual_seed(0)
     weight = torch.randn(50, 200)
@@ -110,7 +121,7 @@ def test_a_row_has_the_same_bits_in_any_batch(native: NativeOps, kind: torch.dty
             assert torch.equal(ops.logits(x[first : first + rows], weight), alone[first : first + rows]), rows
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, "q8", "q4_min"], ids=str)
+@pytest.mark.parametrize("kind", [torch.bfloat16, "q8", "q4_min", "q4_zero"], ids=str)
 def test_bits_do_not_depend_on_threads_or_how_work_is_divided(native: NativeOps, kind: torch.dtype | str) -> None:
     """Cuts that leave remainders of rows and of panels, for fewer and for more threads than there are pieces."""
     torch.manual_seed(0)

@@ -13,13 +13,15 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {F32: 2e-5, BF16: 2e-2, F16: 3e-3}
 
-KINDS = {  # bits, group, with minima
-    "int8": (8, 64, False),
-    "int8 of 32": (8, 32, False),
-    "int4": (4, 32, False),
-    "int4 with minima": (4, 32, True),
-    "int4 of 128 with minima": (4, 128, True),
-    "int6": (6, 16, False),
+KINDS = {  # bits, group, with minima or zeros
+    "int8": (8, 64, ""),
+    "int8 of 32": (8, 32, ""),
+    "int4": (4, 32, ""),
+    "int4 with minima": (4, 32, "minima"),
+    "int4 of 128 with minima": (4, 128, "minima"),
+    "int4 of 64 with zeros": (4, 64, "zeros"),
+    "int4 of 128 with zeros": (4, 128, "zeros"),
+    "int6": (6, 16, ""),
 }
 
 
@@ -29,16 +31,17 @@ def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
 
 def coded(kind: str, out_features: int, in_features: int, seed: int = 0) -> QuantizedWeight:
     """Random codes of every value, with scales that float16 holds exactly."""
-    bits, group, has_minima = KINDS[kind]
+    bits, group, offsets = KINDS[kind]
     groups = -(-in_features // group)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (out_features, groups * group), generator=generator, dtype=torch.uint8)
     codes[:, in_features:] = 255 >> (8 - bits)  # what is not there must not count
     scales = (torch.rand(out_features, groups, generator=generator) / (1 << bits)).half()
-    minima = -torch.rand(out_features, groups, generator=generator).half() / 2 if has_minima else None
-    return QuantizedWeight(
-        codes.to(DEVICE), scales.to(DEVICE), None if minima is None else minima.to(DEVICE), in_features, group, bits
-    )
+    minima = -torch.rand(out_features, groups, generator=generator).half() / 2 if offsets == "minima" else None
+    zeros = None
+    if offsets == "zeros":
+        zeros = torch.randint(0, 17, (out_features, groups), generator=generator, dtype=torch.uint8)
+    return QuantizedWeight(codes, scales, minima, in_features, group, bits, zeros).to(DEVICE)
 
 
 def check(ops: Any, reference: Any, weight: QuantizedWeight | Fp8Weight, rows: int, dtype: torch.dtype,
@@ -75,7 +78,9 @@ def test_a_long_sum_is_divided(triton_ops: Any, reference: Any) -> None:
     check(triton_ops, reference, coded("int8", 10, 1500), 2, F32, with_bias=True)
 
 
-@pytest.mark.parametrize("kind", ["int4 with minima", pytest.param("int6", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["int4 with minima", "int4 of 128 with zeros", pytest.param("int6", marks=pytest.mark.slow)]
+)
 def test_codes_have_the_same_bits_in_any_batch(make_triton_ops, reference: Any, kind: str) -> None:
     ops = make_triton_ops(batch_invariant=True)
     x, weight = draw(67, 150, dtype=BF16), coded(kind, 45, 150)
@@ -138,8 +143,10 @@ def test_every_e4m3_is_read_and_written(make_triton_ops) -> None:
             assert torch.equal(write(x), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in
-                                                    ("int4", "int4 with minima", "int6"))])  # fmt: skip
+SLOW_KINDS = ("int4", "int4 with minima", "int4 of 64 with zeros", "int6")
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
 def test_quantised_experts(triton_ops: Any, reference: Any, kind: str) -> None:
     hidden, inner, experts, top_k, tokens = 72, 48, 5, 2, 9
 

@@ -62,12 +62,13 @@ PAGODA_EXPORT void pagoda_pack_words(int32_t word_bytes, const void* from, void*
         pack_words(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), out_features, steps, threads);
 }
 
-// Codes uint8 [out, groups * group], scales (and minima, KIND_Q4_MIN) f16 [out, groups] to panels of records.
+// Codes uint8 [out, groups * group] and scales f16 [out, groups] to panels of records; `offsets` are f16 minima
+// (KIND_Q4_MIN) or u16 zero points (KIND_Q4_ZERO), [out, groups].
 PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint16_t* scales,
-                                     const uint16_t* minima, int32_t threads) {
+                                     const uint16_t* offsets, int32_t threads) {
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
-    int64_t record = quantized_record_bytes(w.kind, w.group), header = w.kind == KIND_Q4_MIN ? 4 * PANEL : 2 * PANEL;
+    int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
     parallel(threads, [&](int thread, int num_threads) {
         Range mine = share_of(panels, thread, num_threads);
@@ -79,7 +80,7 @@ PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* 
                 for (int64_t c = 0; c < columns; c++) {
                     int64_t row = p * PANEL + c;
                     memcpy(at + 2 * c, scales + row * groups + g, 2);
-                    if (w.kind == KIND_Q4_MIN) memcpy(at + 2 * PANEL + 2 * c, minima + row * groups + g, 2);
+                    if (header > 2 * PANEL) memcpy(at + 2 * PANEL + 2 * c, offsets + row * groups + g, 2);
                     const uint8_t* code = codes + (row * groups + g) * w.group;
                     for (int64_t quad = 0; quad < w.group / 4; quad++) {
                         if (w.kind == KIND_Q8) {

@@ -44,7 +44,7 @@ template <int32_t KIND, int GROUP, int ROWS, int PANELS>
 inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
                      int64_t out_stride, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
-    constexpr int64_t HEADER = KIND == KIND_Q4_MIN ? 4 * PANEL : 2 * PANEL;
+    constexpr int64_t HEADER = header_bytes(KIND);
     constexpr int64_t RECORD = HEADER + (KIND == KIND_Q8 ? GROUP : GROUP / 2) * PANEL;
     constexpr int32_t ZERO_POINT = KIND == KIND_Q8 ? 128 : KIND == KIND_Q4 ? 8 : 0;
     f32x16 acc[ROWS][VECTORS] = {};
@@ -53,9 +53,16 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
         const uint8_t* data = record + HEADER;
         i32x16 dot[ROWS][VECTORS];
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) {
+            i32x16 zero_points = {};
+            if constexpr (KIND == KIND_Q4_ZERO)
+                zero_points = (i32x16)load_halfwords(record + (v / 2) * panel_stride + 2 * PANEL + (v % 2) * 32);
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) dot[r][v] = i32x16{} - ZERO_POINT * x.sums[r * groups + g];
+            for (int r = 0; r < ROWS; r++) {
+                int32_t sum = x.sums[r * groups + g];
+                dot[r][v] = KIND == KIND_Q4_ZERO ? zero_points * -sum : i32x16{} - ZERO_POINT * sum;
+            }
+        }
         const int8_t* bytes = x.bytes + g * GROUP;
         if constexpr (KIND == KIND_Q8) {
             for (int quad = 0; quad < GROUP / 4; quad++) {

@@ -7,8 +7,10 @@
 //   Q8         [K / group] of {scale f16[32], [group / 4][32][4] unsigned bytes, the value plus 128}
 //   Q4         [K / 32] of {scale f16[32], [4][32][4] bytes}; a byte's low nibble is of quad 2i, the high of quad 2i + 1
 //   Q4_MIN     as Q4 with {scale f16[32], minimum f16[32], ...}
+//   Q4_ZERO    as Q4 with {scale f16[32], zero point u16[32], ...}
 //
-// Values of the quantised kinds: Q8 scale * (q - 128); Q4 scale * (q - 8); Q4_MIN scale * q + minimum.
+// Values of the quantised kinds: Q8 scale * (q - 128); Q4 scale * (q - 8); Q4_MIN scale * q + minimum;
+// Q4_ZERO scale * (q - zero point).
 #pragma once
 
 #include "abi.h"
@@ -16,12 +18,12 @@
 inline bool is_quantized(int32_t kind) { return kind >= KIND_Q8; }
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
+// Bytes in front of a record's codes: scales, and minima or zero points.
+constexpr int64_t header_bytes(int32_t kind) {
+    return kind == KIND_Q4_MIN || kind == KIND_Q4_ZERO ? 4 * PANEL : 2 * PANEL;
+}
 inline int64_t quantized_record_bytes(int32_t kind, int64_t group) {
-    switch (kind) {
-        case KIND_Q8: return 2 * PANEL + group * PANEL;
-        case KIND_Q4: return 2 * PANEL + group * PANEL / 2;
-        default: return 4 * PANEL + group * PANEL / 2;
-    }
+    return header_bytes(kind) + (kind == KIND_Q8 ? group : group / 2) * PANEL;
 }
 // Bytes of one panel.
 inline int64_t panel_bytes(const PackedLinear& w) {

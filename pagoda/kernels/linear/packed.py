@@ -102,13 +102,15 @@ class PackedLinears:
             raise ValueError(
                 f"{weight.bits}-bit weights in groups of {weight.group} have no kernel; 8 bits have 32 or 64, 4 have 32"
             )
-        kind = Kind.Q8 if weight.bits == 8 else Kind.Q4 if weight.minima is None else Kind.Q4_MIN
+        kind = _kind_of(weight)
         packed = self._empty(weight.codes.shape[0], weight.in_features, None, kind, weight.group, bias)
         codes, scales = weight.codes.contiguous(), weight.scales.half().contiguous()
-        minima = None if weight.minima is None else weight.minima.half().contiguous()
-        minima_pointer = None if minima is None else minima.data_ptr()
+        minima = None if weight.minima is None else weight.minima.half()
+        offsets = minima if weight.zeros is None else weight.zeros.to(torch.int16)
+        offsets = None if offsets is None else offsets.contiguous()
+        offsets_pointer = None if offsets is None else offsets.data_ptr()
         pack = self._library["pack_codes"]
-        pack(packed.address, codes.data_ptr(), scales.data_ptr(), minima_pointer, self._threads)
+        pack(packed.address, codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
         return packed
 
     def prepare_quantized_linear(
@@ -156,3 +158,11 @@ class PackedLinears:
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
         return PackedWeight(out_features, in_features, dtype, record, panels, bias)
+
+
+def _kind_of(weight: QuantizedWeight) -> Kind:
+    if weight.bits == 8:
+        return Kind.Q8
+    if weight.zeros is not None:
+        return Kind.Q4_ZERO
+    return Kind.Q4 if weight.minima is None else Kind.Q4_MIN

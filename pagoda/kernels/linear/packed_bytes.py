@@ -18,11 +18,12 @@ class Form(Enum):
     Q6 = "q6"
     Q4 = "q4"
     Q4_MIN = "q4_min"
+    Q4_ZERO = "q4_zero"
     FP8 = "fp8"
 
 
 _FLOAT_BYTES = {Form.FLOAT32: 4, Form.BFLOAT16: 2, Form.FLOAT16: 2}
-_Q6_GROUP = 32  # of the 8 bits that the native kernels make of Q6
+_SMALL_GROUP = 32  # of the native kernels' 4 bits, and of the 8 bits that they make of Q6
 
 
 def packed_bytes(form: Form, out_features: int, in_features: int, group: int = 0) -> int:
@@ -46,10 +47,12 @@ def _panel_bytes(form: Form, in_features: int, group: int) -> int:
         case Form.Q8:
             record = 2 * PANEL + group * PANEL
         case Form.Q6:
-            return _panel_bytes(Form.Q8, in_features, _Q6_GROUP)
+            return _panel_bytes(Form.Q8, in_features, _SMALL_GROUP)
         case Form.Q4:
+            group = _SMALL_GROUP
             record = 2 * PANEL + group * PANEL // 2
-        case Form.Q4_MIN:
+        case Form.Q4_MIN | Form.Q4_ZERO:
+            group = _SMALL_GROUP
             record = 4 * PANEL + group * PANEL // 2
         case Form.FP8:
             raise ValueError("the native kernels have no 8-bit floats")
@@ -57,16 +60,17 @@ def _panel_bytes(form: Form, in_features: int, group: int) -> int:
 
 
 def tiled_bytes(form: Form, out_features: int, in_features: int, group: int = 0) -> int:
-    """Return the bytes of a weight for Triton's kernels: its floats, or its codes, scales and minima."""
+    """Return the bytes of a weight for Triton's kernels: its floats, or its codes, scales and minima or zero points."""
     if form in _FLOAT_BYTES:
         return out_features * in_features * _FLOAT_BYTES[form]
     if form is Form.FP8:
         return out_features * (in_features + 4)
-    bits, has_minima, groups_per_record = {
-        Form.Q8: (8, False, max(1, 64 // max(1, group))),
-        Form.Q6: (6, False, 4),
-        Form.Q4: (4, False, 2),
-        Form.Q4_MIN: (4, True, 2),
+    bits, scale_bytes, groups_per_record = {
+        Form.Q8: (8, 2, max(1, 64 // max(1, group))),
+        Form.Q6: (6, 2, 4),
+        Form.Q4: (4, 2, 2),
+        Form.Q4_MIN: (4, 4, 2),
+        Form.Q4_ZERO: (4, 3, 2),
     }[form]
     groups = -(-in_features // (group * groups_per_record)) * groups_per_record
-    return out_features * groups * (group * bits // 8 + (4 if has_minima else 2))
+    return out_features * groups * (group * bits // 8 + scale_bytes)

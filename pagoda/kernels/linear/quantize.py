@@ -1,4 +1,4 @@
-"""Quantised weights before packing: codes and scales, made from floats or read from a GGUF's blocks.
+"""Quantised weights before packing: codes and scales, made from floats or read from a checkpoint.
 
 These functions define the values of the packed kinds; `dequantize` returns them.
 """
@@ -15,7 +15,9 @@ class QuantizedWeight:
     """codes: uint8 [out, in padded to `group`].   scales, minima: float16 or float32 [out, groups].
 
     Values are scale * (code - zero), or with minima scale * code + minimum.   bits: 8, 6 or 4, all a code takes.
-    Kernels keep scales and minima in float16.
+    zeros: of 4-bit codes without minima, uint8 [out, groups], the zero of each group, 0 to 16; None if all are the
+        middle of the codes.
+    Kernels keep scales and minima in float16, and zeros exactly.
     """
 
     codes: torch.Tensor
@@ -24,29 +26,40 @@ class QuantizedWeight:
     in_features: int
     group: int
     bits: int
+    zeros: torch.Tensor | None = None
 
     @property
     def zero(self) -> int:
+        """The zero of all codes, where there are no `zeros`."""
         return 0 if self.minima is not None else 1 << (self.bits - 1)
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        minima = None if self.minima is None else self.minima.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), minima=minima)
+        scales, minima, zeros = (None if of is None else of.to(device) for of in (self.scales, self.minima, self.zeros))
+        assert scales is not None
+        return replace(self, codes=self.codes.to(device), scales=scales, minima=minima, zeros=zeros)
+
+    def rows(self, first: int, end: int) -> "QuantizedWeight":
+        """Return output features first .. end - 1."""
+        scales, minima, zeros = (None if of is None else of[first:end] for of in (self.scales, self.minima, self.zeros))
+        assert scales is not None
+        return replace(self, codes=self.codes[first:end], scales=scales, minima=minima, zeros=zeros)
 
     def in_groups_of(self, group: int) -> "QuantizedWeight":
         """Return the same values in smaller groups, which divide its own."""
         groups = -(-self.in_features // group)
-        scales, minima = (
+        scales, minima, zeros = (
             None if of is None else of.repeat_interleave(self.group // group, dim=1)[:, :groups]
-            for of in (self.scales, self.minima)
+            for of in (self.scales, self.minima, self.zeros)
         )
         assert scales is not None
-        return replace(self, codes=self.codes[:, : groups * group], scales=scales, minima=minima, group=group)
+        codes = self.codes[:, : groups * group]
+        return replace(self, codes=codes, scales=scales, minima=minima, zeros=zeros, group=group)
 
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]."""
         codes = self.codes.float().unflatten(1, (-1, self.group))
-        values = (codes - self.zero) * self.scales.float().unsqueeze(-1)
+        zero = self.zero if self.zeros is None else self.zeros.float().unsqueeze(-1)
+        values = (codes - zero) * self.scales.float().unsqueeze(-1)
         if self.minima is not None:
             values += self.minima.float().unsqueeze(-1)
         return values.flatten(1)[:, : self.in_features]

@@ -43,7 +43,8 @@ class TiledLinear:
     """A weight [out_features, in_features] that `triton_product` reads; of experts, with one more dimension in front.
 
     form: "plain", or how `codes` are packed.   codes: floats [out, in], or uint8 [out, bytes].
-    scales: float16 [groups, out]; of fp8, float32 [out]; else None.   minima: like scales; None if codes are signed.
+    scales: float16 [groups, out]; of fp8, float32 [out]; else None.   minima: like scales, or zero points as uint8;
+        None if codes are signed.
     """
 
     form: str
@@ -71,7 +72,7 @@ def plain(weight: LibraryLinear) -> TiledLinear:
 
 
 def prepare(weight: QuantizedWeight | Fp8Weight, bias: torch.Tensor | None) -> TiledLinear:
-    """Pack codes; scales and minima are rounded to float16."""
+    """Pack codes; scales and minima are rounded to float16, zero points kept."""
     if isinstance(weight, Fp8Weight):
         codes = weight.codes.contiguous().view(torch.uint8)
         return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
@@ -82,8 +83,8 @@ def prepare(weight: QuantizedWeight | Fp8Weight, bias: torch.Tensor | None) -> T
     padding = -weight.scales.shape[1] % per_record
     codes = torch.nn.functional.pad(weight.codes, (0, padding * weight.group))
     scales, minima = (
-        None if of is None else torch.nn.functional.pad(of.half(), (0, padding)).T.contiguous()
-        for of in (weight.scales, weight.minima)
+        None if of is None else torch.nn.functional.pad(of, (0, padding)).T.contiguous()
+        for of in (weight.scales.half(), weight.zeros if weight.minima is None else weight.minima.half())
     )
     groups = codes.unflatten(1, (-1, _GROUPS_PER_RECORD[form], weight.group))
     if form == "int4":

@@ -25,8 +25,11 @@ def _add_group(acc, codes, weight, rows, group, at, ZERO: tl.constexpr, HAS_MINI
     scale = tl.load(scales + group * scale_stride, mask=has_column, other=0.0).to(tl.float32)[:, None]
     value = codes.to(tl.float32)
     if HAS_MINIMA:
-        minimum = tl.load(minima + group * scale_stride, mask=has_column, other=0.0).to(tl.float32)[:, None]
-        value = tl.fma(value, tl.broadcast_to(scale, value.shape), tl.broadcast_to(minimum, value.shape))
+        minimum = tl.load(minima + group * scale_stride, mask=has_column, other=0).to(tl.float32)[:, None]
+        if minima.dtype.element_ty == tl.uint8:  # zero points
+            value = (value - minimum) * scale
+        else:
+            value = tl.fma(value, tl.broadcast_to(scale, value.shape), tl.broadcast_to(minimum, value.shape))
     else:
         value = (value - ZERO) * scale
     return tl.dot(value.to(x.dtype), x, acc, input_precision="ieee")

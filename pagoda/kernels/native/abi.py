@@ -30,6 +30,7 @@ class Kind(IntEnum):
     Q8 = 3
     Q4 = 4
     Q4_MIN = 5
+    Q4_ZERO = 6
 
 
 class Bad(IntEnum):
@@ -251,7 +252,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "pagoda_pack_codes": _function(
         "void", weight="const PackedLinear*", codes="const uint8_t*", scales="const uint16_t*",
-        minima="const uint16_t*", threads="int32_t",
+        offsets="const uint16_t*", threads="int32_t",
     ),
     # The cache.
     "pagoda_copy_blocks": _function(
