@@ -19,6 +19,7 @@ from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor, StepRunner
+from pagoda.loading.quantization import resolve_quantization
 from pagoda.measured_capacity import measure_capacity
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
@@ -133,7 +134,7 @@ def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None
 
 def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exception) -> CapacityError:
     """Return the error that says what loading takes."""
-    dtype = setup.config.model.quantization or setup.dtype
+    dtype = resolve_quantization(setup.files, setup.config.model.quantization) or setup.dtype
     weights = weights_in_memory(setup)
     return CapacityError(
         f"memory ran out while loading {setup.files.name!r}: weights take about {weights >> 20} MiB as {dtype}, "

@@ -60,9 +60,10 @@ class ModelConfig:
     quantization: Annotated[
         str | None,
         Setting(
-            "int8, fp8 (GPUs): quantize the weights while loading; gguf: compute with a GGUF file's quantized weights.",
+            "int8, fp8 (GPUs): quantize the weights while loading; gguf, awq, gptq: compute with the checkpoint's own "
+            "(awq, gptq: the default).",
             unset="none",
-            words=("int8", "fp8", "gguf"),
+            words=("int8", "fp8", "gguf", "awq", "gptq"),
         ),
     ] = None
     max_model_len: Annotated[

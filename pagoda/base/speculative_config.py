@@ -45,7 +45,10 @@ class SpeculativeConfig:
         str | None, Setting("draft_model: branch, tag or commit of a hub model.", unset="the hub's default")
     ] = None
     quantization: Annotated[
-        str | None, Setting("draft_model: quantization of its weights.", unset="none", words=("int8", "fp8", "gguf"))
+        str | None,
+        Setting(
+            "draft_model: quantization of its weights.", unset="none", words=("int8", "fp8", "gguf", "awq", "gptq")
+        ),
     ] = None
     num_draft_layers: Annotated[
         int | None,

@@ -85,6 +85,7 @@ def make_plan(config: EngineConfig) -> Plan:
         weights_in_memory,
     )
     from pagoda.loading.model_config import summarize_weights
+    from pagoda.loading.quantization import resolve_quantization
     from pagoda.worker.kv_slots import kv_bytes_per_token
 
     setup, capacity = fit_cache(resolve_engine(config))
@@ -105,7 +106,7 @@ def make_plan(config: EngineConfig) -> Plan:
         weights_disk=weights.num_bytes,
         weight_types=weights.bytes_by_type,
         weights_memory=weights_in_memory(setup),
-        weights_as=config.model.quantization or setup.dtype,
+        weights_as=resolve_quantization(setup.files, config.model.quantization) or setup.dtype,
         adapters_memory=adapters_in_memory(setup),
         embeds_memory=embeds_in_memory(setup).total,
         device=device,

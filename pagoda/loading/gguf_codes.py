@@ -45,10 +45,13 @@ def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> Quantiz
 def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different kinds."""
     first = parts[0]
-    if len({(part.bits, part.group, part.minima is None) for part in parts}) > 1:
+    if len({(part.bits, part.group, part.minima is None, part.zeros is None) for part in parts}) > 1:
         parts = [part if part.bits == 8 else quantize(part.dequantize(), GROUP) for part in parts]
         first = parts[0]
-    minima = None if first.minima is None else torch.cat([part.minima for part in parts if part.minima is not None])
+    minima, zeros = (
+        torch.cat(given) if (given := [of for part in parts if (of := getattr(part, name)) is not None]) else None
+        for name in ("minima", "zeros")
+    )
     return QuantizedWeight(
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scales for part in parts]),
@@ -56,6 +59,7 @@ def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
         first.in_features,
         first.group,
         first.bits,
+        zeros,
     )
 
 

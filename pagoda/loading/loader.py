@@ -14,14 +14,15 @@ from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Declaration, Matrix, Parameter, Part, PickedRows, RotaryTable, Table, Vector
 from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import MatrixShard, shard_of
+from pagoda.loading.choose_naming import choose_naming
 from pagoda.loading.code_forms import INT8_GROUP
 from pagoda.loading.gguf_codes import stack_codes
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import Piece, Region, bias_pieces, weight_pieces
+from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.rotary_tables import build_rotary_tables
 from pagoda.loading.weights import Weights, open_weights
-from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
@@ -30,7 +31,7 @@ _QUANTIZERS: dict[str, Callable[[torch.Tensor], QuantizedWeight | Fp8Weight]] = 
     "int8": lambda weight: quantize(weight, INT8_GROUP),
     "fp8": quantize_fp8,
 }
-"""By the setting, what makes codes of a matrix of floats."""
+"""By the setting, what makes codes of a matrix of floats. With other settings, the checkpoint's own codes are kept."""
 
 
 def load_model(
@@ -44,20 +45,15 @@ def load_model(
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
     Values are copied from the mapped file into the tensors that `ops` prepares; one matrix at a time exists twice.
+    quantization: see resolve_quantization.
     num_positions: of the rotary tables, None for the model's own limit.
     Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
     """
-    if quantization not in (None, "gguf", *_QUANTIZERS):
-        raise ConfigError(
-            f"quantization={quantization!r} is not supported; take 'int8' or 'fp8' (8 bits, made while loading), "
-            "'gguf' (the codes of a GGUF as they are), or leave it out"
-        )
-    if quantization == "gguf" and files.format != "gguf":
-        raise ConfigError(f"quantization='gguf' needs a GGUF file, and {files.path} is not one; use 'int8'")
+    quantization = resolve_quantization(files, quantization)
     architecture, config = read_architecture(files)
     model = build_tree(files, architecture, config)
     weights = open_weights(files, [layer.folder for layer in model.dense])
-    naming = _choose_naming(architecture, files, weights, model)
+    naming = choose_naming(architecture, files, weights, model)
     if model.dense:
         # A backslash in a replacement has a meaning of its own.
         folders = tuple(
@@ -83,28 +79,6 @@ def _one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _choose_naming(architecture: Architecture, files: ModelFiles, weights: Weights, model: Model) -> Naming:
-    """Return the first naming whose tables and vectors all exist, else the first whose embedding exists."""
-    if files.format == "gguf":
-        return architecture.gguf
-    paths = [path for path, parameter in parameters(model) if _is_named(parameter.declared)]
-    for naming in architecture.hf:
-        if all(naming.find(path).name in weights for path in paths):
-            return naming
-    embeddings = [naming.find(paths[0]).name for naming in architecture.hf]
-    for naming, embedding in zip(architecture.hf, embeddings, strict=True):
-        if embedding in weights:
-            return naming
-    raise ConfigError(
-        f"{files.path}: no {architecture.name} weights: none of these tensors exists: {', '.join(embeddings)}"
-    )
-
-
-def _is_named(declared: Declaration) -> bool:
-    """Whether the checkpoint has one tensor for the parameter, named as its path."""
-    return isinstance(declared, Table) or (isinstance(declared, Vector) and not declared.zeros)
 
 
 class Filler:
@@ -259,7 +233,7 @@ class Filler:
 
     def _codes(self, pieces: Sequence[Piece]) -> QuantizedWeight | None:
         """Return the pieces stacked as their stored codes; None if floats are stored or codes are not wanted."""
-        if self._quantization != "gguf":
+        if self._quantization is None or self._quantization in _QUANTIZERS:
             return None
         codes: list[QuantizedWeight] = []
         for piece in pieces:

@@ -3,12 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.json_file import read_json_object
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.packed_format import WORD_CODES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
 from pagoda.loading.token_ids import find_token_ids
@@ -25,7 +25,8 @@ class WeightSummary:
     """A checkpoint's weights on disk.
 
     num_bytes: on disk.   num_parameters: elements.   bytes_by_type: quantisation or dtype name -> bytes on disk,
-    largest first, as in {"Q4_1": 66355200, "Q8_0": 30081024, "F32": 140544} or {"BF16": 269030016}.
+    largest first, as in {"Q4_1": 66355200, "Q8_0": 30081024, "F32": 140544} or {"BF16": 269030016}; AWQ and GPTQ count
+    codes with their scales.
     """
 
     num_bytes: int
@@ -67,10 +68,19 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
             sizes[tensor.type.name] += tensor.num_bytes
             num_parameters += _count(tensor.shape)
     else:
-        for entry in read_headers(files.path, _dense_folders(files)).values():
-            sizes[entry.dtype] += entry.num_bytes
-            num_parameters += _count(entry.shape)
+        entries, stored = read_headers(files.path, _dense_folders(files)), packed_format(files)
+        for name, entry in entries.items():
+            stem, _, part = name.rpartition(".")
+            if stored is not None and f"{stem}.qweight" in entries and part in _PACKED_PARTS:
+                sizes[stored.method.upper()] += entry.num_bytes
+                num_parameters += _count(entry.shape) * WORD_CODES if part == "qweight" else 0
+            else:
+                sizes[entry.dtype] += entry.num_bytes
+                num_parameters += _count(entry.shape)
     return WeightSummary(sizes.total(), num_parameters, dict(sizes.most_common()))
+
+
+_PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def _dense_folders(files: ModelFiles) -> list[str]:
@@ -99,12 +109,7 @@ def _read_folder(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
         architecture = BY_HF_NAME[names[0]]
     except ConfigError as error:
         raise ConfigError(f"{config.origin}: {error}") from None
-    if config.has("quantization_config"):
-        section = config.section("quantization_config")
-        method = section.values.get("quant_method") if section else None
-        raise ConfigError(
-            f"{config.origin}: weights quantised by {abbreviate(method)} are not supported; use bf16 weights or a GGUF"
-        )
+    read_format(config)  # weights packed in a way that is not supported are refused first
     facts = architecture.read(config)
     generation = folder / "generation_config.json"
     if generation.is_file():

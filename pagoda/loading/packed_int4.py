@@ -1,11 +1,14 @@
-"""Read 4-bit weights as AutoAWQ and GPTQ store them, as codes, scales and minima.
+"""Read 4-bit weights as AutoAWQ and GPTQ store them, as codes, scales and zero points.
 
-Both keep int32 tensors of eight codes each, lowest bits first, and float16 scales [groups, out]. Values are
+Both keep int32 tensors of eight codes each, lowest bits first, and floating scales [groups, out]. Values are
 scale * (code - zero), with a zero per group and output feature.
 
     AWQ    qweight [in, out / 8], qzeros [groups, out / 8]; the codes of eight output features in the order _AWQ_ORDER
-    GPTQ   qweight [in / 8, out], eight elements along `in` per word; qzeros [groups, out / 8], stored as zero - 1
+    GPTQ   qweight [in / 8, out], eight elements along `in` per word; qzeros [groups, out / 8], stored as zero - 1 in
+           the first version of the format
 """
+
+from dataclasses import replace
 
 import torch
 
@@ -15,44 +18,75 @@ from pagoda.kernels.linear.quantize import QuantizedWeight
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output feature, of eight, of each 4 bits of a word."""
 
-_SYMMETRIC = 8  # the zero of codes that need no minima
+_SYMMETRIC = 8  # the zero of codes that need no zero points
 
 
-def read_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """Return a weight [out, in] that AutoAWQ's GEMM format stores."""
-    codes, zeros = (_unpack_columns(words)[:, _awq_columns(words.shape[1])] for words in (qweight, qzeros))
-    return _coded(codes.T, zeros, scales)
+def read_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group: int) -> QuantizedWeight:
+    """Return a weight [out, in] that AutoAWQ's GEMM format stores.   group: the last one may be partial."""
+    return _coded(_unpack_awq(qweight), _unpack_awq(qzeros), scales, group)
 
 
 def read_gptq(
-    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor | None = None
+    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group: int, stored_zero: int = 1
 ) -> QuantizedWeight:
-    """Return a weight [out, in] that GPTQ stores.   g_idx: int [in], the group of each element along `in`.
+    """Return a weight [out, in] that GPTQ stores.   stored_zero: added to a stored zero point, 1 or 0."""
+    zeros = _unpack(qzeros).T + stored_zero  # 16 is possible: 4 bits do not wrap
+    return _coded(_unpack(qweight.T), zeros, scales, group)
 
-    Raises ConfigError for groups in another order than that of the elements (desc_act).
+
+def check_group_order(g_idx: torch.Tensor, group: int) -> None:
+    """Raise ConfigError for groups in another order than that of the elements (desc_act).
+
+    g_idx: int [in], the group of each element along `in`.
     """
-    codes = _unpack_columns(qweight.T.contiguous())  # [out, in]
-    group = codes.shape[1] // scales.shape[0]
-    if g_idx is not None and not torch.equal(g_idx.long(), torch.arange(codes.shape[1]) // group):
-        raise ConfigError("GPTQ weights whose groups are not in order (desc_act) are not supported")
-    return _coded(codes, _unpack_columns(qzeros) + 1, scales)
+    if not torch.equal(g_idx.long(), torch.arange(len(g_idx)) // group):
+        raise ConfigError(
+            "its groups are not in order (desc_act), which is not supported; quantise the model with desc_act=False"
+        )
 
 
-def _unpack_columns(words: torch.Tensor) -> torch.Tensor:
+def without_zeros(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a symmetric weight without its zero points. Raises ConfigError if one is not 8."""
+    assert weight.zeros is not None
+    others = weight.zeros[weight.zeros != _SYMMETRIC]
+    if len(others):
+        raise ConfigError(
+            f"the settings say that it is symmetric (sym = true, or zero_point = false), but it has a zero point of "
+            f"{int(others[0])} instead of {_SYMMETRIC}; correct sym, zero_point or checkpoint_format in "
+            "quantization_config, or fetch the model again"
+        )
+    return replace(weight, zeros=None)
+
+
+def in_kernel_groups(weight: QuantizedWeight, group: int) -> QuantizedWeight:
+    """Return the same values in groups that divide the weight's; any, if all of a row is one group."""
+    if weight.scales.shape[1] > 1:
+        return weight.in_groups_of(group)
+    padding = -weight.in_features % group
+    groups = (weight.in_features + padding) // group
+    scales = weight.scales.expand(-1, groups)
+    zeros = None if weight.zeros is None else weight.zeros.expand(-1, groups)
+    codes = torch.nn.functional.pad(weight.codes[:, : weight.in_features], (0, padding))
+    return replace(weight, codes=codes, scales=scales, zeros=zeros, group=group)
+
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:
     """int32 [n, m] -> uint8 [n, 8 m], lowest bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(1)
+    pairs = words.contiguous().view(torch.uint8)  # little-endian
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
 
 
-def _awq_columns(num_words: int) -> torch.Tensor:
-    """Return where each output feature is among the unpacked codes."""
-    inverse = torch.tensor(_AWQ_ORDER).argsort()
-    return (8 * torch.arange(num_words).unsqueeze(1) + inverse).flatten()
+def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """int32 [n, m] -> uint8 [8 m, n], output features in order."""
+    words = words.T.contiguous()
+    codes = torch.empty((words.shape[0], 8, words.shape[1]), dtype=torch.uint8)
+    for i, feature in enumerate(_AWQ_ORDER):
+        codes[:, feature] = (words >> (4 * i)) & 15
+    return codes.flatten(0, 1)
 
 
-def _coded(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """codes: uint8 [out, in].   zeros: uint8 [groups, out].   scales: [groups, out]."""
-    group = codes.shape[1] // scales.shape[0]
-    of_rows = scales.T.contiguous()
-    minima = None if bool((zeros == _SYMMETRIC).all()) else -(of_rows.float() * zeros.T.float())
-    return QuantizedWeight(codes.contiguous(), of_rows, minima, codes.shape[1], group, 4)
+def _coded(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: int) -> QuantizedWeight:
+    """codes: uint8 [out, in].   zeros: uint8 [out, groups].   scales: [groups, out]."""
+    in_features = codes.shape[1]
+    codes = torch.nn.functional.pad(codes, (0, -in_features % group))
+    return QuantizedWeight(codes, scales.T.contiguous(), None, in_features, group, 4, zeros.contiguous())

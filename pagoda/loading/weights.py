@@ -1,25 +1,22 @@
 """Read weights by name from safetensors or GGUF: shapes first, regions of values on demand."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES
-from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
-from pagoda.base.registry import nearest
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.loading.dequantize import dequantize
 from pagoda.loading.gguf_codes import read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.packed_format import packed_format
+from pagoda.loading.packed_weights import PackedWeights
 from pagoda.loading.pieces import Region
-from pagoda.loading.safetensors_header import read_headers
-
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+from pagoda.loading.safetensors_weights import SafetensorsWeights, missing_tensor
 
 
 class Weights(Protocol):
@@ -44,41 +41,14 @@ class Weights(Protocol):
 
 
 def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
-    """Open the weights of a model on disk. Raises ConfigError for corrupt or truncated files.
+    """Open the weights of a model on disk. Raises ConfigError for corrupt or truncated files, and as `packed_format`.
 
     subfolders: with further safetensors, whose tensors are called `subfolder/name`.
     """
-    return GGUFWeights(GGUFFile(files.path)) if files.format == "gguf" else SafetensorsWeights(files.path, subfolders)
-
-
-class SafetensorsWeights:
-    """A folder of safetensors, memory-mapped: a tensor's pages are read when it is copied out."""
-
-    def __init__(self, folder: Path, subfolders: Sequence[str] = ()) -> None:
-        self._folder = folder
-        self._entries = read_headers(folder, subfolders)
-        files = {entry.file for entry in self._entries.values()}
-        self._open = {file: safe_open(file, framework="pt") for file in files}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._entries:
-            raise _missing(name, list(self._entries), self._folder)
-        return self._entries[name].shape
-
-    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
-        entry = self._entries[name]
-        if entry.dtype not in _FLOATS:
-            raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
-        try:
-            out.copy_(_part_of(self._open[entry.file].get_tensor(entry.name), region))  # a view of the mapped file
-        except SafetensorError as error:
-            raise ConfigError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
-
-    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
-        return None
+    if files.format == "gguf":
+        return GGUFWeights(GGUFFile(files.path))
+    weights, stored = SafetensorsWeights(files.path, subfolders), packed_format(files)
+    return weights if stored is None else PackedWeights(weights, stored)
 
 
 class GGUFWeights:
@@ -92,7 +62,7 @@ class GGUFWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._file.tensors:
-            raise _missing(name, list(self._file.tensors), self._file.path)
+            raise missing_tensor(name, list(self._file.tensors), self._file.path)
         return self._file.tensors[name].shape
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
@@ -127,18 +97,3 @@ class GGUFWeights:
         at = slice(columns.start // block, columns.stop // block)
         part = blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
         return np.ascontiguousarray(part).reshape(-1).data
-
-
-def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
-    if region is None:
-        return tensor
-    if region.index is not None:
-        tensor = tensor[region.index]
-    tensor = tensor[region.rows.start : region.rows.stop]
-    return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
-
-
-def _missing(name: str, known: list[str], path: Path) -> ConfigError:
-    hint = nearest(name, known) if len(known) < 5000 else ""
-    hint = hint if "did you mean" in hint else ""
-    return ConfigError(f"{path}: tensor {name!r} is missing{hint}")

@@ -37,6 +37,7 @@ from tests.engine.random_schedules import (
     random_script,
     random_speculation,
 )
+from tests.models.packed_writer import Packing, write_packed
 from tests.worker.lagging_streams import LaggingStreams
 
 MAX_MODEL_LEN = 384
@@ -233,6 +234,20 @@ def test_schedules_of_other_poolings(llama: Path, kind: str) -> None:
 def test_windows_and_several_groups(mixed: Path) -> None:
     expected = reference(mixed, tiny_watched(), {"dtype": "bfloat16", "num_blocks": 300})
     check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 106), VOCAB, num_groups=3)
+
+
+@pytest.mark.parametrize(
+    "packing", [Packing("awq", group=64), Packing("gptq", group=64, symmetric=True)], ids=["awq", "gptq"]
+)
+def test_checkpoints_of_4_bits(llama: Path, packing: Packing, tmp_path: Path) -> None:
+    """With drafts of the same weights, and without."""
+    packed = tmp_path / "packed"
+    write_packed(llama, packing, packed, tmp_path / "values")
+    expected = reference(packed, tiny_watched(), {"dtype": "bfloat16"})
+    counts = check(packed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(900, 905), VOCAB)
+    assert not {"chunks", "preempted", "prefix hits"} - set(+counts), counts
+    counts = check(packed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(905, 907), VOCAB, draft_model=packed)
+    assert 0 < counts["accepted"] < counts["drafted"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,6 +28,7 @@ from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
 from tests.models.gguf_writer import write_gguf
+from tests.models.packed_writer import Packing, write_packed
 from tests.models.tiny import make_model, save
 from tests.models.tiny_encoders import make_encoder, save_encoder
 
@@ -112,6 +113,26 @@ def test_codes_of_a_gguf(name: str, kind: Kind, tmp_path: Path) -> None:
     assert any(quantised) == (kind is not Kind.F16)
 
 
+PACKED = {
+    "awq": Packing("awq", keep=("v_proj", "layers.2.mlp")),
+    "awq, symmetric": Packing("awq", group=64, symmetric=True),
+    "gptq": Packing("gptq", group=-1),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize("kernels", ["native", "triton", "torch"])
+def test_awq_and_gptq(case: str, kernels: str, tmp_path: Path, without_triton: Callable[[str], NoReturn]) -> None:
+    if kernels == "triton" and find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    write_packed(
+        save(make_model("llama-tied-biased"), tmp_path), PACKED[case], tmp_path / "packed", tmp_path / "values"
+    )
+    files = identify(tmp_path / "packed")
+    prepared = PreparedAs("float32", None, kernels == "native", num_positions=50, tiled=kernels == "triton")
+    assert weight_memory(files, prepared) == held(loaded(files, kernels, prepared))
+
+
 @pytest.mark.parametrize("kind", [None, Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
 @pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
 def test_tiled(name: str, kind: Kind | None, tmp_path: Path, without_triton: Callable[[str], NoReturn]) -> None:
@@ -163,10 +184,11 @@ def test_plan_needs_no_torch(tmp_path: Path) -> None:
     save(make_model("gemma3"), tmp_path / "gemma3")
     save(make_model("qwen3-moe"), tmp_path / "moe")
     write_gguf(make_model("llama-tied-biased"), tmp_path / "model.gguf", Kind.Q4_1)
+    write_packed(save(make_model("qwen3"), tmp_path / "qwen3"), Packing("awq"), tmp_path / "awq", tmp_path / "values")
     code = (
         "import sys\n"
         "from pagoda.cli.main import main\n"
-        "plans = ['gemma3'], ['moe', '--quantization', 'int8'], ['model.gguf', '--quantization', 'gguf']\n"
+        "plans = ['gemma3'], ['moe', '--quantization', 'int8'], ['model.gguf', '--quantization', 'gguf'], ['awq']\n"
         "for model, *more in plans:\n"
         "    try:\n"
         "        main(['plan', '--json', '--device', 'cpu', '--model', f'{sys.argv[1]}/{model}', *more])\n"
@@ -177,4 +199,5 @@ def test_plan_needs_no_torch(tmp_path: Path) -> None:
     answer = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     *plans, torch_came = answer.stdout.splitlines()
     assert torch_came == "False"
-    assert [json.loads(plan)["architecture"] for plan in plans] == ["gemma3", "qwen3_moe", "llama"]
+    assert [json.loads(plan)["architecture"] for plan in plans] == ["gemma3", "qwen3_moe", "llama", "qwen3"]
+    assert json.loads(plans[-1])["weights_as"] == "awq"

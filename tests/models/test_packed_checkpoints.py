@@ -1,0 +1,298 @@
+"""AWQ and GPTQ checkpoints are the models of the values that they stand for."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.fp8 import Fp8Weight
+from pagoda.kernels.linear.packed import PackedWeight
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize_rows
+from pagoda.kernels.linear.reference import PlainLinear
+from pagoda.kernels.native.abi import Kind
+from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.kernels.select import select_ops
+from pagoda.layers.module import parameters
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_config import summarize_weights
+from pagoda.loading.model_files import identify
+from pagoda.loading.quantization import resolve_quantization
+from pagoda.worker.forward_pass import EagerForward
+from tests.models.packed_writer import Packing, write_packed
+from tests.models.paged_runner import PagedRunner, generate
+from tests.models.tiny import VOCAB, make_model, save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
+
+CASES = {
+    "awq": ("llama", Packing("awq")),
+    "awq, a row per group": ("qwen2", Packing("awq", group=-1)),
+    "awq, symmetric": ("llama-tied-biased", Packing("awq", symmetric=True)),
+    "awq of qwen3": ("qwen3", Packing("awq", settings={"version": "GEMM"})),
+    "awq, layers left out": ("llama", Packing("awq", keep=("v_proj", "layers.1.mlp.up_proj", "layers.2.self_attn"))),
+    "gptq": ("llama", Packing("gptq")),
+    "gptq, a last group that is partial": ("llama", Packing("gptq", group=64)),
+    "gptq of version 2, qwen3": ("qwen3", Packing("gptq", group=128, version=2)),
+    "gptq, symmetric": ("qwen3", Packing("gptq", symmetric=True)),
+    "gptq, activations' order within one group": (
+        "llama",
+        Packing("gptq", group=-1, version=2, symmetric=True, settings={"desc_act": True}),
+    ),
+    "gptq, experts": (
+        "qwen3-moe-renormalized",
+        Packing("gptq", keep=("mlp.gate",), settings={"dynamic": {"-:.*mlp.gate$": {}}}),
+    ),
+}
+
+
+class Folders(NamedTuple):
+    packed: Path
+    values: Path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folders]:
+    """case -> the packed checkpoint and the one of its values, made when first asked for."""
+
+    @cache
+    def made(case: str) -> Folders:
+        name, packing = CASES[case]
+        folder = tmp_path_factory.mktemp("packed")
+        found = Folders(folder / "packed", folder / "values")
+        write_packed(save(make_model(name), folder / "floats"), packing, *found)
+        return found
+
+    return made
+
+
+def load(folder: Path, kernels: str = "torch", quantization: str | None = None) -> EagerForward:
+    ops = select_ops(kernels, CPU, 1)
+    return EagerForward(load_model(identify(folder), ops, torch.float32, CPU, quantization), ops)
+
+
+def logits(folder: Path, kernels: str = "torch", quantization: str | None = None) -> torch.Tensor:
+    return run(load(folder, kernels, quantization))
+
+
+def run(model: EagerForward) -> torch.Tensor:
+    with torch.inference_mode():
+        return PagedRunner(model, 1, 40, torch.float32, block_size=16).logits([(0, 0, PROMPT)])[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits_as_the_values(case: str, folders: Callable[[str], Folders]) -> None:
+    """Of kernels that multiply floats, which read scales and zero points exactly."""
+    packed, values = folders(case)
+    assert torch.equal(logits(packed), logits(values))
+
+
+class RoundedInputs(PlainLinear):
+    """The definition of the native kernels' product with 4-bit codes: inputs of 8 bits, in groups of 32."""
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantize_rows(x, 32)
+        return (codes.float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)[:, : x.shape[1]]
+
+
+class RoundedInputOps(ReferenceOps):
+    def prepare_quantized_linear(
+        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> PlainLinear:
+        return RoundedInputs(weight.dequantize(), bias)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_products_of_codes(case: str, folders: Callable[[str], Folders]) -> None:
+    """They quantise the input to 8 bits: near the values, and nearer to the same model that says so in plain torch.
+
+    From that they differ by no more than a few codes of inputs that are halfway between two.
+    """
+    packed, values = folders(case)
+    ours, exact = logits(packed, "native"), logits(values)
+    ops: Any = RoundedInputOps()
+    rounded = run(EagerForward(load_model(identify(packed), ops, torch.float32, CPU), ops))
+    assert 0 < (ours - exact).norm() < 0.25 * exact.norm()
+    assert (ours - rounded).norm() < 0.05 * rounded.norm()
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq of version 2, qwen3"])
+def test_triton_products_of_codes_are_those_of_the_values(
+    case: str, folders: Callable[[str], Folders], without_triton: Callable[[str], NoReturn]
+) -> None:
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    packed, values = folders(case)
+    torch.testing.assert_close(logits(packed, "triton"), logits(values), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("case", ["awq", "awq of qwen3", "gptq", "gptq, symmetric"])
+def test_greedy_tokens_are_those_of_the_values(case: str, folders: Callable[[str], Folders]) -> None:
+    """In chunks, next to rows that decode; the values on the reference kernels."""
+    packed, values = folders(case)
+    prompts = [PROMPT[:5], PROMPT[:1], PROMPT]
+    with torch.inference_mode():
+        ours, theirs = (
+            generate(PagedRunner(load(folder, kernels), 3, 40, torch.float32), prompts, 10, 7)
+            for folder, kernels in ((packed, "torch"), (values, "reference"))
+        )
+    assert ours == theirs
+
+
+def kinds_of(folder: Path, quantization: str | None = None) -> dict[str, Kind]:
+    return {
+        path: Kind(parameter.value.record.kind)
+        for path, parameter in parameters(load(folder, "native", quantization).model)
+        if isinstance(parameter.value, PackedWeight)
+    }
+
+
+def test_codes_stay_codes(folders: Callable[[str], Folders]) -> None:
+    """Also of fused projections; one with a part of floats is held as floats, and so is the head."""
+    held = kinds_of(folders("awq").packed)
+    assert held.pop("lm_head.weight") is Kind.F32
+    assert set(held.values()) == {Kind.Q4_ZERO}
+    assert set(kinds_of(folders("gptq, symmetric").packed).values()) == {Kind.Q4, Kind.F32}
+    held = kinds_of(folders("awq, layers left out").packed)
+    floats = {path for path, kind in held.items() if kind is Kind.F32}
+    assert {path for path in held if "qkv" in path} < floats
+    assert {path for path in floats if ".mlp." in path} == {path for path in held if "1.mlp.gate_up" in path}
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq"])
+def test_the_setting_may_name_the_format_or_ask_for_int8(case: str, folders: Callable[[str], Folders]) -> None:
+    packed, values = folders(case)
+    assert resolve_quantization(identify(packed), None) == case
+    assert torch.equal(logits(packed, "native", case), logits(packed, "native"))
+    other = {"awq": "gptq", "gptq": "awq"}[case]
+    with pytest.raises(ConfigError, match=f"quantization='{other}' needs a checkpoint quantised by {other.upper()}"):
+        load(packed, quantization=other)
+    with pytest.raises(ConfigError, match=f"quantization='{case}' needs a checkpoint quantised by {case.upper()}"):
+        load(values, quantization=case)
+    assert torch.equal(logits(packed, "native", "int8"), logits(values, "native", "int8"))
+
+
+def test_without_an_order_of_groups(tmp_path: Path) -> None:
+    """GPTQ checkpoints may leave g_idx out."""
+    floats = save(make_model("llama"), tmp_path / "floats")
+    write_packed(floats, Packing("gptq"), tmp_path / "packed", tmp_path / "values", keep_g_idx=False)
+    assert torch.equal(logits(tmp_path / "packed"), logits(tmp_path / "values"))
+
+
+def test_summary_counts_codes_as_parameters(folders: Callable[[str], Folders]) -> None:
+    packed, values = (summarize_weights(identify(folder)) for folder in folders("gptq"))
+    assert packed.num_parameters == values.num_parameters
+    assert set(packed.bytes_by_type) == {"GPTQ", "F32"}
+    assert sum(packed.bytes_by_type.values()) == packed.num_bytes < values.num_bytes / 2
+
+
+# ---- what is refused
+
+
+@pytest.fixture(scope="module")
+def gptq_tensors(folders: Callable[[str], Folders]) -> dict[str, torch.Tensor]:
+    return load_file(folders("gptq").packed / "model.safetensors")
+
+
+BROKEN = "model.layers.1.mlp.down_proj"  # [96, 160], in groups of 32
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("qweight", lambda t: None, f"tensor '{BROKEN}.weight' is missing"),
+        ("qzeros", lambda t: None, f"tensor '{BROKEN}.qzeros' is missing"),
+        ("scales", lambda t: None, f"tensor '{BROKEN}.scales' is missing"),
+        ("qweight", lambda t: t[:-1], r"tensor '.*' has the shape"),
+        ("qweight", lambda t: t[0], r"a packed matrix has two dimensions"),
+        ("qweight", lambda t: t.float(), r"qweight' is F32, expected I32"),
+        (
+            "scales",
+            lambda t: t[:3],
+            r"scales' has the shape \(3, 96\), \(5, 96\) is what .* group_size = 32 ask for",
+        ),
+        ("scales", lambda t: t.int(), r"scales' is I32, expected F16 or BF16 or F32"),
+        ("qzeros", lambda t: t[:, :-1], r"qzeros' has the shape \(5, 11\), \(5, 12\) is what"),
+        ("g_idx", lambda t: t[:-1], r"g_idx' has the shape \(159,\), \(160,\) is what"),
+        ("g_idx", lambda t: t.flip(0), rf"tensor '{BROKEN}.qweight': its groups are not in order \(desc_act\)"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    part: str,
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+    message: str,
+    folders: Callable[[str], Folders],
+    gptq_tensors: dict[str, torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    changed = change(gptq_tensors[f"{BROKEN}.{part}"])
+    tensors = {name: tensor for name, tensor in gptq_tensors.items() if name != f"{BROKEN}.{part}"}
+    tensors |= {} if changed is None else {f"{BROKEN}.{part}": changed.contiguous()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders("gptq").packed / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def settings_of(folder: Path, target: Path, **changes: Any) -> Path:
+    """Write the same checkpoint with changes of its quantization_config; None removes a setting."""
+    target.mkdir()
+    (target / "model.safetensors").symlink_to(folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    settings = values["quantization_config"] | changes
+    values["quantization_config"] = {key: value for key, value in settings.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(values))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("gptq", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: awq, gptq;"),
+        ("gptq", {"quant_method": None}, "quant_method None is not supported"),
+        ("gptq", {"bits": 8}, r"bits = 8 is not supported; supported: 4; .*quantization='int8'"),
+        ("awq", {"bits": None}, "'bits' is missing"),
+        ("awq", {"bits": "4"}, "bits = '4', expected a positive integer"),
+        ("gptq", {"group_size": 48}, "group_size = 48 is not supported; supported: -1 and multiples of 32"),
+        ("gptq", {"group_size": 0}, "group_size = 0, expected a positive integer"),
+        ("awq", {"group_size": None}, "'group_size' is missing"),
+        ("awq", {"group_size": 96}, r"qzeros' has the shape \(3, 12\), \(1, 12\) is .* group_size = 96 ask for"),
+        ("awq", {"version": "gemv"}, r"version 'gemv' is not supported; supported: gemm; .*version='GEMM'"),
+        ("awq", {"version": "gemv_fast"}, "version 'gemv_fast' is not supported"),
+        ("awq", {"zero_point": False}, "says? that it is symmetric .* has a zero point of"),
+        ("awq", {"zero_point": 1}, "zero_point = 1, expected true or false"),
+        ("gptq", {"sym": True}, "says? that it is symmetric .* has a zero point of"),
+        ("gptq, symmetric", {"checkpoint_format": "gptq_v2"}, "has a zero point of 7 instead of 8; correct sym"),
+        ("gptq", {"desc_act": True}, r"desc_act = True .* is not supported; quantise the model with desc_act=False"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format says 'marlin', which is not supported; supported"),
+        ("gptq", {"format": "bitblas"}, "format says 'bitblas', which is not supported"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format says 'marlin', which is not supported"),
+        ("gptq", {"pack_dtype": "int16"}, "pack_dtype 'int16' is not supported; supported: int32"),
+        ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, r"dynamic has settings of its own for '\+:\.\*up_proj'"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else None,
+)
+def test_settings_that_are_refused(
+    case: str, changes: dict[str, Any], message: str, folders: Callable[[str], Folders], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(settings_of(folders(case).packed, tmp_path / "model", **changes))
+    assert "quantization_config" in str(caught.value) or "tensor '" in str(caught.value)
+
+
+def test_codes_without_settings(folders: Callable[[str], Folders], tmp_path: Path) -> None:
+    target = settings_of(folders("awq").packed, tmp_path / "model")
+    values = json.loads((target / "config.json").read_text())
+    del values["quantization_config"]
+    (target / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"there is '.*\.qweight': .* no quantization_config that says how"):
+        load(target)
