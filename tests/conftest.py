@@ -31,21 +31,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cuda: run the tests of numbers, and no others, on a GPU; without one they are skipped",
+        help="cuda: run the tests of numbers, and no others, on a GPU; without one this is an error",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--device") == "cpu":
         return
-    kept = [item for item in items if _OF_NUMBERS & set(getattr(item, "fixturenames", ()))]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
     import torch
 
     if not torch.cuda.is_available():
-        for item in items:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        raise pytest.UsageError("--device cuda: torch sees no CUDA GPU here; leave it out to run on the CPU")
+    kept = [item for item in items if _OF_NUMBERS & set(getattr(item, "fixturenames", ()))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 
+from pagoda.kernels.ops import Ops
 from pagoda.kernels.sampling.logprobs import LogprobTensors
+from pagoda.kernels.select import select_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,30 @@ class DeviceUnderTest:
         """Return the settings of an engine on it, whose bits do not depend on the batch."""
         invariant = {} if self.device.type == "cpu" else {"batch_invariant": True}
         return {"device": self.device.type, "dtype": self.dtype, "kernels": self.kernels, **invariant}
+
+    def ops(self, kernels: str = "torch") -> Ops:
+        """Return ops on it, whose bits do not depend on the batch.   kernels: on the CPU; a GPU has its own.
+
+        The native kernels are tested on a CPU, and skipped elsewhere.
+        """
+        if self.device.type == "cpu":
+            return select_ops(kernels, self.device, 1)
+        if kernels == "native":
+            pytest.skip("the native kernels run on a CPU")
+        return select_ops(self.kernels if kernels == "torch" else kernels, self.device, 1, batch_invariant=True)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a step's input with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved(item, device) for item in value)
+    if isinstance(value, Mapping):
+        return {name: moved(item, device) for name, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__module__ == "pagoda.ops.batch":
+        return replace(value, **{item.name: moved(getattr(value, item.name), device) for item in fields(value)})
+    return value
 
 
 class CarriedOps:

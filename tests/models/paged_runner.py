@@ -8,23 +8,33 @@ import torch
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_pass import ForwardPass
+from tests.device_under_test import moved
+
+CPU = torch.device("cpu")
 
 
 class PagedRunner:
     """Rows of tokens over one pool of blocks, which all KV groups share as they do in the engine.
 
-    dtype: of the cache.   Blocks are dealt in a shuffled order. Block 0 is full of NaN, and is in the tables wherever a
-    window has passed.
+    dtype: of the cache.   device: where the model is; results are on the CPU.
+    Blocks are dealt in a shuffled order. Block 0 is full of NaN, and is in the tables wherever a window has passed.
     """
 
     def __init__(
-        self, model: ForwardPass, num_rows: int, max_len: int, dtype: torch.dtype, block_size: int = 4
+        self,
+        model: ForwardPass,
+        num_rows: int,
+        max_len: int,
+        dtype: torch.dtype,
+        block_size: int = 4,
+        device: torch.device = CPU,
     ) -> None:
         self.model, self.block_size = model, block_size
         groups = model.kv_groups
         blocks_per_row = -(-max_len // block_size)
         num_blocks = len(groups) * num_rows * blocks_per_row
-        self.kv = CacheEngine(groups, block_size, num_blocks, 0, dtype, torch.device("cpu")).layers
+        self.kv = CacheEngine(groups, block_size, num_blocks, 0, dtype, device).layers
+        self._device = device
         for layer in self.kv:
             for plane in (layer.k, layer.v) if layer.k_scale is None else (layer.k_scale, layer.v_scale):
                 assert plane is not None
@@ -75,11 +85,11 @@ class PagedRunner:
         batch = ForwardBatch(
             token_ids, torch.cat(positions).int(), tuple(metadata), tail, torch.arange(len(tail.index))
         )
-        return self.model.forward(batch, self.kv)
+        return self.model.forward(moved(batch, self._device), self.kv).cpu()
 
     def logits(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
         """As `hidden`, float32 [len(work), vocab]."""
-        return self.model.compute_logits(self.hidden(work))
+        return self.model.compute_logits(self.hidden(work).to(self._device)).cpu()
 
 
 def generate(runner: PagedRunner, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int) -> list[list[int]]:

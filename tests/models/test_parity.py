@@ -7,17 +7,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.models.llama import Llama
 from pagoda.worker.forward_pass import EagerForward
+from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner, generate
 from tests.models.tiny import CONFIGS, VOCAB, greedy, make_model, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
 NUM_TOKENS = 10
 
 
@@ -37,9 +36,20 @@ def reference(name: str) -> PreTrainedModel:
     return make_model(name)
 
 
-def load(folder: Path, kernels: str = "torch", dtype: torch.dtype = torch.float32) -> EagerForward:
-    ops = select_ops(kernels, CPU, 1)
-    return EagerForward(load_model(identify(folder), ops, dtype, CPU), ops)
+@pytest.fixture
+def on(device_under_test: DeviceUnderTest) -> DeviceUnderTest:
+    return device_under_test
+
+
+def load(
+    folder: Path,
+    on: DeviceUnderTest,
+    kernels: str = "torch",
+    dtype: torch.dtype = torch.float32,
+    quantization: str | None = None,
+) -> EagerForward:
+    ops = on.ops(kernels)
+    return EagerForward(load_model(identify(folder), ops, dtype, on.device, quantization), ops)
 
 
 def prompts() -> list[list[int]]:
@@ -55,64 +65,64 @@ def expected(name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_equal_in_every_chunking(name: str, folders):
-    model = load(folders(name))
+def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnderTest):
+    model = load(folders(name), on)
     for chunk in (1, 3, 7, 64):
-        runner = PagedRunner(model, len(prompts()), 40, torch.float32)
+        runner = PagedRunner(model, len(prompts()), 40, torch.float32, device=on.device)
         assert generate(runner, prompts(), NUM_TOKENS, chunk) == expected(name), f"chunk {chunk}"
 
 
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-softcap-scaled"])
-def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders):
-    runner = PagedRunner(load(folders(name), kernels), len(prompts()), 40, torch.float32, block_size=8)
+def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, on: DeviceUnderTest):
+    model = load(folders(name), on, kernels)
+    runner = PagedRunner(model, len(prompts()), 40, torch.float32, block_size=8, device=on.device)
     assert generate(runner, prompts(), NUM_TOKENS, 9) == expected(name)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_close(name: str, folders):
+def test_logits_close(name: str, folders, on: DeviceUnderTest):
     prompt = prompts()[2]
-    runner = PagedRunner(load(folders(name)), 1, 40, torch.float32)
+    runner = PagedRunner(load(folders(name), on), 1, 40, torch.float32, device=on.device)
     ours = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(prompt)])
     theirs = reference(name)(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_bf16_stays_near_fp32(name: str, folders):
+def test_bf16_stays_near_fp32(name: str, folders, on: DeviceUnderTest):
     """As near as transformers' own bfloat16, times two."""
     prompt = prompts()[2]
     exact = reference(name)(torch.tensor([prompt])).logits[0, -1]
     rounded = make_model(name).bfloat16()(torch.tensor([prompt])).logits[0, -1].float()
-    runner = PagedRunner(load(folders(name), dtype=torch.bfloat16), 1, 40, torch.bfloat16)
+    model = load(folders(name), on, dtype=torch.bfloat16)
+    runner = PagedRunner(model, 1, 40, torch.bfloat16, device=on.device)
     ours = runner.logits([(0, 0, prompt)])[0]
     assert (ours - exact).norm() <= 2 * (rounded - exact).norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_hidden_states_close_layer_by_layer(name: str, folders):
+def test_hidden_states_close_layer_by_layer(name: str, folders, on: DeviceUnderTest):
     """A model cut after n layers ends like transformers' n-th hidden state, normed."""
     prompt = prompts()[3]
     theirs = reference(name)
     states = theirs(torch.tensor([prompt]), output_hidden_states=True).hidden_states
-    run = load(folders(name))
+    run = load(folders(name), on)
     model = run.model
     assert isinstance(model, Llama)
     all_layers = model.model.layers
     for count in range(1, len(all_layers)):
         model.model.layers = all_layers[:count]
-        ours = PagedRunner(run, 1, 40, torch.float32).hidden([(0, 0, prompt)])
+        ours = PagedRunner(run, 1, 40, torch.float32, device=on.device).hidden([(0, 0, prompt)])
         torch.testing.assert_close(ours[0], theirs.model.norm(states[count])[0, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_int8_stays_near_fp32(kernels: str, folders):
+def test_int8_stays_near_fp32(kernels: str, folders, on: DeviceUnderTest):
     """Linear layers in 8-bit groups: close to the model, and not the same."""
     prompt = prompts()[2]
-    ops = select_ops(kernels, CPU, 1)
-    model = EagerForward(
-        load_model(identify(folders("llama-tied-biased")), ops, torch.float32, CPU, quantization="int8"), ops
-    )
-    ours = PagedRunner(model, 1, 40, torch.float32, block_size=8).logits([(0, 0, prompt)])[0]
+    model = load(folders("llama-tied-biased"), on, kernels, quantization="int8")
+    runner = PagedRunner(model, 1, 40, torch.float32, block_size=8, device=on.device)
+    ours = runner.logits([(0, 0, prompt)])[0]
     exact = reference("llama-tied-biased")(torch.tensor([prompt])).logits[0, -1]
     assert 0 < (ours - exact).norm() < 0.05 * exact.norm()

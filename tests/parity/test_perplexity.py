@@ -7,12 +7,14 @@ import pytest
 from benchmarks.perplexity import TEXT, perplexity
 from pagoda.llm import LLM
 from tests.cached_models import cached_model
+from tests.device_under_test import DeviceUnderTest
 
 
 @functools.cache
-def measured(**options: object) -> float:
+def measured(on: DeviceUnderTest, **options: object) -> float:
     path = str(cached_model("smollm2-135m").path)
-    with LLM(path, device="cpu", max_model_len=513, num_blocks=200, enable_prefix_caching=False, **options) as llm:
+    settings = {**on.options, "max_model_len": 513, "num_blocks": 200, "enable_prefix_caching": False, **options}
+    with LLM(path, **settings) as llm:
         value, count = perplexity(llm, TEXT.read_text(encoding="utf-8"))
     assert count > 2000
     return value
@@ -30,5 +32,7 @@ def measured(**options: object) -> float:
     ],
     ids=["fp32", "int8", "gguf", "int8 KV", "int8 and int8 KV"],
 )
-def test_within_one_percent_of_bf16(options: dict[str, object]) -> None:
-    assert measured(**options) == pytest.approx(measured(dtype="bfloat16"), rel=0.01)
+def test_within_one_percent_of_bf16(options: dict[str, object], device_under_test: DeviceUnderTest) -> None:
+    assert measured(device_under_test, **options) == pytest.approx(
+        measured(device_under_test, dtype="bfloat16"), rel=0.01
+    )
