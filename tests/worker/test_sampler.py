@@ -200,8 +200,8 @@ def sampled_by_definition(edited: np.ndarray, params: SamplingParams, seed: int,
     types = (np.float32, np.int32, np.float32, np.float32)
     uniform = uniforms(np.array([seed], np.uint64), np.array([position]))
     logits = torch.from_numpy(edited.astype(np.float32)).unsqueeze(0)
-    arrays = [np.array(column, dtype) for column, dtype in zip(columns, types, strict=True)]
-    return int(sample_by_definition(logits, DrawParams(*arrays, uniform))[0])
+    temperature, top_k, top_p, min_p = (np.array(column, dtype) for column, dtype in zip(columns, types, strict=True))
+    return int(sample_by_definition(logits, DrawParams(temperature, top_k, top_p, min_p, uniform))[0])
 
 
 def assert_logprobs_of(logits: torch.Tensor, got: Sampled, wanted: np.ndarray) -> None:
