@@ -1,6 +1,7 @@
 """An engine process that starts as often as its environment says (ENGINE_LIVES) and never again.
 
-`python -m tests.engine.mortal_engine`; lives are counted in the file that ENGINE_LIVES_FILE names.
+`python -m tests.engine.mortal_engine`; lives are counted in the file that ENGINE_LIVES_FILE names. Its steps can be
+limited as those of stepped_engine.
 """
 
 import os
@@ -16,4 +17,8 @@ if __name__ == "__main__":
 
     from pagoda.engine_process import main  # one that may not live need not import it
 
+    if "ENGINE_STEPS" in os.environ:
+        from tests.engine.stepped_engine import limit_steps
+
+        limit_steps()
     main()

@@ -1,14 +1,16 @@
 """An engine process over the fake executor whose steps take 3 ms, so that clients keep up with it.
 
-`python -m tests.engine.slow_engine`
+`python -m tests.engine.slow_engine`; the environment's ENGINE_STEP_S is another duration.
 """
 
 import functools
+import os
 
 import pagoda.assemble
 from pagoda.engine_process import main
 from pagoda.executors.fake import FakeExecutor
 
 if __name__ == "__main__":
-    pagoda.assemble.FakeExecutor = functools.partial(FakeExecutor, step_s=0.003)  # type: ignore[misc,assignment]
+    step_s = float(os.environ.get("ENGINE_STEP_S", "0.003"))
+    pagoda.assemble.FakeExecutor = functools.partial(FakeExecutor, step_s=step_s)  # type: ignore[misc,assignment]
     main()

@@ -216,9 +216,14 @@ def test_shutting_down_ends_what_is_in_flight() -> None:
 def test_an_idle_engine_uses_no_cpu() -> None:
     async def test(llm: AsyncEngine) -> None:
         await collect(llm, "p")
-        before = time.process_time()
-        await asyncio.sleep(0.3)
-        assert time.process_time() - before < 0.1
+        used_s = []
+        for _ in range(5):  # other threads of this process may have work of their own for a while
+            before = time.process_time()
+            await asyncio.sleep(0.3)
+            used_s.append(time.process_time() - before)
+            if used_s[-1] < 0.1:
+                break
+        assert min(used_s) < 0.1
 
     run(test)
 

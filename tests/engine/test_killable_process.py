@@ -32,9 +32,11 @@ def ask(process: KillableProcess, text: str, timeout_s: float = LONG_S) -> list[
 
 def begin(work: Callable[[], None], pid: int) -> threading.Thread:
     """Do the work on a thread; return once the child with this pid has begun to run."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.001)  # it still runs for the message before
+    before = Path(f"/proc/{pid}/schedstat").read_text()
     thread = threading.Thread(target=work)
     thread.start()
-    before = Path(f"/proc/{pid}/schedstat").read_text()
     while Path(f"/proc/{pid}/schedstat").read_text() == before:
         time.sleep(0.001)
     return thread

@@ -11,9 +11,12 @@ from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, serving
 
 @pytest.fixture(scope="session")
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """`pagoda serve` whose tokens come from the fake executor: real processes and sockets, no model."""
+    """`pagoda serve` whose tokens come from the fake executor: real processes and sockets, no model.
+
+    Tests may limit its steps for a while (Steps.held_after).
+    """
     folder: Path = tmp_path_factory.mktemp("server")
-    with serving(folder, *FAKE_FLAGS) as server:
+    with serving(folder, *FAKE_FLAGS, stepped=True) as server:
         yield server
 
 
@@ -28,10 +31,14 @@ def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 @pytest.fixture(scope="session")
 def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """`pagoda serve` with SmolLM2, in float32: what every processor computes fast. Tests may kill its engine."""
+    """`pagoda serve` with SmolLM2, in float32: what every processor computes fast.
+
+    Tests may kill its engine, or limit its steps for a while (Steps.held_after).
+    """
     cached_model("smollm2-135m")  # skips where it cannot be had
     folder: Path = tmp_path_factory.mktemp("real")
-    with serving(folder, "--dtype", "float32", "--max-model-len", "2048", "--num-blocks", "400") as server:
+    flags = ("--dtype", "float32", "--max-model-len", "2048", "--num-blocks", "400")
+    with serving(folder, *flags, stepped=True) as server:
         yield server
 
 

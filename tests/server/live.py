@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.engine.steps import Steps
+
 # A server without a model: tokens come from the fake executor.
 FAKE_ENGINE = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048")
 FAKE_FLAGS = (*FAKE_ENGINE, "--trust-request-chat-template")
@@ -27,6 +29,13 @@ class LiveServer:
     process: "subprocess.Popen[bytes]"
     log: Path
     context: ssl.SSLContext | None = None
+    _steps: Steps | None = None
+
+    @property
+    def steps(self) -> Steps:
+        """How many steps the engine may compute, where `serving` was asked for that."""
+        assert self._steps is not None, "serve with stepped=True"
+        return self._steps
 
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
         return self._open(urllib.request.Request(self.url + path), timeout_s)
@@ -47,6 +56,13 @@ class LiveServer:
     def load(self) -> dict[str, Any]:
         return json.loads(self.get("/load")[1])
 
+    def wait_load(self, count: int, timeout_s: float = 30.0) -> None:
+        """Until the server holds this many prompts of requests, no more and no fewer."""
+        end = time.monotonic() + timeout_s
+        while (load := self.load())["server_load"] != count:
+            assert time.monotonic() < end, f"the server does not come to hold {count} prompts: {load}"
+            time.sleep(0.005)
+
     def wait_idle(self, timeout_s: float = 20.0) -> dict[str, Any]:
         """Until nothing is live and every block is free; the last /load."""
         end = time.monotonic() + timeout_s
@@ -65,6 +81,13 @@ class LiveServer:
                 assert time.monotonic() < end, f"/health does not become {truth}"
                 time.sleep(0.005)
 
+    def wait_restarts(self, num_restarts: int, timeout_s: float = 90.0) -> None:
+        """After a kill: until the server has counted so many restarts since it began, and the next engine is up."""
+        end = time.monotonic() + timeout_s
+        while self.load()["engine_restarts"] < num_restarts or self.get("/health")[0] != 200:
+            assert time.monotonic() < end, "no other engine is up"
+            time.sleep(0.005)
+
     def wait_draining(self, timeout_s: float = 20.0) -> None:
         """After a signal: until it was seen, and new requests are refused."""
         end = time.monotonic() + timeout_s
@@ -74,21 +97,48 @@ class LiveServer:
 
     def engine_pid(self) -> int:
         """The child of the API process that runs the engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in children:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")  # python -m MODULE ...; none of a dead child
+        for pid, command in children(self.process.pid).items():
+            words = command.split(b"\0")  # python -m MODULE ...; none of a dead child
             if b"engine" in b"".join(words[2:3]).rpartition(b".")[2]:  # not pagoda.engine.templates.worker, say
-                return int(pid)
+                return pid
         raise AssertionError("no engine process")
 
     def kill_engine(self) -> None:
         os.kill(self.engine_pid(), signal.SIGKILL)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of the loopback interface that no other process is given during the block.
+
+    Servers can still listen on it, as they bind with SO_REUSEADDR (see socket(7)).
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def children(pid: int) -> dict[int, bytes]:
+    """Return the command lines of the children of all threads of a process; empty for those that have just ended."""
+    found: dict[int, bytes] = {}
+    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)
+    with gone:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with gone:
+                for child in (task / "children").read_text().split():
+                    found[int(child)] = b""
+                    with gone:
+                        found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes()
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Return False for a process that has ended, whether or not its parent has noticed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @contextlib.contextmanager
@@ -99,36 +149,45 @@ def serving(
     engine: str | None = None,
     context: ssl.SSLContext | None = None,
     program: tuple[str, ...] = ("pagoda",),
+    stepped: bool = False,
 ) -> Iterator[LiveServer]:
     """Start, wait until it answers, and end it by SIGTERM.
 
     engine: module of the engine process, if not the usual.   context: talk TLS.
     program: the module to run instead of pagoda itself, and its first arguments.
+    stepped: the test can limit the engine's steps: LiveServer.steps.
     """
-    port = free_port()
-    log = folder / f"server-{port}.log"
-    command = program if engine is None else ("tests.server.serve_with", engine)
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command, "serve", "--port", str(port), *flags],
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
-        )
-    server = LiveServer(f"{'https' if context else 'http'}://127.0.0.1:{port}", process, log, context)
-    try:
-        _wait_ready(server)
-        yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with reserved_port() as port:
+        log = folder / f"server-{port}.log"
+        steps = Steps(folder / f"steps-{port}") if stepped else None
+        if stepped:
+            engine = engine or "tests.engine.stepped_engine"
+            env = {**(env or {}), "ENGINE_STEPS": str(folder / f"steps-{port}")}
+        command = program if engine is None else ("tests.server.serve_with", engine)
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command, "serve", "--port", str(port), *flags],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+            )
+        server = LiveServer(f"{'https' if context else 'http'}://127.0.0.1:{port}", process, log, context, steps)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _wait_ready(server)
+            yield server
+        finally:
+            if steps is not None:
+                steps.release()  # a held engine would not end in time
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def _wait_ready(server: LiveServer, timeout_s: float = 180.0) -> None:
+def _wait_ready(server: LiveServer, timeout_s: float = 600.0) -> None:
+    """The first server on a machine compiles its kernels, which takes minutes where the cores are shared."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         assert server.process.poll() is None, server.log.read_text()

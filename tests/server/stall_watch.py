@@ -9,12 +9,13 @@ The longest CPU time between two beats is measured too: it leaves out waits for 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,22 @@ class StallReader:
     def cpu_s(self) -> float:
         """Return the longest CPU time of the loop's thread between two beats, in the period of the last `take`."""
         return self._shared.get(_LONGEST_CPU)
+
+    def least_cpu_s(self, ask: Callable[[], object], limit_s: float) -> float:
+        """Return the longest CPU time between two beats while `ask` runs; the least of three runs if above the limit.
+
+        What a request needs, it needs each time. The CPU time of a virtual machine also contains, now and then, what
+        its host gave to others.
+        """
+        least_s = math.inf
+        for _ in range(3):
+            self.take()
+            ask()
+            self.take()
+            least_s = min(least_s, self.cpu_s())
+            if least_s < limit_s:
+                break
+        return least_s
 
     def census(self, process: str = "api") -> dict[str, int]:
         """See count_objects.   process: "api" or "engine"."""

@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     described = {"name": "org/described", "path": str(root / "deep" / "two"), "base_model_name": "its-parent"}
     flags = (*FAKE_FLAGS, "--enable-lora", "--max-lora-rank", "32", "--lora-dir", str(root), *modules)
     folder = tmp_path_factory.mktemp("server")
-    with serving(folder, *flags, "--lora-modules", json.dumps(described)) as server:
+    with serving(folder, *flags, "--lora-modules", json.dumps(described), stepped=True) as server:
         yield server
 
 
@@ -118,19 +119,18 @@ def test_load_use_replace_and_unload(server: LiveServer, root: Path) -> None:
 def test_requests_finish_when_their_adapter_is_unloaded(server: LiveServer) -> None:
     long = {**TEXT, "model": "leaving", "max_tokens": 1500, "ignore_eos": True, "request_id": "leaving"}
     assert call(server, LOAD, {"lora_name": "leaving", "lora_path": "one"})[0] == 200
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", long)))
-    thread.start()
-    while not server.load()["running"]:
-        pass
-    while 'running_lora_adapters="leaving"' not in server.get("/metrics")[1]:
-        pass
-    assert 'vllm:lora_requests_info{max_lora="4",' in server.get("/metrics")[1]
-    assert call(server, UNLOAD, {"lora_name": "leaving"})[0] == 200
-    assert server.post("/v1/completions", {**TEXT, "model": "leaving"})[0] == 404
-    assert not answers
-    thread.join(60)
-    status, answer = answers[0]
+    server.wait_idle()
+    with ThreadPoolExecutor(1) as pool, server.steps.held_after(50):
+        asked = pool.submit(server.post, "/v1/completions", long)
+        end = time.monotonic() + 60
+        while 'running_lora_adapters="leaving"' not in server.get("/metrics")[1]:
+            assert time.monotonic() < end, "the request was never seen running"
+        assert 'vllm:lora_requests_info{max_lora="4",' in server.get("/metrics")[1]
+        assert call(server, UNLOAD, {"lora_name": "leaving"})[0] == 200
+        assert server.post("/v1/completions", {**TEXT, "model": "leaving"})[0] == 404
+        assert not asked.done()
+        server.steps.release()
+        status, answer = asked.result()
     assert (status, answer["usage"]["completion_tokens"]) == (200, 1500)
 
 

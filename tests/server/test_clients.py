@@ -30,6 +30,7 @@ def test_openai_chat_and_its_stream_agree(client: openai.OpenAI) -> None:
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content != ""
+    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
 
 
@@ -74,7 +75,7 @@ def test_openai_leaving_a_stream_frees_its_blocks(client: openai.OpenAI, fake_se
     )
     next(iter(stream))
     stream.close()
-    fake_server.wait_idle(5)
+    fake_server.wait_idle()
 
 
 def test_openai_async_many_at_once(fake_server: LiveServer) -> None:

@@ -10,9 +10,9 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from tests.server.live import LiveServer, free_port, serving
+from tests.server.live import LiveServer, children, is_running, reserved_port, serving
 
 FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "1024", "--max-model-len", "2048")
 TEXT = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
@@ -77,7 +77,7 @@ def test_a_body_above_the_limit_is_413_with_or_without_content_length(fake_serve
 def test_slow_clients_and_crowds_delay_no_other_client(tmp_path: Path) -> None:
     limits = (
         "--server-timeouts.header-timeout-s",
-        "0.5",
+        "4",
         "--server-timeouts.body-timeout-s",
         "0.5",
         "--server-limits.max-connections",
@@ -89,14 +89,15 @@ def test_slow_clients_and_crowds_delay_no_other_client(tmp_path: Path) -> None:
             slow = crowd.enter_context(socket.create_connection(("127.0.0.1", port_of(server)), 5))
             slow.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
         assert server.get("/health")[0] == 503, "one too many"
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while server.get("/health")[0] != 200:
             assert time.monotonic() < end, "slow heads keep their connections"
             time.sleep(0.1)
         assert metric(server, "admission_rejections_total", reason="connections") >= 2
-        answer = talk(server, head + b"Content-Length: 500\r\n\r\n{", 5)
+        answer = talk(server, head + b"Content-Length: 500\r\n\r\n{", 20)
         assert b" 408 " in answer
         assert b'"error"' in answer
+        end = time.monotonic() + 30
         while '"status": 408' not in server.log.read_text():
             assert time.monotonic() < end, "not in the access log"
             time.sleep(0.1)
@@ -115,35 +116,36 @@ def test_a_half_closed_connection_counts_as_disconnected(fake_server: LiveServer
         connection.sendall(request_bytes({**LONG, "stream": True}))
         connection.recv(100)
         connection.shutdown(socket.SHUT_WR)
-        fake_server.wait_idle(5)
+        fake_server.wait_idle()
 
 
 def test_a_second_request_with_an_id_in_use_is_refused_and_the_first_continues(fake_server: LiveServer) -> None:
     body = {**LONG, "request_id": "twice"}
-    got: list[tuple[int, Any]] = []
-    thread = threading.Thread(target=lambda: got.append(fake_server.post("/v1/completions", body)))
-    thread.start()
-    while not fake_server.load()["server_load"]:
-        time.sleep(0.002)
-    for stream in (False, True):
-        status, answer = fake_server.post("/v1/completions", {**body, "stream": stream})
-        assert (status, answer["error"]["param"]) == (400, "request_id")
-    thread.join(30)
-    status, answer = got[0]
+    fake_server.wait_idle()
+    with ThreadPoolExecutor(1) as pool, fake_server.steps.held_after(5):
+        first = pool.submit(fake_server.post, "/v1/completions", body)
+        fake_server.wait_load(1)
+        for stream in (False, True):
+            status, answer = fake_server.post("/v1/completions", {**body, "stream": stream})
+            assert (status, answer["error"]["param"]) == (400, "request_id")
+        fake_server.steps.release()
+        status, answer = first.result()
     assert (status, answer["usage"]["completion_tokens"]) == (200, 1990)
 
 
 def test_the_same_request_id_header_from_two_clients_does_not_collide(fake_server: LiveServer) -> None:
-    got: list[tuple[int, Any]] = []
 
-    def ask() -> None:
-        got.append(fake_server.post("/v1/completions", LONG, **{"X-Request-Id": "trace-1"}))
+    def ask() -> tuple[int, Any]:
+        header: dict[str, Any] = {"X-Request-Id": "trace-1"}
+        return fake_server.post("/v1/completions", LONG, **header)
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    fake_server.wait_idle()
+    # None ends before all are there: an id is free again once its request has ended.
+    with ThreadPoolExecutor(3) as pool, fake_server.steps.held_after(5):
+        asked = [pool.submit(ask) for _ in range(3)]
+        fake_server.wait_load(3)
+        fake_server.steps.release()
+        got = [one.result() for one in asked]
     assert [status for status, _ in got] == [200] * 3
     assert len({answer["id"] for _, answer in got}) == 3
     assert all(answer["id"].startswith("cmpl-trace-1") for _, answer in got)
@@ -159,10 +161,15 @@ def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
 
     before = counts()
     assert fake_server.post("/v1/completions", {**TEXT, "prompt": [[7] * 5, [8] * 6], "n": 3})[0] == 200
-    with socket.create_connection(("127.0.0.1", port_of(fake_server)), 5) as connection:
+    with (
+        fake_server.steps.held_after(20),  # it is left before its end
+        socket.create_connection(("127.0.0.1", port_of(fake_server)), 30) as connection,
+    ):
         connection.sendall(request_bytes({**LONG, "n": 2, "stream": True}))
         while b"data: " not in (piece := connection.recv(65536)):
             assert piece, "closed before the first token"
+        connection.close()
+        fake_server.wait_load(0)
     fake_server.wait_idle()
     after = counts()
     more = {name: after[name] - before[name] for name in after}
@@ -285,15 +292,15 @@ def test_a_port_in_use_is_one_line(fake_server: LiveServer) -> None:
 
 def test_a_server_without_an_engine_answers_and_ends(tmp_path: Path) -> None:
     env = {"ENGINE_LIVES": "1", "ENGINE_LIVES_FILE": str(tmp_path / "lives"), "PYTHONPATH": os.getcwd()}
-    with serving(tmp_path, *FLAGS, env=env, engine="tests.engine.mortal_engine") as server:
-        got: list[tuple[int, Any]] = []
-        thread = threading.Thread(target=lambda: got.append(server.post("/v1/completions", LONG)))
-        thread.start()
-        while not server.load()["server_load"]:
-            time.sleep(0.002)
+    with (
+        serving(tmp_path, *FLAGS, env=env, engine="tests.engine.mortal_engine", stepped=True) as server,
+        ThreadPoolExecutor(1) as pool,
+        server.steps.held_after(5),
+    ):
+        asked = pool.submit(server.post, "/v1/completions", LONG)
+        server.wait_load(1)
         server.kill_engine()
-        thread.join(60)
-        assert got[0][0] == 503
+        assert asked.result()[0] == 503
         assert server.process.wait(30) == 1
         assert "pagoda: the engine process ended with exit code" in server.log.read_text()
 
@@ -312,8 +319,8 @@ def test_a_stream_longer_than_the_deadline_is_cut(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server), limit=1024)
         writer.write(request_bytes({**LONG, "n": 64, "stream": True, "return_token_ids": True}))
         await reader.read(100)
-        server.process.send_signal(signal.SIGTERM)
         began_s = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.process.wait, 20) == 0
         writer.close()
         return time.monotonic() - began_s
@@ -332,28 +339,23 @@ def write_slow_tokenizer(folder: Path) -> str:
     return str(folder)
 
 
-def started_by(pid: int) -> list[int]:
-    """The children of all threads of a process."""
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_starting_ends_everything_at_once(tmp_path: Path, number: signal.Signals) -> None:
     """Even while a thread waits for the trial of a tokenizer's patterns, which takes longer than this test."""
     command = [sys.executable, "-m", "pagoda", "serve", *FLAGS, "--tokenizer", write_slow_tokenizer(tmp_path)]
-    process = subprocess.Popen([*command, "--port", str(free_port())], stderr=subprocess.PIPE)
-    end = time.monotonic() + 60
-    while not any(b"tokenizers" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started_by(process.pid)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    (engine,) = (p for p in started_by(process.pid) if b"engine" in Path(f"/proc/{p}/cmdline").read_bytes())
-    process.send_signal(number)
-    assert process.wait(5) == -number
+    with reserved_port() as port:
+        process = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE)
+        end = time.monotonic() + 60
+        while not any(b"tokenizers" in started for started in children(process.pid).values()):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (engine,) = (pid for pid, started in children(process.pid).items() if b"engine" in started)
+        process.send_signal(number)
+        assert process.wait(5) == -number
     assert process.stderr is not None
     assert b"Traceback" not in process.stderr.read()
-    while Path(f"/proc/{engine}").exists() and ") Z " not in Path(f"/proc/{engine}/stat").read_text():
+    end = time.monotonic() + 60
+    while is_running(engine):
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -17,13 +17,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.server.live import LiveServer, free_port, serving
+from tests.server.live import LiveServer, children, is_running, reserved_port, serving
 
 FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "1024", "--max-model-len", "2048")
 
 
-async def stream(session: aiohttp.ClientSession, seed: int, max_tokens: int, n: int = 1) -> tuple[int, list[str]]:
-    """(status, text per choice) of one streamed completion."""
+async def stream(
+    session: aiohttp.ClientSession, seed: int, max_tokens: int, n: int = 1, began: asyncio.Event | None = None
+) -> tuple[int, list[str]]:
+    """(status, text per choice) of one streamed completion; `began` is set when its first token is there."""
     body = {
         "prompt": [10 + seed % 50] * 12,
         "max_tokens": max_tokens,
@@ -42,30 +44,32 @@ async def stream(session: aiohttp.ClientSession, seed: int, max_tokens: int, n: 
                 assert "error" not in chunk, chunk
                 for choice in chunk["choices"]:
                     texts[choice["index"]] += choice["text"]
+                if began is not None:
+                    began.set()
         return 200, texts
-
-
-async def health(session: aiohttp.ClientSession) -> int:
-    async with session.get("/health") as response:
-        return response.status
 
 
 def test_a_killed_engine_only_causes_a_pause(tmp_path: Path) -> None:
     async def load(server: LiveServer, kills: int) -> list[tuple[int, list[str]]]:
+        """The engine is killed after some steps, and so is the next one; none ends a stream before."""
+        if kills:
+            server.steps.hold_after(30)
         async with aiohttp.ClientSession(server.url) as session:
             tasks = [asyncio.create_task(stream(session, i, 900, 1 + i % 3)) for i in range(16)]
-            for _ in range(kills):
-                await asyncio.sleep(0.1)
-                assert not all(task.done() for task in tasks), "too fast: no stream was interrupted"
+            for number in range(kills):
+                await asyncio.to_thread(server.steps.wait_held)
+                assert not any(task.done() for task in tasks)
                 await asyncio.to_thread(server.kill_engine)
-                for truth in (503, 200):  # down, then up again
-                    async with asyncio.timeout(30):
-                        while (await health(session)) != truth:
-                            await asyncio.sleep(0.01)
+                if number + 1 < kills:
+                    server.steps.hold_next_engine_after(50)
+                else:
+                    server.steps.release()
+                await asyncio.to_thread(server.wait_restarts, number + 1)
             return await asyncio.gather(*tasks)
 
-    with serving(tmp_path, *FLAGS) as server:
+    with serving(tmp_path, *FLAGS, stepped=True) as server:
         undisturbed = asyncio.run(load(server, 0))
+        server.wait_idle()
         assert asyncio.run(load(server, 2)) == undisturbed
         assert server.wait_idle()["engine_restarts"] == 2
 
@@ -159,22 +163,28 @@ def test_a_client_that_never_reads_is_dropped(tmp_path: Path) -> None:
     flags = ("--server-timeouts.send-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000")
     with serving(tmp_path, *FLAGS, *flags) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
         client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
         data = json.dumps(body).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
-        while not server.load()["server_load"]:
-            time.sleep(0.01)
-        server.wait_idle(20)
+        assert client.recv(100), "it begins to answer"
+        server.wait_idle(60)
 
 
 def test_overload_is_429_at_once_and_admitted_requests_are_served(tmp_path: Path) -> None:
     async def main(server: LiveServer) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:
-            return await asyncio.gather(*(stream(session, i, 300) for i in range(12)))
+            tasks = [asyncio.create_task(stream(session, i, 300)) for i in range(12)]
+            for count, one in enumerate(asyncio.as_completed(tasks), 1):
+                assert (await one)[0] == (429 if count <= 8 else 200), "those that are admitted have not ended yet"
+                if count == 8:
+                    server.steps.release()
+            return await asyncio.gather(*tasks)
 
-    with serving(tmp_path, *FLAGS, "--server-limits.max-queued-requests", "4") as server:
-        results = asyncio.run(main(server))
+    with serving(tmp_path, *FLAGS, "--server-limits.max-queued-requests", "4", stepped=True) as server:
+        with server.steps.held_after(5):
+            results = asyncio.run(asyncio.wait_for(main(server), 60))
         assert sorted(status for status, _ in results) == [200] * 4 + [429] * 8
         status, answer = server.post("/v1/completions", {"prompt": ["a"] * 5, "max_tokens": 1})
         assert (status, answer["error"]["param"]) == (400, "prompt"), "to come again would not help"
@@ -200,28 +210,29 @@ def test_keys_authenticate_and_separate_clients(keyed_server: LiveServer) -> Non
 def test_sigterm_drains(tmp_path: Path) -> None:
     async def main(server: LiveServer) -> tuple[tuple[int, list[str]], int]:
         async with aiohttp.ClientSession(server.url) as session:
-            running = asyncio.create_task(stream(session, 1, 1500))
-            while not server.load()["running"]:
-                await asyncio.sleep(0.01)
+            began = asyncio.Event()
+            running = asyncio.create_task(stream(session, 1, 1500, began=began))
+            await began.wait()
             late_session = aiohttp.ClientSession(server.url)
             async with late_session.get("/health") as response:  # a connection that is kept
                 assert response.status == 200
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(server.wait_draining)
             late = (await stream(late_session, 2, 5))[0]
             await late_session.close()
+            server.steps.release()
             return await running, late
 
-    with serving(tmp_path, *FLAGS) as server:
-        (status, texts), late = asyncio.run(main(server))
+    with serving(tmp_path, *FLAGS, stepped=True) as server, server.steps.held_after(5):
+        (status, texts), late = asyncio.run(asyncio.wait_for(main(server), 60))
         assert (status, late) == (200, 503)
         assert texts[0]
         assert server.process.wait(15) == 0
 
 
 def wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+    end = time.monotonic() + 60
+    while is_running(pid):
         assert time.monotonic() < end, "the engine process outlives its server"
         time.sleep(0.05)
 
@@ -229,33 +240,34 @@ def wait_until_gone(pid: int) -> None:
 def test_the_engine_ends_with_a_killed_server_and_leaves_no_file(tmp_path: Path) -> None:
     async def break_off(server: LiveServer) -> None:
         async with aiohttp.ClientSession(server.url) as session:
-            running = asyncio.create_task(stream(session, 1, 1900, 8))
-            while not server.load()["running"]:
-                await asyncio.sleep(0.01)
+            began = asyncio.Event()
+            running = asyncio.create_task(stream(session, 1, 1900, 8, began))
+            await began.wait()
             server.process.kill()
             with pytest.raises(aiohttp.ClientError):
                 await running
 
     with tempfile.TemporaryDirectory() as folder:  # a socket's path has to be short
-        with serving(tmp_path, *FLAGS, env={"TMPDIR": folder}) as server:
+        # The engine computes when its server ends; with 1900 steps of 20 ms, not for much longer.
+        slow = {"TMPDIR": folder, "ENGINE_STEP_S": "0.02"}
+        with serving(tmp_path, *FLAGS, env=slow, engine="tests.engine.slow_engine") as server:
             assert not list(Path(folder).glob("pagoda-*"))
             pid = server.engine_pid()
-            asyncio.run(break_off(server))
+            asyncio.run(asyncio.wait_for(break_off(server), 60))
             server.process.wait()
             wait_until_gone(pid)
         assert not list(Path(folder).glob("pagoda-*"))
 
 
 def test_a_server_killed_while_its_engine_starts_leaves_nothing(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pagoda", "serve", *FLAGS, "--port", str(free_port())]
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
+        command = [sys.executable, "-m", "pagoda", "serve", *FLAGS, "--port", str(port)]
         process = subprocess.Popen(command, env={**os.environ, "TMPDIR": folder})
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        end = time.monotonic() + 30
-        while not children.read_text().strip():
+        end = time.monotonic() + 60
+        while not (started := [pid for pid, line in children(process.pid).items() if b"engine" in line]):
             assert time.monotonic() < end
             time.sleep(0.01)
-        pid = int(children.read_text().split()[0])
+        (pid,) = started
         assert list(Path(folder).glob("pagoda-*"))
         process.kill()
         process.wait()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import LiveServer, free_port
+from tests.server.live import LiveServer, reserved_port
 
 PROMETHEUS = shutil.which("prometheus")
 NUM_REQUESTS = 3
@@ -45,7 +45,7 @@ class Prometheus:
         assert len(series) <= 1, series
         return series[0][1] if series else None
 
-    def wait_for(self, expression: str, wanted: float, timeout_s: float = 30.0) -> None:
+    def wait_for(self, expression: str, wanted: float, timeout_s: float = 90.0) -> None:
         end_s = time.monotonic() + timeout_s
         while (now := self.value(expression)) != wanted:
             assert time.monotonic() < end_s, f"{expression} is {now}, not {wanted}"
@@ -55,7 +55,12 @@ class Prometheus:
 @contextlib.contextmanager
 def scraping(target: LiveServer, folder: Path, key: str = "") -> Iterator[Prometheus]:
     """A Prometheus that scrapes `target` every 0.3 s."""
-    port = free_port()
+    with reserved_port() as port, _scraping_from(port, target, folder, key) as prometheus:
+        yield prometheus
+
+
+@contextlib.contextmanager
+def _scraping_from(port: int, target: LiveServer, folder: Path, key: str) -> Iterator[Prometheus]:
     job: dict[str, Any] = {
         "job_name": "pagoda",
         "static_configs": [{"targets": [target.url.removeprefix("http://")]}],
@@ -74,7 +79,7 @@ def scraping(target: LiveServer, folder: Path, key: str = "") -> Iterator[Promet
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
     try:
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 90
         while True:
             assert process.poll() is None, log.read_text()
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=2):

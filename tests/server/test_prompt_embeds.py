@@ -151,7 +151,7 @@ def test_requests_outlive_a_killed_engine_and_end_when_aborted(tmp_path: Path) -
     def tokens(server: LiveServer, **body: Any) -> list[list[int]]:
         return [choice["token_ids"] for choice in complete(server, **{**common, **body})["choices"]]
 
-    with serving(tmp_path, "--model", str(model), *FLAGS, "--enable-prompt-embeds") as server:
+    with serving(tmp_path, "--model", str(model), *FLAGS, "--enable-prompt-embeds", stepped=True) as server:
         bodies: dict[str, Any] = {
             "tokens": {"prompt": [ids]},
             "embeds": {"prompt_embeds": encoded(table[ids])},
@@ -165,21 +165,27 @@ def test_requests_outlive_a_killed_engine_and_end_when_aborted(tmp_path: Path) -
             found[name] = tokens(server, **bodies[name])
 
         asking = [threading.Thread(target=ask, args=(name,)) for name in bodies]
+        server.wait_idle()
+        server.steps.hold_after(50)
         for thread in asking:
             thread.start()
         while server.load()["running"] < 3:
             assert not found, "a request ended before all of them ran"
         server.kill_engine()
+        server.steps.release()
         for thread in asking:
             thread.join()
         assert found == undisturbed
         aborted: list[Any] = []
         body = {**common, **bodies["other"], "request_id": "mine"}
+        server.wait_idle()
+        server.steps.hold_after(50)
         last = threading.Thread(target=lambda: aborted.append(server.post("/v1/completions", body)))
         last.start()
         while not server.load()["running"]:
             assert not aborted
         assert server.post("/abort_requests", {"request_ids": ["cmpl-mine"]})[0] == 200
+        server.steps.release()
         last.join()
         assert {choice["finish_reason"] for choice in aborted[0][1]["choices"]} == {"abort"}
         server.wait_idle()

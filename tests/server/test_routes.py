@@ -1,6 +1,8 @@
 """Every route of the server over a real socket, on the fake executor."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "se
 TEXT = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
 
 
-def events(server: LiveServer, path: str, body: dict[str, object]) -> list[dict[str, object]]:
+def events(server: LiveServer, path: str, body: dict[str, object]) -> list[dict[str, Any]]:
     import urllib.request
 
     request = urllib.request.Request(
@@ -275,19 +277,13 @@ def test_timings_are_sent_on_request(fake_server: LiveServer) -> None:
 
 
 def test_abort_by_id_ends_a_request_with_its_output_so_far(fake_server: LiveServer) -> None:
-    import threading
-    import time
-
-    got: list[object] = []
     body = {**TEXT, "max_tokens": 2000, "ignore_eos": True, "request_id": "long"}
-    thread = threading.Thread(target=lambda: got.append(fake_server.post("/v1/completions", body)))
-    thread.start()
-    end = time.monotonic() + 10
-    aborted: list[str] = []
-    while not aborted and time.monotonic() < end:
-        aborted = fake_server.post("/abort_requests", {"request_ids": ["cmpl-long"]})[1]["aborted"]
-    thread.join(10)
-    status, answer = got[0]  # type: ignore[misc]
-    assert aborted == ["cmpl-long"]
-    assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")  # type: ignore[index]
+    fake_server.wait_idle()
+    with ThreadPoolExecutor(1) as pool, fake_server.steps.held_after(5):
+        asked = pool.submit(fake_server.post, "/v1/completions", body)
+        fake_server.wait_load(1)
+        assert fake_server.post("/abort_requests", {"request_ids": ["cmpl-long"]})[1]["aborted"] == ["cmpl-long"]
+        fake_server.steps.release()
+        status, answer = asked.result()
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
     fake_server.wait_idle()

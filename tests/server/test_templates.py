@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, serving
+from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, children, is_running, serving
 from tests.server.stall_watch import StallReader, watched_serving
 
 USER = {"role": "user", "content": "x"}
@@ -23,8 +23,15 @@ CHAT = {"messages": [USER], "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, StallReader]]:
+    """Stops templates so late that only one without an end meets its deadline."""
     folder = tmp_path_factory.mktemp("templates")
-    folder = tmp_path_factory.mktemp("templates")
+    with watched_serving(folder, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "60") as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def hasty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, StallReader]]:
+    folder = tmp_path_factory.mktemp("hasty")
     with watched_serving(folder, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "1.5") as both:
         yield both
 
@@ -41,10 +48,7 @@ def posted(server: LiveServer, body: dict[str, object]) -> Iterator[socket.socke
 
 def renderers(server: LiveServer) -> list[int]:
     """The server's processes that render templates."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
-    found = children.read_text().split() + [pid for t in threads for pid in (t / "children").read_text().split()]
-    return [int(pid) for pid in set(found) if b"templates.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid, command in children(server.process.pid).items() if b"templates.worker" in command]
 
 
 def cpu_ticks(pid: int) -> int:
@@ -57,7 +61,6 @@ def cpu_ticks(pid: int) -> int:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (LOOP, "stopped after 1.5 s"),
         ("{{ 'a'|center(5000000000) }}", "memory"),
         ("{% set n = messages | length %}{{ 'a' * (600000000 * n) }}", "memory"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -65,41 +68,49 @@ def cpu_ticks(pid: int) -> int:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_template_that_does_not_finish_is_stopped(
+def test_a_template_that_cannot_finish_is_stopped(
     server: tuple[LiveServer, StallReader], template: str, said: str, path: str
 ) -> None:
+    check_stopped(server, path, template, said)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_template_that_does_not_finish_is_stopped(hasty_server: tuple[LiveServer, StallReader], path: str) -> None:
+    check_stopped(hasty_server, path, LOOP, "stopped after 1.5 s")
+
+
+def check_stopped(server: tuple[LiveServer, StallReader], path: str, template: str, said: str) -> None:
     live, stalls = server
-    stalls.take()
-    status, answer = live.post(path, {"messages": [USER], "chat_template": template})
-    assert (status, said in answer["error"]["message"]) == (400, True), answer
-    stalls.take()
-    cpu_s = stalls.cpu_s()
-    assert cpu_s < 0.25
+
+    def ask() -> None:
+        status, answer = live.post(path, {"messages": [USER], "chat_template": template})
+        assert (status, said in answer["error"]["message"]) == (400, True), answer
+
+    assert stalls.least_cpu_s(ask, 0.25) < 0.25
     assert live.post("/v1/chat/completions", CHAT)[0] == 200
 
 
 def test_callers_looping_templates_delay_only_each_other(server: tuple[LiveServer, StallReader]) -> None:
+    """Others are answered while all of the loops run: these would end after 60 s."""
     live, _ = server
     with contextlib.ExitStack() as stack:
-        for _ in range(6):
-            stack.enter_context(posted(live, {**CHAT, "chat_template": LOOP}))
-        began_s = time.monotonic()
+        looping = [stack.enter_context(posted(live, {**CHAT, "chat_template": LOOP})) for _ in range(6)]
         for _ in range(5):
             assert live.post("/v1/chat/completions", CHAT)[0] == 200
             assert live.get("/health")[0] == 200
-        assert time.monotonic() - began_s < 4
+        assert select.select(looping, [], [], 0)[0] == [], "none of them is answered yet"
 
 
 def test_rendering_stops_when_the_client_disconnects(tmp_path: Path) -> None:
     with serving(tmp_path, *FAKE_FLAGS, "--server-timeouts.template-timeout-s", "60") as live:
         with posted(live, {**CHAT, "chat_template": LOOP}):
-            end = time.monotonic() + 20
+            end = time.monotonic() + 50
             while not any(cpu_ticks(pid) > 60 for pid in renderers(live)):
                 assert time.monotonic() < end, "nothing renders"
                 time.sleep(0.05)
             burning = [pid for pid in renderers(live) if cpu_ticks(pid) > 60]
-        end = time.monotonic() + 5
-        while any(cpu_ticks(pid) for pid in burning):
+        end = time.monotonic() + 30
+        while any(is_running(pid) for pid in burning):
             assert time.monotonic() < end, "the rendering continues without its client"
             time.sleep(0.05)
         assert live.post("/v1/chat/completions", {**CHAT, "chat_template": "ok"})[0] == 200
@@ -115,18 +126,18 @@ def test_sigterm_ends_a_server_whose_template_loops(tmp_path: Path, signals: int
         "1" if signals == 1 else "60",
     )
     with serving(tmp_path, *FAKE_FLAGS, *flags) as live, posted(live, {**CHAT, "chat_template": LOOP}):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 50
         while not any(cpu_ticks(pid) > 60 for pid in renderers(live)):
             assert time.monotonic() < end, "nothing renders"
             time.sleep(0.05)
-        children = [*renderers(live), live.engine_pid()]
+        started = [*renderers(live), live.engine_pid()]
         live.process.send_signal(signal.SIGTERM)
         if signals == 2:
             live.wait_draining()
             live.process.send_signal(signal.SIGTERM)
-        assert live.process.wait(10) == (0 if signals == 1 else -signal.SIGTERM)
-        end = time.monotonic() + 5
-        while any(Path(f"/proc/{pid}").exists() and cpu_ticks(pid) for pid in children):
+        assert live.process.wait(30) == (0 if signals == 1 else -signal.SIGTERM)
+        end = time.monotonic() + 30
+        while any(is_running(pid) for pid in started):
             assert time.monotonic() < end, "a child lives on"
             time.sleep(0.05)
 
@@ -152,15 +163,12 @@ def test_a_killed_renderer_is_replaced(server: tuple[LiveServer, StallReader]) -
 def test_chats_at_once_are_all_rendered(server: tuple[LiveServer, StallReader]) -> None:
     live, _ = server
     statuses: list[int] = []
-    times: list[float] = []
 
     def ask(number: int) -> None:
         for _ in range(10):
-            began_s = time.perf_counter()
             answer = live.post(
                 "/tokenize", {"messages": [{**USER, "content": f"number {number}"}], "return_token_strs": True}
             )
-            times.append(time.perf_counter() - began_s)
             statuses.append(answer[0] if f"number {number}" in "".join(answer[1]["token_strs"]) else 0)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
@@ -169,4 +177,3 @@ def test_chats_at_once_are_all_rendered(server: tuple[LiveServer, StallReader]) 
     for thread in threads:
         thread.join(60)
     assert statuses == [200] * 80
-    assert statistics.median(times) < 1

@@ -14,7 +14,8 @@ import pytest
 
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
 
-SLOW = "tests.engine.slow_engine"  # 3 ms per token
+SLOW = "tests.engine.slow_engine"
+NEVER_ENDING = {"ENGINE_STEP_S": "0.02"}  # of LONG: the tests end it before its 38 s
 LONG = {"prompt": [9] * 50, "max_tokens": 1900, "ignore_eos": True}
 KEYS = ("--api-key", "one", "--api-key", "two")
 
@@ -22,14 +23,16 @@ KEYS = ("--api-key", "one", "--api-key", "two")
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     own_templates = "--trust-request-chat-template"
-    with serving(tmp_path_factory.mktemp("tenants"), *FAKE_ENGINE, *KEYS, own_templates, engine=SLOW) as server:
+    with serving(
+        tmp_path_factory.mktemp("tenants"), *FAKE_ENGINE, *KEYS, own_templates, env=NEVER_ENDING, engine=SLOW
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder: Path = tmp_path_factory.mktemp("operated")
-    with serving(folder, *FAKE_ENGINE, *KEYS, "--admin-api-key", "root", engine=SLOW) as server:
+    with serving(folder, *FAKE_ENGINE, *KEYS, "--admin-api-key", "root", env=NEVER_ENDING, engine=SLOW) as server:
         yield server
 
 

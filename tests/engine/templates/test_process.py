@@ -1,5 +1,6 @@
 """Chat templates in a process of their own: what loops or swallows memory is ended, and the next job is served."""
 
+import math
 import os
 import threading
 import time
@@ -163,9 +164,11 @@ def test_no_process_is_left_behind() -> None:
 def test_what_rendering_in_another_process_costs(process: TemplateProcess) -> None:
     one = job("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}", is_own=True)
     process.render(one)
-    times = []
-    for _ in range(50):
+    best_s = math.inf
+    for _ in range(1_000):
         began_s = time.perf_counter()
         process.render(one)
-        times.append(time.perf_counter() - began_s)
-    assert min(times) < 0.003, "a round trip takes 0.2 ms on an idle machine"
+        best_s = min(best_s, time.perf_counter() - began_s)
+        if best_s < 0.003:
+            break
+    assert best_s < 0.003, "a round trip takes 0.2 ms on an idle machine"

@@ -1,0 +1,63 @@
+"""An engine process that computes as many steps as the test allows: `python -m tests.engine.stepped_engine`.
+
+The environment's ENGINE_STEPS names the file that Steps (steps.py) shares with the test.
+"""
+
+import math
+import os
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pagoda.engine_process
+from pagoda.core.executor import Executor
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine_process import main
+from pagoda.executors.recorded import RecordedExecutor
+from tests.engine.steps import ALLOWED, DONE
+from tests.server.shared_numbers import SharedNumbers
+
+_STEP_S = 0.01
+"""The duration of a step while their number is limited: of 30 steps some are reported, as reports are 0.1 s apart."""
+
+
+class SteppedExecutor:
+    """Runs `inner`, and waits before each step until it is allowed."""
+
+    def __init__(self, inner: Executor, shared: SharedNumbers) -> None:
+        self._inner = inner
+        self._shared = shared
+        self._num_steps = 0
+        shared.set(DONE, 0)
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        if not output.is_empty:
+            while self._num_steps >= self._shared.get(ALLOWED):
+                time.sleep(0.002)
+            if self._shared.get(ALLOWED) < math.inf:
+                time.sleep(_STEP_S)
+            self._num_steps += 1
+            self._shared.set(DONE, self._num_steps)
+        return self._inner.submit(output)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class _Recorded(RecordedExecutor):
+    def __init__(self, inner: Executor, *rest: object) -> None:
+        shared = SharedNumbers(Path(os.environ["ENGINE_STEPS"]))
+        super().__init__(SteppedExecutor(inner, shared), *rest)  # type: ignore[arg-type]
+
+
+def limit_steps() -> None:
+    """Let the test limit the steps of the engine that this process will run."""
+    pagoda.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    limit_steps()
+    main()
