@@ -247,7 +247,7 @@ def test_checkpoints_of_4_bits(llama: Path, packing: Packing, tmp_path: Path) ->
     counts = check(packed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(900, 905), VOCAB)
     assert not {"chunks", "preempted", "prefix hits"} - set(+counts), counts
     counts = check(packed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(905, 907), VOCAB, draft_model=packed)
-    assert 0 < counts["accepted"] < counts["drafted"]
+    assert counts["accepted"] > 0  # two schedules: it may be all of them
 
 
 @pytest.mark.parametrize("mode", MODES)
