@@ -1,10 +1,12 @@
 """What a server at rest holds, in both of its processes, and whether it holds more than before."""
 
+import base64
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hostile.serving import KEY, load
+from tests.hostile.tensor_bodies import HIDDEN, one_tensor
 from tests.server.census import KEPT
 from tests.server.live import LiveServer
 from tests.server.stall_watch import StallReader
@@ -48,9 +50,10 @@ def footprint(server: LiveServer, stalls: StallReader) -> Footprint:
 
 
 def fill_pools(server: LiveServer, num_blocks: int = 512) -> None:
-    """Use all that the engine has once: the blocks of its KV cache, and buffers for its largest steps.
+    """Use all that the engine has once: the blocks of its KV cache, buffers for its largest steps, programs.
 
-    The system gives a process its pages when they are first written.
+    The system gives a process its pages when they are first written. The native engine keeps two programs: one of
+    steps of tokens alone, and one of steps in which a prompt is embeddings.
     """
 
     def complete(**fields: object) -> None:
@@ -63,6 +66,7 @@ def fill_pools(server: LiveServer, num_blocks: int = 512) -> None:
         num_written += num_tokens
     complete(prompt=[99] * num_tokens, prompt_logprobs=20)
     complete(prompt=[[i] * 8 for i in range(300)], logprobs=20)
+    complete(prompt="", prompt_embeds=base64.b64encode(one_tensor(2, bytes(2 * HIDDEN * 4))).decode())
 
 
 def wait_idle(server: LiveServer, timeout_s: float = 60.0) -> None:

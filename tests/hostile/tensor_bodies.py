@@ -31,6 +31,11 @@ def safetensors(header: object, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+def one_tensor(rows: int, data: bytes) -> bytes:
+    """A good file of float32 [rows, HIDDEN]."""
+    return safetensors({"a": {"dtype": "F32", "shape": [rows, HIDDEN], "data_offsets": [0, len(data)]}}, data)
+
+
 def torch_file(pickled: bytes, data: bytes, compressed: bool = False) -> bytes:
     """An archive like one of torch.save's, with this pickle."""
     file = io.BytesIO()
