@@ -5,6 +5,7 @@ A case that fails is sent alone, on a server of its own, by `python -m tests.hos
 
 import asyncio
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,13 @@ def test_hostile_requests_while_the_engine_dies_and_while_the_server_drains(tmp_
     names = case_names(seed=4, num_fields=200, num_drawn=200)
     with attacked(tmp_path, FAKE_FLAGS, 300) as under:
         campaign = Campaign(under.server, under.stalls, may_be_down=True)
-        for part in (names[:100], names[100:200]):
+        for number, part in enumerate((names[:100], names[100:200]), 1):
             under.server.kill_engine()
             campaign.run(part)
+            end = time.monotonic() + 90
+            while load(under.server)["engine_restarts"] < number or under.server.get("/health")[0] != 200:
+                assert time.monotonic() < end, "no other engine is up"
+                time.sleep(0.01)
         wait_idle(under.server)
         assert load(under.server)["engine_restarts"] == 2
         report = campaign.run(names[200:300])

@@ -68,7 +68,7 @@ def test_every_number_is_that_of_one_step_at_a_time(
     flags: tuple[str, ...], expected: list[dict[str, Any]], mode: str, tmp_path: Path
 ) -> None:
     more, counter = MODES[mode]
-    with serving(tmp_path, *flags, "--async-scheduling", *more) as server:
+    with serving(tmp_path, *flags, "--async-scheduling", *more, stepped=True) as server:
         check(server, expected, counter)
 
 
@@ -78,7 +78,7 @@ def check(server: LiveServer, expected: list[dict[str, Any]], counter: str) -> N
     asyncio.run(leave(server))
     abort(server)
     server.wait_idle()
-    assert asyncio.run(ask_all(server, asks(), kill_after=(600,))) == expected
+    assert asyncio.run(ask_all(server, asks(), kill_after=(15,))) == expected
     load = server.wait_idle()
     assert (load["engine_restarts"], load["live_tokens"]) == (1, 0)
 
@@ -97,15 +97,18 @@ async def leave(server: LiveServer) -> None:
 
 def abort(server: LiveServer) -> None:
     """Abort a search and an answer of several outputs while they run."""
+    server.wait_idle()
     long = {"max_tokens": 450, "ignore_eos": True, "temperature": 0, "prompt": [5] * 9, "n": 3}
     bodies = [{**long, "request_id": "search", "use_beam_search": True}, {**long, "request_id": "several"}]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, server.steps.held_after(20):
         asked = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
         pending = {f"cmpl-{body['request_id']}" for body in bodies}
+        server.steps.wait_held()
         end = time.monotonic() + 20
         while pending:
             assert time.monotonic() < end, f"not aborted: {pending}"
             pending -= set(server.post("/abort_requests", {"request_ids": sorted(pending)})[1]["aborted"])
+        server.steps.release()
         answers = [one.result() for one in asked]
     for _, answer in answers:
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"abort"}, json.dumps(answer)[:500]

@@ -1,7 +1,6 @@
 """Beam search over HTTP: vLLM's fields, the best output first, what is refused, and a kill in the middle of it."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +8,6 @@ import jsonschema
 import pytest
 
 from tests.server.live import LiveServer
-from tests.server.test_replay import num_computed
 
 TEXT: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "use_beam_search": True, "n": 3}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "use_beam_search": True}
@@ -72,20 +70,19 @@ def test_the_best_output_is_the_first_choice(real_server: LiveServer) -> None:
 def test_a_kill_in_the_middle_of_searches_changes_nothing(real_server: LiveServer) -> None:
     """Of a text, and of a chat whose beams follow a grammar: they begin again, and give what they would have given.
 
-    They send nothing before they are done, but the counters go on.
+    They send nothing before they are done.
     """
     bodies = [{**TEXT, "max_tokens": 40, "logprobs": 1}, IN_JSON]
     undisturbed = [choices(real_server, body) for body in bodies]
     for choice in undisturbed[1]:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
     restarts = real_server.load()["engine_restarts"]
-    before = num_computed(real_server)
-    with ThreadPoolExecutor(2) as pool:
+    real_server.wait_idle()
+    with ThreadPoolExecutor(2) as pool, real_server.steps.held_after(12):  # the prompts, and some tokens of each beam
         asked = [pool.submit(choices, real_server, body) for body in bodies]
-        while num_computed(real_server) < before + 70:  # the prompts, and some tokens of each beam
-            time.sleep(0.005)
-        assert real_server.load()["running"] > 0
+        real_server.steps.wait_held()
         assert not asked[0].done()
         real_server.kill_engine()
+        real_server.steps.release()
         assert [one.result() for one in asked] == undisturbed
     assert real_server.wait_idle()["engine_restarts"] == restarts + 1

@@ -151,14 +151,14 @@ def test_many_texts_beside_a_generated_one(fake_server: LiveServer) -> None:
 def test_a_kill_an_abort_and_the_end_with_hundreds_in_flight(tmp_path: Path) -> None:
     """One request of 360 texts and 40 of one. Their vectors are those of an undisturbed engine; nothing is left over.
 
-    A step takes 3 ms and two prompts. The gauge `running` is read after steps, and is 0: a step ends its prompts.
+    A step has two prompts, and the engine is held after some. The gauge `running` is 0: a step ends its prompts.
     """
     texts = [f"text number {number}" for number in range(400)]
     inputs = [texts[:360], *([text] for text in texts[360:])]
     flags = (*FAKE_FLAGS, "--max-num-seqs", "2")
 
     with (
-        serving(tmp_path, *flags, engine="tests.engine.slow_engine") as server,
+        serving(tmp_path, *flags, stepped=True) as server,
         ThreadPoolExecutor(len(inputs)) as clients,
     ):
 
@@ -171,31 +171,40 @@ def test_a_kill_an_abort_and_the_end_with_hundreds_in_flight(tmp_path: Path) -> 
             assert {status for status, _ in answers} == {200}
             return [[item["embedding"] for item in answer["data"]] for _, answer in answers]
 
-        def wait_until_busy() -> None:
-            end = time.monotonic() + 20
+        def wait_until_busy(num_prompts: int = 400) -> None:
+            """All prompts have been received, and the engine was held after it reported that most wait."""
+            server.wait_load(num_prompts, 60)
+            server.steps.hold_after(30)
+            end = time.monotonic() + 60
             while (load := server.load())["server_load"] < 360 or load["waiting"] < 100:
                 assert time.monotonic() < end, f"the prompts were never seen waiting: {load}"
 
         undisturbed = found(ask("plain"))
+        server.wait_idle()
+        server.steps.hold_after(0)
         asked = ask("killed")
         wait_until_busy()
         server.kill_engine()
-        server.wait_restarted()
+        server.steps.release()
         assert found(asked) == undisturbed
         assert server.wait_idle()["engine_restarts"] == 1
 
+        server.steps.hold_after(0)
         asked = ask("aborted")
         wait_until_busy()
         long = "embd-aborted-0"
         assert server.post("/abort_requests", {"request_ids": [long]})[1] == {"aborted": [long]}
+        server.steps.release()
         status, answer = asked[0].result()
         assert (status, answer["error"]["message"]) == (400, "the request ended without a result (abort)")
         assert found(asked[1:]) == undisturbed[1:]
         assert server.wait_idle()["live_tokens"] == 0
 
+        server.steps.hold_after(0)
         asked = ask("last", 1)
-        wait_until_busy()
+        wait_until_busy(360)
         server.kill_engine()
+        server.steps.release()
         server.process.send_signal(signal.SIGTERM)  # drains, although an engine has to be started for it
         assert found(asked) == undisturbed[:1]
         assert server.process.wait(20) == 0

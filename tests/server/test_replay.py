@@ -5,7 +5,6 @@ Many requests and kills, with the fake executor; test_real_model.py does this wi
 
 import asyncio
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +27,8 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -> dict[Any, Any]:
-    """Send a request and return its whole answer, with chunks joined; `so_far` counts tokens as they arrive."""
+async def told(session: aiohttp.ClientSession, ask: Ask) -> dict[Any, Any]:
+    """Send a request and return its whole answer, with chunks joined."""
     path, body = ask
     if not body.get("stream", True):
         async with session.post(path, json=body) as response:
@@ -46,7 +45,6 @@ async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -
             whole["usage"] = _counts(chunk.get("usage")) or whole["usage"]
             for choice in chunk["choices"]:
                 _add(whole.setdefault(choice["index"], {"text": "", "token_ids": [], "logprobs": []}), choice)
-                so_far["tokens"] += len(choice.get("token_ids") or choice.get("logprobs") or ())
     return whole
 
 
@@ -75,17 +73,30 @@ def _add(whole: dict[Any, Any], choice: dict[str, Any]) -> None:
 
 
 async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[int] = ()) -> list[dict[Any, Any]]:
-    """Send all requests at once; kill the engine when clients have received each of these total numbers of tokens."""
-    so_far: Counter[str] = Counter()
+    """Send all requests at once; kill each engine that `kill_after` names when it has computed so many steps."""
+    if not kill_after:
+        return await _ask_at_once(server, asks)
+    num_restarts = (await asyncio.to_thread(server.wait_idle))["engine_restarts"]
+    server.steps.hold_after(kill_after[0])
+    asked = asyncio.create_task(_ask_at_once(server, asks))
+    try:
+        for number, next_steps in enumerate([*kill_after[1:], None], 1):
+            await asyncio.to_thread(server.steps.wait_held)
+            assert not asked.done(), "no stream was interrupted"
+            await asyncio.to_thread(server.kill_engine)
+            if next_steps is not None:
+                server.steps.hold_next_engine_after(next_steps)
+            else:
+                server.steps.release()
+            await asyncio.to_thread(server.wait_restarts, num_restarts + number)
+    finally:
+        server.steps.release()
+    return await asked
+
+
+async def _ask_at_once(server: LiveServer, asks: Sequence[Ask]) -> list[dict[Any, Any]]:
     async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as session:
-        tasks = [asyncio.create_task(told(session, ask, so_far)) for ask in asks]
-        for count in kill_after:
-            while so_far["tokens"] < count:
-                await asyncio.sleep(0.001)
-            server.kill_engine()
-            assert not all(task.done() for task in tasks), "no stream was interrupted"
-            await asyncio.to_thread(server.wait_restarted)
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*(told(session, ask) for ask in asks))
 
 
 def asks_that_end_in_many_ways(told_without: Sequence[dict[Any, Any]]) -> list[Ask]:
@@ -124,7 +135,7 @@ def num_computed(server: LiveServer) -> float:
 
 
 def test_kills_do_not_change_the_outputs(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS, env={"PYTHONPATH": os.getcwd()}, engine="tests.engine.slow_engine") as server:
+    with serving(tmp_path, *FLAGS, stepped=True) as server:
         without = asyncio.run(ask_all(server, [("/v1/completions", plain(i)) for i in range(24)]))
         asks = asks_that_end_in_many_ways(without)
         before = num_computed(server)
@@ -134,7 +145,8 @@ def test_kills_do_not_change_the_outputs(tmp_path: Path) -> None:
         ends = Counter(part["finish_reason"] for part in parts if "finish_reason" in part)
         assert min(ends["length"], ends["stop"]) > 10
         before = num_computed(server)
-        assert asyncio.run(ask_all(server, asks, kill_after=(1, 3000, 6000))) == undisturbed
-        assert num_computed(server) - before > 1.5 * needed, "nothing had to be computed again"
+        assert asyncio.run(ask_all(server, asks, kill_after=(2, 200, 250))) == undisturbed
+        again = num_computed(server) - before
+        assert again > 1.5 * needed, f"{again} of {needed}: nothing had to be computed again"
         load = server.wait_idle()
         assert (load["engine_restarts"], load["live_tokens"]) == (3, 0)
