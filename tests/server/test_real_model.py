@@ -103,7 +103,7 @@ def test_a_kill_changes_no_logprob(real_server: LiveServer) -> None:
     assert all(whole["status"] == 200 for whole in undisturbed)
     assert len(undisturbed[0][0]["logprobs"]) == len(undisturbed[6][0]["logprobs"]) == 40
     num_restarts = real_server.load()["engine_restarts"]
-    assert asyncio.run(ask_all(real_server, asks, kill_after=(8,))) == undisturbed
+    assert asyncio.run(ask_all(real_server, asks, kill_after=(60,))) == undisturbed
     assert real_server.wait_idle()["engine_restarts"] == num_restarts + 1
 
 

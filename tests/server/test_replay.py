@@ -16,6 +16,7 @@ from tests.server.live import LiveServer, serving
 
 FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "2048", "--max-model-len", "2048")
 Ask = tuple[str, dict[str, Any]]
+_STEPS_AT_ONCE = 3
 
 
 def strict_json(text: str) -> Any:
@@ -27,8 +28,8 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-async def told(session: aiohttp.ClientSession, ask: Ask) -> dict[Any, Any]:
-    """Send a request and return its whole answer, with chunks joined."""
+async def told(session: aiohttp.ClientSession, ask: Ask, so_far: Counter[str]) -> dict[Any, Any]:
+    """Send a request and return its whole answer, with chunks joined; `so_far` counts tokens as they arrive."""
     path, body = ask
     if not body.get("stream", True):
         async with session.post(path, json=body) as response:
@@ -45,6 +46,7 @@ async def told(session: aiohttp.ClientSession, ask: Ask) -> dict[Any, Any]:
             whole["usage"] = _counts(chunk.get("usage")) or whole["usage"]
             for choice in chunk["choices"]:
                 _add(whole.setdefault(choice["index"], {"text": "", "token_ids": [], "logprobs": []}), choice)
+                so_far["tokens"] += len(choice.get("token_ids") or choice.get("logprobs") or ())
     return whole
 
 
@@ -73,20 +75,27 @@ def _add(whole: dict[Any, Any], choice: dict[str, Any]) -> None:
 
 
 async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[int] = ()) -> list[dict[Any, Any]]:
-    """Send all requests at once; kill each engine that `kill_after` names when it has computed so many steps."""
+    """Send all requests at once; kill the engine when clients have received each of these total numbers of tokens.
+
+    The engine is held after every few steps, so that it cannot end the requests before the test looks.
+    """
+    so_far: Counter[str] = Counter()
     if not kill_after:
-        return await _ask_at_once(server, asks)
+        return await _ask_at_once(server, asks, so_far)
     num_restarts = (await asyncio.to_thread(server.wait_idle))["engine_restarts"]
-    server.steps.hold_after(kill_after[0])
-    asked = asyncio.create_task(_ask_at_once(server, asks))
+    server.steps.hold_after(_STEPS_AT_ONCE)
+    asked = asyncio.create_task(_ask_at_once(server, asks, so_far))
     try:
-        for number, next_steps in enumerate([*kill_after[1:], None], 1):
+        for number, count in enumerate(kill_after, 1):
             await asyncio.to_thread(server.steps.wait_held)
+            while so_far["tokens"] < count:
+                server.steps.hold_after(_STEPS_AT_ONCE)
+                await asyncio.to_thread(server.steps.wait_held)
+                await asyncio.sleep(0.02)  # for what is on its way to the clients
             assert not asked.done(), "no stream was interrupted"
             await asyncio.to_thread(server.kill_engine)
-            if next_steps is not None:
-                server.steps.hold_next_engine_after(next_steps)
-            else:
+            server.steps.hold_next_engine_after(_STEPS_AT_ONCE)
+            if number == len(kill_after):
                 server.steps.release()
             await asyncio.to_thread(server.wait_restarts, num_restarts + number)
     finally:
@@ -94,9 +103,9 @@ async def ask_all(server: LiveServer, asks: Sequence[Ask], kill_after: Sequence[
     return await asked
 
 
-async def _ask_at_once(server: LiveServer, asks: Sequence[Ask]) -> list[dict[Any, Any]]:
+async def _ask_at_once(server: LiveServer, asks: Sequence[Ask], so_far: Counter[str]) -> list[dict[Any, Any]]:
     async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as session:
-        return await asyncio.gather(*(told(session, ask) for ask in asks))
+        return await asyncio.gather(*(told(session, ask, so_far) for ask in asks))
 
 
 def asks_that_end_in_many_ways(told_without: Sequence[dict[Any, Any]]) -> list[Ask]:
@@ -145,8 +154,9 @@ def test_kills_do_not_change_the_outputs(tmp_path: Path) -> None:
         ends = Counter(part["finish_reason"] for part in parts if "finish_reason" in part)
         assert min(ends["length"], ends["stop"]) > 10
         before = num_computed(server)
-        assert asyncio.run(ask_all(server, asks, kill_after=(2, 200, 250))) == undisturbed
+        assert asyncio.run(ask_all(server, asks, kill_after=(1, 3000, 6000))) == undisturbed
         again = num_computed(server) - before
-        assert again > 1.5 * needed, f"{again} of {needed}: nothing had to be computed again"
+        # Most of the 3000 tokens of the second kill, and of the 6000 of the third, are of requests that have not ended.
+        assert again > needed + 3000, f"{again} of {needed}: too little was computed again"
         load = server.wait_idle()
         assert (load["engine_restarts"], load["live_tokens"]) == (3, 0)

@@ -55,5 +55,5 @@ def test_timings_and_metrics_report_accepted_drafts(server: LiveServer) -> None:
 
 
 def test_a_kill_changes_no_logprob(server: LiveServer, undisturbed: object) -> None:
-    assert asyncio.run(ask_all(server, asks_with_numbers(), kill_after=(8,))) == undisturbed
+    assert asyncio.run(ask_all(server, asks_with_numbers(), kill_after=(60,))) == undisturbed
     assert server.wait_idle()["engine_restarts"] == 1
