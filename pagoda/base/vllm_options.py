@@ -6,7 +6,7 @@ Command lines and scripts written for vLLM contain them. They are refused with a
 import re
 from collections.abc import Callable
 
-_NOTHING_CAPTURED = "no CUDA graph is captured and nothing is compiled for a model; leave it out"
+_NOTHING_TO_COMPILE = "CUDA graphs are captured when they are first needed, and nothing is compiled; leave it out"
 _ONE_PROCESS = "one process computes the whole model; leave it out"
 _NO_MEDIA = "models that read images, audio or video are not supported yet"
 _DETECTED = "it is recognised from the model's files; leave it out"
@@ -59,10 +59,10 @@ VLLM_ANSWERS = {
     "kv_transfer_config": "KV caches cannot be transferred between servers",
     "enable_sleep_mode": "the server cannot free its memory while it runs; stop and start it",
     # Speed and devices
-    "enforce_eager": _NOTHING_CAPTURED,
-    "compilation_config": _NOTHING_CAPTURED,
-    "cuda_graph_sizes": _NOTHING_CAPTURED,
-    "max_seq_len_to_capture": _NOTHING_CAPTURED,
+    "enforce_eager": _NOTHING_TO_COMPILE,
+    "compilation_config": _NOTHING_TO_COMPILE,
+    "cuda_graph_sizes": _NOTHING_TO_COMPILE,
+    "max_seq_len_to_capture": _NOTHING_TO_COMPILE,
     "data_parallel_size": "start one `pagoda serve` per replica behind a load balancer",
     "enable_expert_parallel": _ONE_PROCESS,
     "disable_custom_all_reduce": _ONE_PROCESS,
