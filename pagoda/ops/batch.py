@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic
-
-import numpy as np
+from typing import TYPE_CHECKING, Generic
 
 from pagoda.ops.declare import Domain
 from pagoda.ops.tensor import TensorT
+
+if TYPE_CHECKING:  # the op table is read by the command line, which must start at once
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +29,9 @@ class KVLayer(Generic[TensorT]):
 class OnHost:
     """Arrays of AttentionMetadata on the host, for libraries that plan their work there: int32, of the same shapes."""
 
-    query_start: np.ndarray
-    seq_lens: np.ndarray
-    block_table: np.ndarray
+    query_start: "np.ndarray"
+    seq_lens: "np.ndarray"
+    block_table: "np.ndarray"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

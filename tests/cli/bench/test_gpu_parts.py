@@ -28,7 +28,8 @@ def test_its_parts() -> None:
     listed = run("--list").stdout.split()
     assert listed[:3] == ["compile", "host", "ceilings"]
     assert all((SCRIPT.parents[1] / path).is_file() for path in KERNEL_TESTS)
-    num_parts = 3 + len(KERNEL_TESTS) + len(MEASURED) * len(RUN) + len(IDLE_BATCHES) + 7
+    num_variants = 3 * len(("invariant", "eager", "flashinfer", "varlen")) + len(("transformers",))
+    num_parts = 3 + len(KERNEL_TESTS) + len(MEASURED) * len(RUN) + len(IDLE_BATCHES) + num_variants
     assert len(listed) == len(set(listed)) == num_parts
     assert run("--list", "--only", "llama-3.1-8b:decode").stdout.split() == [
         f"llama-3.1-8b:decode{batch}" for batch in (1, 8, 64, 256)
