@@ -21,6 +21,7 @@ from typing import Any
 from tests.server.live import LiveServer
 
 PAUSE_S = 0.05  # between two streams: the machine is for the attack
+MAX_REFUSALS = 30  # one after another, of a full server: it says when to come again, and the client does
 BODY: dict[str, Any] = {
     "prompt": "The healthy stream",
     "seed": 11,
@@ -50,7 +51,20 @@ class CoreWaits:
 
 
 def stream(host: str, key: str, max_tokens: int, waits: CoreWaits) -> tuple[list[int], float, str]:
-    """One stream: its tokens, its longest gap in seconds (the first token's included), and what went wrong."""
+    """One stream: its tokens, its longest gap in seconds (the first token's included), and what went wrong.
+
+    A server that is full refuses it with a 429. The client comes again when it was told to, and its gaps begin then.
+    """
+    for _ in range(MAX_REFUSALS):
+        tokens, longest_s, problem, retry_after_s = _try_stream(host, key, max_tokens, waits)
+        if not retry_after_s:
+            break
+        time.sleep(retry_after_s)
+    return tokens, longest_s, problem
+
+
+def _try_stream(host: str, key: str, max_tokens: int, waits: CoreWaits) -> tuple[list[int], float, str, float]:
+    """`stream`, once; and after how many seconds to come again, 0 if it was not refused."""
     connection = http.client.HTTPConnection(host, timeout=60)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     tokens: list[int] = []
@@ -59,7 +73,8 @@ def stream(host: str, key: str, max_tokens: int, waits: CoreWaits) -> tuple[list
         connection.request("POST", "/v1/completions", json.dumps({**BODY, "max_tokens": max_tokens}), headers)
         response = connection.getresponse()
         if response.status != 200:
-            return tokens, longest_s, f"status {response.status}: {response.read(500)!r}"
+            retry_after_s = float(response.headers["Retry-After"]) if response.status == 429 else 0.0
+            return tokens, longest_s, f"status {response.status}: {response.read(500)!r}", retry_after_s
         for line in response:
             now_s, waits_s = time.monotonic(), waits.total_s()
             longest_s = max(longest_s, now_s - last_s - (waits_s - last_waits_s))
@@ -67,11 +82,11 @@ def stream(host: str, key: str, max_tokens: int, waits: CoreWaits) -> tuple[list
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 if "error" in event:
-                    return tokens, longest_s, f"an error event: {event}"
+                    return tokens, longest_s, f"an error event: {event}", 0.0
                 tokens += event["choices"][0]["token_ids"]
-        return tokens, longest_s, ""
+        return tokens, longest_s, "", 0.0
     except (OSError, http.client.HTTPException) as error:
-        return tokens, longest_s, repr(error)
+        return tokens, longest_s, repr(error), 0.0
     finally:
         connection.close()
 

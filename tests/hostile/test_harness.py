@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import http.server
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from tests.hostile.cases import NUM_SINGLE_FIELDS, case_names, make_case
 from tests.hostile.checks import Problem, problems
 from tests.hostile.client import Answer, Outcome
 from tests.hostile.footprint import footprint, grown
+from tests.hostile.healthy import CoreWaits, stream
 from tests.hostile.json_text import Deep, Flood, FloodOfKeys, Pairs, Raw, write
 from tests.hostile.serving import FAKE_FLAGS, KEY
 from tests.hostile.shrink import shrink
@@ -157,11 +159,11 @@ def test_a_census_counts_what_containers_hold(tmp_path: Path) -> None:
     reader = CensusReader(tmp_path, "this")
     CensusTaker(tmp_path, "this").start()
     before = reader.take()
-    journals = [Journal() for _ in range(20)]
+    journals = [Journal() for _ in range(2_000)]
     counts = reader.take()
-    assert counts["Journal"] == before.get("Journal", 0) + 20
+    assert counts["Journal"] == before.get("Journal", 0) + 2_000
     assert [name for name in counts if name.startswith("Journal.")]
-    assert counts["all objects"] >= before["all objects"] + 20
+    assert counts["all objects"] >= before["all objects"] + 1_000  # earlier tests' objects may go at the same time
     assert counts["threads"] == threading.active_count()
     del journals
 
@@ -238,3 +240,31 @@ def test_shrinking_keeps_to_the_kind_of_the_failure() -> None:
     small = shrink(case, failure, first.kind)
     assert json.loads(b"".join(small.pieces).partition(b"\r\n\r\n")[2]) == {"stop": "\ud800"}
     assert failure(small).kind == first.kind
+
+
+def test_the_healthy_client_comes_again_when_a_full_server_says_so() -> None:
+    """Refusals are no problem of the stream, and the time until the client may come again is no gap."""
+    answers = [(429, b'{"error":{}}')] * 2 + [(200, b'data: {"choices":[{"token_ids":[5, 6]}]}\n\ndata: [DONE]\n\n')]
+
+    class FullTwice(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status, body = answers.pop(0)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            if status == 429:
+                self.send_header("Retry-After", "1")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FullTwice) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        began_s = time.monotonic()
+        tokens, longest_s, problem = stream(f"127.0.0.1:{server.server_port}", KEY, 2, CoreWaits([]))
+        took_s = time.monotonic() - began_s
+        server.shutdown()
+    assert (tokens, problem, answers) == ([5, 6], "", [])
+    assert longest_s < took_s - 1.9  # two refusals of a second each
