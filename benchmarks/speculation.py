@@ -7,7 +7,9 @@
 edit and qa copy most of their output from the prompt, one request at a time (edit: a text of about 400 tokens with a
 name changed; qa: passages quoted from a pasted document). single, chat and batch64 have nothing to copy: they show what
 speculation costs where it does not help. Every output is compared with the one without speculation, and must be equal.
-An output that repeats itself is a loop of a small model and says nothing about drafting: it is marked and left out.
+ratio is of the whole time; decode_ratio is of the time from the first token to the end, since drafts do not speed up a
+prompt. An output that repeats itself is a loop of a small model and says nothing about drafting: it is marked and left
+out.
 """
 
 import argparse
@@ -107,18 +109,31 @@ def run(llm: LLM, workload: Workload) -> tuple[list[RequestOutput], list[float]]
     return outputs, seconds
 
 
+def decode_s(output: RequestOutput) -> float:
+    """Return the seconds from the first token to the end."""
+    metrics = output.metrics
+    assert metrics is not None
+    assert metrics.finished_time is not None
+    assert metrics.first_token_time is not None
+    return metrics.finished_time - metrics.first_token_time
+
+
 def compare(name: str, workload: Workload, plain: LLM, drafting: LLM, rounds: int) -> dict[str, object]:
     """Run both in turn; print what came out; return the ratio of times (above 1: faster with drafts)."""
     ratios: dict[int, list[float]] = {}
+    decode_ratios: dict[int, list[float]] = {}
     expected, _ = run(plain, workload)
     for _ in range(rounds):
-        _, plain_s = run(plain, workload)
+        plain_outputs, plain_s = run(plain, workload)
         got, drafting_s = run(drafting, workload)
         for each, other in zip(expected, got, strict=True):
             assert each.outputs[0].token_ids == other.outputs[0].token_ids, "speculation changed an output"
         for i, (before, after) in enumerate(zip(plain_s, drafting_s, strict=True)):
             ratios.setdefault(i, []).append(before / after)
+        for i, (before, after) in enumerate(zip(plain_outputs, got, strict=True)):
+            decode_ratios.setdefault(i, []).append(decode_s(before) / decode_s(after))
     counted: list[float] = []
+    decode_counted: list[float] = []
     drafted = accepted = emitted = 0
     for i, output in enumerate(got):
         metrics, tokens = output.metrics, output.outputs[0].token_ids
@@ -138,6 +153,7 @@ def compare(name: str, workload: Workload, plain: LLM, drafting: LLM, rounds: in
             if is_loop and name in ("edit", "qa"):
                 continue
             counted += ratios[i]
+            decode_counted += decode_ratios[i]
     if workload.together:
         counted = ratios[0]
         print(f"    {got[0].outputs[0].text[:160]!r}")
@@ -146,6 +162,7 @@ def compare(name: str, workload: Workload, plain: LLM, drafting: LLM, rounds: in
         "workload": name,
         "ratio": ratio and round(ratio, 3),
         "rounds": [round(each, 3) for each in counted],
+        **({"decode_ratio": round(statistics.median(decode_counted), 3)} if decode_counted else {}),
         "tokens": emitted,
         "drafted": drafted,
         "accepted": accepted,
