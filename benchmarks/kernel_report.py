@@ -181,7 +181,13 @@ def _ops_of_a_layer() -> dict[str, Callable[[], object]]:
     def write(dtype: torch.dtype) -> object:
         return ops.rotary_write_kv(q, k, v, positions, *tables, cache_of(dtype), decode)
 
+    blocks = ops.make_device_blocks([torch.zeros(65, kv_heads * 16 * dim, dtype=BF16) for _ in range(56)])
+    pairs = np.array([(1, 2), (3, 4)], np.int32)
+
     return {
+        "copies of blocks": lambda: blocks.copy(pairs),
+        "blocks to be swapped out": lambda: blocks.read(pairs[:, 0]),
+        "blocks swapped in": lambda: blocks.write(pairs[:, 0], torch.zeros(2, blocks.words, dtype=blocks.word)),
         "residual sum and RMS norm": lambda: ops.add_rms_norm(x, x, weight, 1e-6),
         "RMS norm of heads": lambda: ops.rms_norm(q, weight[:dim], 1e-6),
         "layer norm": lambda: ops.layer_norm(x, weight, weight, 1e-6),

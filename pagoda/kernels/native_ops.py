@@ -7,14 +7,15 @@ from functools import partial
 
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.constraints.native import NativeConstraints
+from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.low_rank.packed import PackedLowRank
 from pagoda.kernels.native.abi import NO_CACHE, Bad, Shared
 from pagoda.kernels.native.arguments import Call, new_group, prepare_call, torch_facts
 from pagoda.kernels.native.checks import bad_group, bad_index
-from pagoda.kernels.native.dtypes import DTYPE_CODES, TORCH_DTYPES
+from pagoda.kernels.native.dtypes import TORCH_DTYPES
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.reference_ops import reference_of
 from pagoda.kernels.sampling.native import NativeSampling
@@ -29,6 +30,7 @@ class NativeOps:
     """
 
     name = "native"
+    make_device_blocks = DeviceBlocks
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self.library = library
@@ -103,19 +105,6 @@ class NativeOps:
                 bad = self.library["check_group"](addressof(groups[0]), num_blocks, queries, written, byref(at))
                 if bad != Bad.NOTHING:
                     raise bad_group(bad, at.value, num_blocks)
-
-    def copy_blocks(self, cache: KVLayer, pairs: Sequence[tuple[int, int]]) -> None:
-        """See CacheOps. Raises InvariantBroken for a block that is not in the cache."""
-        table = torch.tensor(list(pairs), dtype=torch.int64).view(-1, 2)
-        at, num_blocks = c_int64(), cache.k.shape[0]
-        indices = self.library["check_indices"]
-        if indices(table.data_ptr(), DTYPE_CODES[table.dtype], table.numel(), num_blocks, byref(at)) != Bad.NOTHING:
-            raise bad_index("copy_blocks: pairs", int(table.flatten()[at.value]), at.value, num_blocks)
-        for pages in (cache.k, cache.v, cache.k_scale, cache.v_scale):
-            if pages is not None:
-                block_bytes = pages.stride(0) * pages.element_size()
-                copy = self.library["copy_blocks"]
-                copy(pages.data_ptr(), table.data_ptr(), len(table), block_bytes, self.threads)
 
     def pin_threads(self, cores: Sequence[Sequence[int]]) -> bool:
         """Pin the calling thread to the first of `cores` (a list of CPUs each) and the kernels' threads to the others.

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.constraints.batch import BatchConstraints
+from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import FillableLowRank
@@ -65,8 +65,8 @@ class PrepareOps(Protocol):
 class CacheOps(Protocol):
     """Moving whole blocks of the KV cache."""
 
-    def copy_blocks(self, cache: KVLayer, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) of one layer, one pair after the other."""
+    def make_device_blocks(self, planes: Sequence[torch.Tensor]) -> DeviceBlocks:
+        """Return what moves the blocks of these planes, [num_blocks, elements per block] each."""
         ...
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from pagoda.kernels.constraints import reference as constraints
-from pagoda.kernels.kv_cache import reference as kv_cache
+from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import reference as linear
 from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.quantize import QuantizedWeight
@@ -72,7 +72,7 @@ class ReferenceOps:
     name = "reference"
 
     constrain = staticmethod(constraints.constrain)
-    copy_blocks = staticmethod(kv_cache.copy_blocks)
+    make_device_blocks = DeviceBlocks
     top_logprobs = staticmethod(logprobs.top_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
     make_low_rank_table = PlainLowRank

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from pagoda.kernels.constraints import library as constraints
-from pagoda.kernels.kv_cache import reference as kv_cache
+from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import library as linear
 from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.quantize import QuantizedWeight
@@ -33,7 +33,7 @@ class TorchOps:
 
     name = "torch"
 
-    copy_blocks = staticmethod(kv_cache.copy_blocks)
+    make_device_blocks = DeviceBlocks
     constrain = staticmethod(constraints.constrain)
     sample = staticmethod(sampling.sample)
     top_logprobs = staticmethod(logprobs.top_logprobs)

@@ -12,6 +12,7 @@ from triton import knobs
 
 from pagoda.kernels.attention.triton_attention import PagedAttention, split_tokens_of
 from pagoda.kernels.constraints import triton_constraints
+from pagoda.kernels.kv_cache.triton_blocks import TritonDeviceBlocks
 from pagoda.kernels.linear import triton_forms
 from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.library import LibraryLinear
@@ -48,6 +49,7 @@ class TritonOps(TorchOps):
     sample = staticmethod(triton_sampling.sample)
     mask_logits = staticmethod(triton_sampling.mask_logits)
     make_low_rank_table = StackedLowRank
+    make_device_blocks = TritonDeviceBlocks
 
     def __init__(
         self, max_model_len: int = 8192, batch_invariant: bool = False, multiplies_fp8: bool | None = None

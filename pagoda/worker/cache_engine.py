@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
-from pagoda.worker.block_moves import DeviceBlocks, HostBlocks
+from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.worker.devices.streams import HostStreams, Streams
+from pagoda.worker.host_blocks import HostBlocks
 from pagoda.worker.host_memory import lazy_zeros
 from pagoda.worker.kv_slots import KVSlot, kv_slots
 
@@ -34,16 +35,17 @@ class CacheEngine:
         dtype: torch.dtype,
         device: torch.device,
         streams: Streams | None = None,
+        make_blocks: Callable[[Sequence[torch.Tensor]], DeviceBlocks] = DeviceBlocks,
     ) -> None:
         """num_blocks: usable blocks, in addition to the null block 0.   dtype: 8 bits add scales.
 
-        streams: of the device; None: a CPU's.
+        streams: of the device; None: a CPU's.   make_blocks: see CacheOps.
         """
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         slots = kv_slots(groups)
         planes = [_new_planes(slot, num_blocks + 1, block_size, dtype, device) for slot in slots]
-        self._blocks = DeviceBlocks([plane for of_slot in planes for plane in of_slot])
+        self._blocks = make_blocks([plane for of_slot in planes for plane in of_slot])
         self._host: HostBlocks | None = None
         if num_host_blocks > 0 and slots:
             # Host block ids start at 1, like the device's, so the host pool also has a block 0.

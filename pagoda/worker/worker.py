@@ -117,6 +117,7 @@ class Worker:
                 DTYPES[config.kv_dtype],
                 loaded.device.device,
                 loaded.device.streams,
+                loaded.ops.make_device_blocks,
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise CapacityError(f"{num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error

@@ -205,12 +205,6 @@ def test_ids_and_positions_outside_their_tables_are_refused(fast: Ops, reference
         assert ops.embedding(ids[:2], table).equal(table[[0, 49]])
 
 
-@pytest.mark.parametrize("pair", [(1, 9), (9, 1), (-1, 2)])
-def test_blocks_to_copy_must_be_in_the_cache(native: NativeOps, pair: tuple[int, int]) -> None:
-    with pytest.raises(InvariantBroken, match="copy_blocks: pairs: element"):
-        native.copy_blocks(GEOMETRY.new_cache(8), [(1, 2), pair])
-
-
 def test_the_table_has_defaults_that_models_rely_on() -> None:
     parameters = OP_TABLE["attention"].signature.parameters
     assert parameters["window"].default == 0

@@ -170,21 +170,6 @@ def test_rotary_fused_with_the_write(fast: Ops, int8_cache: bool, dtype: torch.d
 
 
 @DTYPES
-@pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
-def test_copied_blocks_hold_the_same_context(fast: Ops, int8_cache: bool, dtype: torch.dtype) -> None:
-    """A chain of copies, in order: a row reads the same through the copies as through the originals."""
-    geometry = Geometry(2, 1, 32, 8, dtype, int8_cache)
-    cache = geometry.new_cache(8)
-    here, there = (make_metadata(geometry, [(0, 16)], [blocks]) for blocks in ([1, 2], [5, 6]))
-    q, k, v = fast.split_qkv(draw(16, 4 * 32, dtype=dtype), 2, 1, 32)
-    fast.write_kv(k, v, cache, here)
-    want = fast.attention(q, cache, here, 0.2)
-    fast.copy_blocks(cache, [(1, 4), (4, 5), (2, 6), (3, 1)])
-    assert torch.equal(fast.attention(q, cache, there, 0.2), want)
-    assert not torch.equal(fast.attention(q, cache, here, 0.2), want)  # block 1 was overwritten last
-
-
-@DTYPES
 @pytest.mark.parametrize("rows", [1, 5])
 def test_linear_and_logits(fast: Ops, reference: ReferenceOps, rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = draw(rows, 96, dtype=dtype), draw(70, 96, dtype=dtype, seed=1) / 10, draw(70, dtype=dtype)

@@ -4,9 +4,10 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
-from pagoda.worker.block_moves import DeviceBlocks, HostBlocks
+from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices.streams import HostStreams, Streams
+from pagoda.worker.host_blocks import HostBlocks
 from tests.worker.hand_made import step
 from tests.worker.lagging_streams import LaggingStreams
 

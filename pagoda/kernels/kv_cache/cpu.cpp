@@ -90,17 +90,3 @@ PAGODA_EXPORT void pagoda_rotary_write_kv(const RotaryWriteKvArgs* a, int32_t th
                  threads);
     rotate_rows(a->q, a->positions, a->cos, a->sin, a->rotated_q, threads);
 }
-
-// pairs int64 [count][2] of (source, destination) blocks of `block_bytes`, copied one after the other.
-PAGODA_EXPORT void pagoda_copy_blocks(void* pages, const int64_t* pairs, int64_t count, int64_t block_bytes,
-                                      int32_t threads) {
-    // Threads share the bytes of every block, not the pairs: a chain (1 -> 2, 2 -> 3) keeps its order in each slice.
-    parallel(threads_for(count * block_bytes / 4, threads), [&](int thread, int num_threads) {
-        Range mine = share_of(block_bytes, thread, num_threads, 64);
-        char* bytes = static_cast<char*>(pages) + mine.begin;
-        for (int64_t i = 0; i < count; i++)
-            if (pairs[2 * i] != pairs[2 * i + 1])
-                memcpy(bytes + pairs[2 * i + 1] * block_bytes, bytes + pairs[2 * i] * block_bytes,
-                       static_cast<size_t>(mine.end - mine.begin));
-    });
-}

@@ -1,6 +1,4 @@
-"""The definition of writing KV pages, of their forms in 8 bits, and of copying blocks."""
-
-from collections.abc import Sequence
+"""The definition of writing KV pages, and of their forms in 8 bits."""
 
 import torch
 
@@ -30,14 +28,6 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 QUANTIZERS = {torch.int8: quantize_int8, torch.float8_e4m3fn: quantize_vectors}
 """By the type of the pages, what makes codes and scales of K and V."""
-
-
-def copy_blocks(cache: KVLayer, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks (source, destination), one pair after the other."""
-    tensors = [t for t in (cache.k, cache.v, cache.k_scale, cache.v_scale) if t is not None]
-    for source, destination in pairs:
-        for tensor in tensors:
-            tensor[destination] = tensor[source]
 
 
 def rotary_write_kv(

@@ -254,10 +254,6 @@ FUNCTIONS: dict[str, Function] = {
         "void", weight="const PackedLinear*", codes="const uint8_t*", scales="const uint16_t*",
         offsets="const uint16_t*", threads="int32_t",
     ),
-    # The cache.
-    "pagoda_copy_blocks": _function(
-        "void", pages="void*", pairs="const int64_t*", count="int64_t", block_bytes="int64_t", threads="int32_t"
-    ),
     # Sampling.
     "pagoda_constrain": _function(
         "void", **(_LOGITS | {"logits": "float*"}), constraints="const LogitConstraints*", threads="int32_t"
