@@ -15,6 +15,7 @@ from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.kernels.attention.backend_memory import BackendMemory
 from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
@@ -164,17 +165,29 @@ def embeds_in_memory(setup: EngineSetup) -> EmbedsMemory:
     return embeds_memory(setup.embeds_size, setup.dtype, setup.config.server.server_limits)
 
 
+def attention_in_memory(setup: EngineSetup) -> BackendMemory:
+    """Return what the attention backend takes of a GPU."""
+    name = setup.config.parallel.attention_backend
+    if setup.device == "cpu" or name == "auto":
+        return BackendMemory()
+    from pagoda.kernels.attention.backends import memory_of  # imports torch
+
+    return memory_of(name)
+
+
 def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     """Return the number of KV blocks that will fit.
 
-    free_bytes: what is free next to the loaded weights and the largest step; None before they are loaded.
+    free_bytes: what is free next to the loaded weights, the attention backend and the largest step; None before they
+        are loaded.
     Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
     message says what does.
     """
+    attention = attention_in_memory(setup)
     if free_bytes is None:
-        free = _free_bytes(setup.device) - weights_in_memory(setup)
+        free = _free_bytes(setup.device) - weights_in_memory(setup) - attention.total
     else:
-        free = free_bytes - (setup.drafting.memory_bytes if setup.drafting else 0)
+        free = free_bytes - (setup.drafting.memory_bytes if setup.drafting else 0) - attention.later
     config, is_on_host, embeds = setup.config, setup.device == "cpu", embeds_in_memory(setup)
     free = max(0, free - adapters_in_memory(setup) - (embeds.total if is_on_host else embeds.device))
     capacity = plan_capacity(

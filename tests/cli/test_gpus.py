@@ -8,6 +8,7 @@ import torch
 from pagoda.base.config import EngineConfig
 from pagoda.cli.gpus import describe_gpus, driver_version
 from pagoda.cli.plan import _print, make_plan
+from pagoda.kernels.attention.backends import memory_of
 from tests.engine.driver import write_tiny_llama
 from tests.fake_cuda import FakeCuda
 
@@ -71,3 +72,19 @@ def test_plan_counts_the_cards_memory(
     printed = " ".join(capsys.readouterr().out.split())
     assert "device NVIDIA Made-Up 80GB, 2.0 GiB of 2.0 GiB free, sm_90" in printed
     assert "its start measures what the largest step takes" in printed
+    assert " attention " not in printed
+
+
+def test_plan_counts_the_attention_backend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FakeCuda(monkeypatch, 2 << 30)
+    config = EngineConfig.from_options(
+        model=write_tiny_llama(tmp_path), device="cuda", max_model_len=64, attention_backend="flashinfer"
+    )
+    plan = make_plan(config)
+    assert plan.attention_memory == memory_of("flashinfer").total
+    left = plan.memory_available - plan.weights_memory - plan.attention_memory
+    assert 0.94 < plan.kv_cache / left <= 0.95
+    _print(plan)
+    assert "attention up to 576.0 MiB for flashinfer" in " ".join(capsys.readouterr().out.split())

@@ -5,6 +5,9 @@ from typing import Any, ClassVar
 
 import torch
 
+PLAN_BYTES = 8 << 20
+"""That each wrapper allocates on the GPU for its plans. The stand-in allocates none."""
+
 
 @dataclass
 class Planned:

@@ -20,6 +20,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine_setup import resolve_engine
 from pagoda.kernels import select
 from pagoda.kernels.attention.backends import AttentionNeeds, check_needs, make_backend
+from pagoda.kernels.attention.flashinfer_attention import FlashInferAttention
 from pagoda.kernels.batch import AttentionMetadata, KVLayer, OnHost
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
@@ -59,7 +60,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     ):
         monkeypatch.setattr(wrapper, "made", [])
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
-    monkeypatch.setattr("pagoda.kernels.attention.flashinfer_attention._WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(FlashInferAttention, "memory", replace(FlashInferAttention.memory, at_start=1024))
     return fake_flashinfer
 
 
@@ -130,6 +131,28 @@ def test_a_step_is_planned_once_for_all_layers(flashinfer: Any) -> None:
     decodes = flashinfer.BatchDecodeWithPagedKVCacheWrapper.made
     assert sorted(wrapper.num_plans for wrapper in decodes) == [2, 2, 2, 2, 3, 3, 3, 3]
     assert sum(wrapper.num_runs for wrapper in decodes) == 100
+
+
+def test_flashinfer_takes_the_memory_that_it_declares(flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workspace before the first step, and then what its wrappers allocate, however many steps there are."""
+    workspaces: list[torch.Tensor] = []
+    init = fake_flashinfer._Wrapper.__init__
+
+    def recorded(self: Any, workspace: torch.Tensor, kv_layout: str) -> None:
+        workspaces.append(workspace)
+        init(self, workspace, kv_layout)
+
+    monkeypatch.setattr(fake_flashinfer._Wrapper, "__init__", recorded)
+    backend: Any = make_backend("flashinfer", never, CPU)
+    at_start, memory = backend._workspace, FlashInferAttention.memory
+    assert at_start.nbytes == memory.at_start
+    for num_kv_heads in (2, 4):  # decodes with grouped heads, and those without
+        geometry = Geometry(4, num_kv_heads, 64, 8, F16)
+        paged = PagedRows(LibraryOps(backend), geometry, [Sequence.random(geometry, 60, 0)])
+        for count in [2] * 10 + [1] * 20:
+            paged.step([(0, count)], 0.1)
+    assert {workspace.data_ptr() for workspace in workspaces} == {at_start.data_ptr()}
+    assert len(workspaces) * flashinfer.PLAN_BYTES == memory.later
 
 
 def test_two_groups_of_layers_share_a_step(flashinfer: Any) -> None:

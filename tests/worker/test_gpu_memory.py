@@ -11,6 +11,9 @@ from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import CapacityError
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine_setup import attention_in_memory, fit_cache, resolve_engine
+from pagoda.kernels.attention.backends import memory_of
+from pagoda.kernels.attention.varlen_attention import VarlenAttention
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.devices.streams import HostStreams
 from pagoda.worker.largest_steps import largest_steps
@@ -93,6 +96,27 @@ def test_steps_that_do_not_fit_are_made_smaller(engine_on, caplog: pytest.LogCap
     assert len(tokens) == 3
     assert core._scheduler.max_rows == 2 * 64  # two steps at once
     core.shutdown()
+
+
+def test_an_attention_backend_leaves_less_to_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of its memory before anything is loaded; after the largest steps, what they did not show."""
+    FakeCuda(monkeypatch, total=8 << 30)
+    folder, free = write_tiny_llama(tmp_path), 6 << 30
+    options = {"model": folder, "device": "cuda", "max_model_len": 64, "gpu_memory_utilization": 1.0}
+
+    def pools(backend: str) -> tuple[int, int]:
+        setup = resolve_engine(EngineConfig.from_options(**options, attention_backend=backend))
+        assert attention_in_memory(setup) == memory_of(backend)
+        (_, planned), (_, measured) = fit_cache(setup), fit_cache(setup, free)
+        return planned.pool_bytes, measured.pool_bytes
+
+    own, library, memory = pools("auto"), pools("flashinfer"), memory_of("flashinfer")
+    assert memory.total > memory.at_start > memory.later > 0
+    block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # K and V of two layers, two heads of 16, blocks of 16 tokens in float32
+    assert own[0] - library[0] == pytest.approx(memory.total, abs=block_bytes)
+    assert own[1] - library[1] == pytest.approx(memory.later, abs=block_bytes)
+    assert pools("varlen") == own
+    assert memory_of("varlen") == VarlenAttention.memory
 
 
 def test_largest_steps() -> None:

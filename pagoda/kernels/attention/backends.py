@@ -10,6 +10,7 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import Registry
+from pagoda.kernels.attention.backend_memory import BackendMemory
 from pagoda.kernels.attention.flashinfer_attention import FlashInferAttention
 from pagoda.kernels.attention.paged_op import PagedAttentionOp
 from pagoda.kernels.attention.varlen_attention import VarlenAttention
@@ -33,11 +34,13 @@ class AttentionBackend(Protocol):
     """Attention over the cache.
 
     head_dims: head sizes that it has; empty: all multiples of 8 up to 256.   has_softcap: it can cap scores.
+    memory: what it takes of a GPU.
     All have sliding windows and compute in bfloat16 and float16, with pages of the same type.
     """
 
     head_dims: ClassVar[frozenset[int]]
     has_softcap: ClassVar[bool]
+    memory: ClassVar[BackendMemory]
 
     def __init__(self, own: PagedAttentionOp, device: torch.device) -> None:
         """own: our kernels, for steps that it leaves to them. Raises ConfigError if its library or GPU is not there."""
@@ -57,6 +60,11 @@ _BACKENDS: Registry[type[AttentionBackend]] = Registry(
 def make_backend(name: str, own: PagedAttentionOp, device: torch.device) -> AttentionBackend:
     """Return the backend called `name`: see AttentionBackend. Raises ConfigError if it is unknown, too."""
     return _BACKENDS[name](own, device)
+
+
+def memory_of(name: str) -> BackendMemory:
+    """Return what the backend called `name` takes of a GPU; nothing for "auto"."""
+    return BackendMemory() if name == "auto" else _BACKENDS[name].memory
 
 
 def check_needs(name: str, needs: AttentionNeeds) -> None:

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.attention.backend_memory import BackendMemory
 from pagoda.kernels.attention.paged_op import PagedAttentionOp
 from pagoda.kernels.batch import AttentionMetadata, KVLayer, OnHost
 from pagoda.kernels.transfer import to_device
 
 _WORKSPACE_BYTES = 384 << 20  # for partial results; FlashInfer raises an error if a plan needs more
-_MOST_PLANS = 8  # of each kind of wrapper, which has 8 MiB
+_MOST_PLANS = 8  # of each kind of wrapper
+_PLAN_BYTES = 8 << 20  # that a wrapper allocates on the GPU; as many are pinned on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,10 @@ class FlashInferAttention:
 
     head_dims: ClassVar[frozenset[int]] = frozenset((64, 128, 256))
     has_softcap: ClassVar[bool] = True
+    memory: ClassVar[BackendMemory] = BackendMemory(_WORKSPACE_BYTES, len(_Kind) * _MOST_PLANS * _PLAN_BYTES)
 
     def __init__(self, own: PagedAttentionOp, device: torch.device) -> None:
-        """Raises ConfigError if FlashInfer is not installed."""
+        """Allocate the workspace. Raises ConfigError if FlashInfer is not installed."""
         try:
             self._library: Any = import_module("flashinfer")
         except ImportError as error:
@@ -79,7 +82,9 @@ class FlashInferAttention:
             ) from error
         self._own = own
         self._device = device
-        self._workspace: torch.Tensor | None = None  # shared by all wrappers: they run one after the other
+        # Shared by all wrappers, which run one after the other. Allocated here so that a GPU's KV pools are sized next
+        # to it, whichever steps are tried for that.
+        self._workspace = torch.zeros(self.memory.at_start, dtype=torch.uint8, device=device)
         self._plans: dict[_Kind, deque[_Plan]] = {kind: deque() for kind in _Kind}
 
     def attention(
@@ -140,8 +145,6 @@ class FlashInferAttention:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
     def _new_wrapper(self, kind: "_Kind") -> Any:
-        if self._workspace is None:
-            self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         if kind is _Kind.PREFILL:
             return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         return self._library.BatchDecodeWithPagedKVCacheWrapper(

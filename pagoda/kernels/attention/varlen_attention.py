@@ -11,6 +11,7 @@ import torch
 from torch.nn import attention as torch_attention
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.attention.backend_memory import BackendMemory
 from pagoda.kernels.attention.paged_op import PagedAttentionOp
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
@@ -27,6 +28,7 @@ class VarlenAttention:
 
     head_dims: ClassVar[frozenset[int]] = frozenset()
     has_softcap: ClassVar[bool] = False
+    memory: ClassVar[BackendMemory] = BackendMemory()
 
     def __init__(self, own: PagedAttentionOp, device: torch.device) -> None:
         """Make torch's FlashAttention the one for this GPU, in the whole process.
