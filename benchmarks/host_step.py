@@ -38,7 +38,7 @@ BLOCK, VOCAB, MAX_LEN = 16, 512, 2048
 class NoModel:
     """A forward pass that computes nothing: every logit is zero."""
 
-    generates, num_token_types, pooling = True, 0, PoolingPlan()
+    generates, num_token_types, pooling, decode_inputs = True, 0, PoolingPlan(), None
     kv_groups = (KVGroupSpec(shape=KVShape(1, 1, 1)),)
     spec = ModelSpec("none", VOCAB, 1, 1, 1, 1, 1, 1, MAX_LEN, (0,))
 

@@ -47,7 +47,13 @@ class DryRuns:
         """Compute a step; return its logits, float32 [num_logits, V], or None if the model has none."""
         for row, start, num_new in zip(output.rows, output.start, output.num_new, strict=True):
             self._table.token_ids[row, start : start + num_new] = 0
-        inputs = build_inputs(self._table, output, self._device, num_token_types=self._forward.num_token_types)
+        inputs = build_inputs(
+            self._table,
+            output,
+            self._device,
+            num_token_types=self._forward.num_token_types,
+            decode_inputs=self._forward.decode_inputs,
+        )
         hidden = self._forward.forward(inputs.batch, self._cache.layers)
         if not self._forward.generates:
             return None

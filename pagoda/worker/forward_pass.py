@@ -20,6 +20,7 @@ from pagoda.ops.batch import ForwardBatch as AnyBatch
 from pagoda.ops.batch import KVLayer as AnyKVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import LowRankTable, Tensor
+from pagoda.worker.decode_inputs import DecodeInputs
 
 logger = logging.getLogger("pagoda")
 
@@ -46,8 +47,16 @@ class ForwardPass(Protocol):
         """See Model."""
         ...
 
+    @property
+    def decode_inputs(self) -> DecodeInputs | None:
+        """Where the inputs of decode steps belong; None: anywhere."""
+        ...
+
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Return the final hidden states of the batch's tail, [num_tail, hidden]; write all tokens' K and V to `kv`."""
+        """Return the final hidden states of the batch's tail, [num_tail, hidden]; write all tokens' K and V to `kv`.
+
+        Of a batch in `decode_inputs`, only the rows of `logits_index` are returned.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,6 +113,10 @@ class EagerForward:
     @property
     def num_token_types(self) -> int:
         return self.model.num_token_types
+
+    @property
+    def decode_inputs(self) -> DecodeInputs | None:
+        return None
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         return cast(torch.Tensor, self._compute(self.ops, batch, kv))

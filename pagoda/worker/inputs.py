@@ -14,6 +14,7 @@ from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
 from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
+from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.draws import draw_params, step_draws
 from pagoda.worker.pooler import PooledChunk
@@ -30,12 +31,12 @@ class StepInputs:
     """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
 
     batch: the model's input; its logits_index has the draws' positions, then those of `prompt_rows`, then those of
-        `pooled`, all as indices into the batch's tail.
+        `pooled`, all as indices into the batch's tail. A batch in DecodeInputs has further rows at its end.
     draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
     draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
     draw_index: `draw_rows` on the device, int64.   draw_params: None if all draws are greedy.
     num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
-    takes_all_logits: logits_index is every token of the tail in order.
+    takes_all_logits: logits_index is every token of the tail in order (except for rows that fill the batch up).
     prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
     pooled: chunks of the prompts to pool.
     logits_adapters: int32, the adapter's slot for each of logits_index; None if no row of the step has an adapter.
@@ -64,6 +65,7 @@ def build_inputs(
     num_token_types: int = 0,
     embeds: StepEmbeds | None = None,
     in_flight: TokensInFlight | None = None,
+    decode_inputs: DecodeInputs | None = None,
 ) -> StepInputs:
     """Gather the step's inputs. `output` must not be empty and must have been applied to `table`.
 
@@ -72,6 +74,7 @@ def build_inputs(
     pooling: which hidden states pooled rows need.
     num_token_types: of a model that takes token types, else 0.
     embeds: prompt embeddings among the step's tokens.   in_flight: tokens that `table` does not have yet.
+    decode_inputs: where a step that only decodes, and of which nothing else is special, is put, padded.
     """
     rows = output.rows
     # Kernels read raw int32 memory.
@@ -106,9 +109,19 @@ def build_inputs(
     if not _counts_up(logits_index, len(positions)):  # otherwise, as in plain decoding, the tail is the batch
         tail, index = everything.tail(logits_index)
         logits_index = np.searchsorted(index, logits_index)
+    num_logits_index = len(logits_index)
+    of_tokens = [table.token_ids[row_of_token, positions], positions]
+    size = None
+    is_plain = max_query_len == 1 and adapters is None and embeds is None and not num_token_types
+    if decode_inputs is not None and is_plain and index is None:
+        size = decode_inputs.size_of(num_rows, int(seq_lens.max()))
+    if size is not None:
+        # The arrays of the batch come first: in all steps of a size, they are at the same addresses.
+        everything = tail = everything.padded(*size, block_size)
+        of_tokens, slots = ([_with_zeros(array, size[0]) for array in arrays] for arrays in (of_tokens, slots))
+        logits_index = np.arange(size[0])
     bulk = _Bulk()
-    of_batch = bulk.add(table.token_ids[row_of_token, positions], positions)
-    of_slots, of_queries = bulk.add(*slots), bulk.add(*everything.arrays)
+    of_batch, of_slots, of_queries = bulk.add(*of_tokens), bulk.add(*slots), bulk.add(*everything.arrays)
     of_tail = of_queries if index is None else bulk.add(*tail.arrays)
     of_index = bulk.add(logits_index) if index is None else bulk.add(logits_index, index)
     params = draw_params(table, draws.rows, draws.positions)
@@ -121,7 +134,10 @@ def build_inputs(
     of_logits_adapters = None
     if adapters is not None:
         of_logits_adapters = bulk.add(named[ADAPTERS if index is None else TAIL_ADAPTERS][logits_index])
-    bulk.move(device)
+    if decode_inputs is None or size is None:
+        bulk.move(device)
+    else:
+        bulk.move_into(decode_inputs, block_size, len(slots))
 
     token_ids, positions_t = bulk[of_batch]
     if in_flight is not None and unknown.size:
@@ -140,7 +156,12 @@ def build_inputs(
     draw_index, *draw_logits = bulk[of_draws]
     return StepInputs(
         batch=ForwardBatch(
-            token_ids, positions_t, metadata, Tail(tail_index, tail_metadata), logits_index_t, inputs=inputs
+            token_ids,
+            positions_t,
+            metadata,
+            Tail(tail_index, tail_metadata),
+            logits_index_t[:num_logits_index],
+            inputs=inputs,
         ),
         draw_rows=draws.rows,
         draw_positions=draws.positions,
@@ -171,6 +192,9 @@ class _Bulk:
     def move(self, device: torch.device) -> None:
         self._moved = to_device(self._arrays, device)
 
+    def move_into(self, decode_inputs: DecodeInputs, block_size: int, num_groups: int) -> None:
+        self._moved = decode_inputs.move(self._arrays, block_size, num_groups)
+
     def __getitem__(self, part: slice) -> list[torch.Tensor]:
         return self._moved[part]
 
@@ -195,6 +219,13 @@ def _input_arrays(
     if embeds is not None:
         named[EMBED_ROWS] = embeds.index
     return named
+
+
+def _with_zeros(array: np.ndarray, length: int) -> np.ndarray:
+    """Return `array` with zeros after it."""
+    longer = np.zeros(length, array.dtype)
+    longer[: len(array)] = array
+    return longer
 
 
 def _counts_up(index: np.ndarray, to: int) -> bool:

@@ -116,7 +116,17 @@ class ModelRunner:
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
         embeds = self._embeds.take(output) if self._embeds is not None else None
         types = self._forward.num_token_types
-        inputs = build_inputs(self._table, output, self._device, slots, self._pooler.kind, types, embeds, self._tokens)
+        inputs = build_inputs(
+            self._table,
+            output,
+            self._device,
+            slots,
+            self._pooler.kind,
+            types,
+            embeds,
+            self._tokens,
+            self._forward.decode_inputs,
+        )
         masks: Future[GrammarMasks] | None = None
         if self._grammars is not None:  # filled while the forward runs
             masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)

@@ -3,17 +3,27 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.kernels.batch import ForwardBatch, KVLayer, Tail
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.torch_ops import TorchOps
+from pagoda.kernels.transfer import to_device
+from pagoda.worker import inputs as inputs_module
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.decode_inputs import padded_context, padded_rows
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.graphed_forward import GraphedForward, padded_context, padded_rows
+from pagoda.worker.devices.streams import Streams
+from pagoda.worker.graphed_forward import GraphedForward
+from pagoda.worker.inputs import build_inputs
 from pagoda.worker.model_runner import ModelRunner
-from tests.worker.hand_made import PagedSumModel, expected_next, i32, row_init, step
+from pagoda.worker.queries import Queries
+from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
+from tests.worker.lagging_streams import LaggingStreams
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -35,12 +45,12 @@ class Recalls:
         return out, replay
 
 
-def make(capture) -> tuple[ModelRunner, GraphedForward, CacheEngine]:
+def make(capture, streams: Streams | None = None) -> tuple[ModelRunner, GraphedForward, CacheEngine]:
     model: Any = PagedSumModel()
     ops: Any = TorchOps()
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
     forward = GraphedForward(model, ops, 8, 64, CPU, capture=capture)
-    return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU), forward, cache
+    return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU, streams=streams), forward, cache
 
 
 def decode(run: ModelRunner, numbers: range) -> None:
@@ -117,15 +127,136 @@ def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
     model, recalls = Model(), Recalls()
     forward = GraphedForward(model, TorchOps(), 8, 64, CPU, capture=recalls)  # type: ignore[arg-type]
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
-    ones, index = torch.ones(2, dtype=torch.int32), torch.arange(2)
-    start, table = torch.arange(3, dtype=torch.int32), torch.tensor([[1], [2]], dtype=torch.int32)
+    ones, slots = np.ones(2, np.int32), np.arange(2) + BLOCK
     for prefix in (None, (4, 2), None, (8, 2), (12, 1)):
-        shared = None if prefix is None else torch.tensor(prefix, dtype=torch.int32)
-        metadata = (AttentionMetadata(start, ones, table, index + BLOCK, BLOCK, 1, 1, shared),)
-        forward.forward(ForwardBatch(ones, ones - 1, metadata, Tail(index, metadata), index), cache.layers)
+        shared = () if prefix is None else (i32(*prefix),)
+        queries = Queries(np.arange(3, dtype=np.int32), ones, [ones[:, None]], shared).padded(2, 64, BLOCK)
+        arrays = [ones, ones - 1, slots, np.arange(2), *queries.arrays]
+        token_ids, positions, of_group, index, *moved = forward.decode_inputs.move(arrays, BLOCK, 1)
+        metadata = queries.metadata([of_group], moved, BLOCK)
+        forward.forward(ForwardBatch(token_ids, positions, metadata, Tail(index, metadata), index), cache.layers)
     assert forward.num_graphs == 2
     # First op by op, then captured, then replayed.
     assert seen == [None, [4, 2], None, None, [8, 2], [8, 2], [12, 1]]
+
+
+class Writes(TorchDispatchMode):
+    """Notes the calls that write to the memory of decode inputs, and holds the copies to it back if `is_late`."""
+
+    def __init__(self, forward: GraphedForward, is_late: bool = False) -> None:
+        super().__init__()
+        self._forward, self._is_late = forward, is_late
+        self.calls: list[str] = []
+        self.late: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        memory, target = self._forward.decode_inputs._memory, args[0] if args else None
+        writes = bool(func._schema.arguments) and func._schema.arguments[0].is_write
+        if writes and memory is not None and isinstance(target, torch.Tensor) and _share(target, memory):
+            self.calls.append(func._overloadpacket.__name__)
+            if self._is_late:
+                self.late.append(lambda: func(*args, **(kwargs or {})))
+                return target
+        return func(*args, **(kwargs or {}))
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_one_copy_brings_all_inputs_of_a_graph(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is written, except for tokens that only the device has, if steps are launched ahead."""
+    moved: list[int] = []
+
+    def counted(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        moved.append(len(arrays))
+        return to_device(arrays, device)
+
+    monkeypatch.setattr(inputs_module, "to_device", counted)
+    recalls, streams = Recalls(), LaggingStreams()
+    run, forward, _ = make(recalls, streams)
+    admitted = (row_init(0, [3, 1, 4], [1, 2, 3]), row_init(1, [9, 2], [4, 5, 6]), row_init(2, [5], [7, 8]))
+    prompts = [[3, 1, 4], [9, 2], [5]]
+    steps = [run.launch(step(1, [(0, 0, 3), (1, 0, 2), (2, 0, 1)], admitted=admitted))]
+    moved.clear()
+    for number in range(5):
+        if not is_ahead:
+            steps[-1].result()
+        with Writes(forward) as writes:
+            steps.append(run.launch(step(2 + number, [(0, 3 + number, 1), (1, 2 + number, 1), (2, 1 + number, 1)])))
+        if number:  # the memory is made in the first
+            assert writes.calls == ["copy_", *(["index_copy_"] if is_ahead else [])]
+    assert not moved
+    assert recalls.replays == 4
+    for step_number, launched in enumerate(steps):
+        for tokens, got in zip(prompts, launched.result().sampled[:, 0].tolist(), strict=True):
+            assert got == expected_next(tokens), step_number
+            tokens.append(got)
+
+
+def test_inputs_of_two_steps_in_flight_do_not_mix() -> None:
+    """The device is late: both steps have been prepared on the host before the first copy begins."""
+    run, forward, _ = make(Recalls())
+    table = run._table
+    inputs = forward.decode_inputs
+    admitted = (row_init(0, [3, 1, 4, 1], [1, 2, 3]), row_init(1, [9, 2, 6], [4, 5, 6]))
+    run.run(step(1, [(0, 0, 3), (1, 0, 2)], admitted=admitted))
+    spans = [[(0, 3, 1), (1, 2, 1)], [(1, 2, 1), (0, 3, 1)]]
+    build_inputs(table, step(2, spans[0]), CPU, decode_inputs=inputs)  # makes the memory
+    expected = [build_inputs(table, step(2, of_step), CPU).batch for of_step in spans]
+    with Writes(forward, is_late=True) as writes:
+        batches = [build_inputs(table, step(2, of_step), CPU, decode_inputs=inputs).batch for of_step in spans]
+    assert writes.calls == ["copy_"] * 2
+    for copy, batch, plain in zip(writes.late, batches, expected, strict=True):
+        copy()
+        assert inputs.holds(batch)
+        assert not inputs.holds(plain)
+        assert torch.equal(batch.token_ids[:2], plain.token_ids)
+        assert torch.equal(batch.positions[:2], plain.positions)
+        ours, theirs = batch.metadata[0], plain.metadata[0]
+        assert torch.equal(ours.seq_lens[:2], theirs.seq_lens)
+        assert torch.equal(ours.slot_mapping[:2], theirs.slot_mapping)
+        assert torch.equal(ours.block_table[:2, : theirs.block_table.shape[1]], theirs.block_table)
+    assert expected[0].token_ids.tolist() != expected[1].token_ids.tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 8])
+def test_batches_of_a_size_are_at_the_same_addresses(num_rows: int) -> None:
+    """Whatever follows the batch in the copy: how tokens are drawn, and tokens in flight."""
+    run, forward, _ = make(Recalls())
+    params = [GREEDY, SamplingParams(temperature=0.8, top_k=5)]
+    for sampling in params:
+        admitted = tuple(row_init(row, [3, 1, 4], [1 + row], sampling) for row in range(num_rows))
+        run.run(step(1, [(row, 0, 2) for row in range(num_rows)], [], admitted=admitted))
+        decodes = step(2, [(row, 2, 1) for row in range(num_rows)])
+        inputs = build_inputs(run._table, decodes, CPU, decode_inputs=forward.decode_inputs)
+        batch, first = inputs.batch, inputs.batch.metadata[0]
+        found = [
+            (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+            for tensor in (
+                batch.token_ids, batch.positions, batch.tail.index, first.query_start, first.seq_lens,
+                first.block_table, first.slot_mapping,
+            )
+        ]  # fmt: skip
+        assert all(address % 16 == found[0][0] % 16 for address, *_ in found)
+        assert batch.token_ids.shape[0] == padded_rows(num_rows)
+        assert batch.logits_index.tolist() == list(range(num_rows))
+        assert first.on_host is None
+        if sampling is GREEDY:
+            before = found
+            assert inputs.draw_params is None
+        else:
+            assert inputs.draw_params is not None
+            assert found == before
+
+
+def test_draws_that_do_not_fit_leave_a_step_without_graph() -> None:
+    run, forward, _ = make(Recalls())
+    run.run(step(1, [(0, 0, 2)], [], admitted=(row_init(0, [3, 1, 4], [1]),)))
+    many = step(2, [(0, 2, 1)], [(0, 0)] * 2000)
+    batch = build_inputs(run._table, many, CPU, decode_inputs=forward.decode_inputs).batch
+    assert not forward.decode_inputs.holds(batch)
 
 
 def test_sizes() -> None:
