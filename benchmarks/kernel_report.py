@@ -33,6 +33,8 @@ from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
+from pagoda.loading.packed_format import PackedFormat
+from pagoda.loading.packed_int4 import in_kernel_groups, read_awq, read_gptq, without_zeros
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -245,13 +247,14 @@ def _experts() -> dict[str, Callable[[], object]]:
     x, router = torch.zeros(64, 2048, dtype=BF16), torch.zeros(64, 4, dtype=BF16)
     made: dict[str, Callable[[], object]] = {}
     ops: Any = TritonOps(max_model_len=40_960, multiplies_fp8=True)
-    weights = {"": torch.zeros(0), **_coded(1536, 2048)}
-    for title in weights:
+    shapes = (1536, 2048), (2048, 768)
+    coded = [_coded(*shape) for shape in shapes]
+    for title in ("", *coded[0]):
         by = TritonOps(max_model_len=40_960, multiplies_fp8=False) if title == "fp8" else ops
         stacks = []
-        for shape in ((1536, 2048), (2048, 768)):
+        for shape, weights in zip(shapes, coded, strict=True):
             if title:
-                one = by.prepare_quantized_linear(_coded(*shape)[title], BF16)
+                one = by.prepare_quantized_linear(weights[title], BF16)
             else:
                 one = by.prepare_linear(torch.zeros(shape, dtype=BF16))
             stacks.append(by.prepare_experts([one] * 4))
@@ -265,17 +268,40 @@ def _coded(out_features: int, in_features: int) -> dict[str, QuantizedWeight | F
         codes = torch.zeros(out_features, in_features, dtype=torch.uint8)
         return QuantizedWeight(codes, scales, scales if has_minima else None, in_features, group, bits)
 
+    zero_points = partial(with_zero_points, out_features, in_features)
     fp8 = Fp8Weight(torch.zeros(out_features, in_features, dtype=FP8), torch.zeros(out_features))
     return {
         "int8": grouped(8, 64),
         "Q8_0": grouped(8, 32),
         "Q4_0": grouped(4, 32),
         "Q4_K": grouped(4, 32, has_minima=True),
-        "AWQ": grouped(4, 128, has_minima=True),
+        "AWQ": zero_points(128),
+        "AWQ, groups of 64": zero_points(64),
+        "AWQ, groups of 32": zero_points(32),
+        "GPTQ, symmetric": symmetric_gptq(out_features, in_features, 128),
         "Q6_K": grouped(6, 16),
         "fp8": fp8,
         "fp8 with fp8": fp8,
     }
+
+
+def with_zero_points(out_features: int, in_features: int, group: int) -> QuantizedWeight:
+    """Return a weight as the loader makes it of an AWQ checkpoint, or of a GPTQ checkpoint that is not symmetric."""
+    qweight = torch.zeros(in_features, out_features // 8, dtype=torch.int32)
+    qzeros = torch.zeros(in_features // group, out_features // 8, dtype=torch.int32)
+    scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
+    stored = PackedFormat("awq", group, symmetric=False)
+    return in_kernel_groups(read_awq(qweight, qzeros, scales, group), stored.kernel_group)
+
+
+def symmetric_gptq(out_features: int, in_features: int, group: int) -> QuantizedWeight:
+    """Return a weight as the loader makes it of a symmetric GPTQ checkpoint: all zero points are the middle."""
+    stored = PackedFormat("gptq", group, symmetric=True, stored_zero=1)
+    qweight = torch.zeros(in_features // 8, out_features, dtype=torch.int32)
+    qzeros = torch.full((in_features // group, out_features // 8), 0x7777_7777, dtype=torch.int32)
+    scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
+    weight = without_zeros(read_gptq(qweight, qzeros, scales, group, stored.stored_zero))
+    return in_kernel_groups(weight, stored.kernel_group)
 
 
 def _sampling() -> dict[str, Callable[[], object]]:
