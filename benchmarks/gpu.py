@@ -3,8 +3,9 @@
 
     gpu.py [--only PART ...] [--again] [--folder build/gpu] [--list] [--rehearse]
 
-Each part takes less than 8 minutes and appends one JSON line to FOLDER/results.jsonl; parts that are there already are
-left out, so an interrupted run continues. Without a GPU only `compile` and `host` run. What the parts are:
+Each part takes less than 8 minutes, or is stopped, and appends one JSON line to FOLDER/results.jsonl; parts that are
+there already are left out, so an interrupted run continues. A part that failed has a line with "failed" and the reason;
+the next run tries it again. Without a GPU only `compile` and `host` run. What the parts are:
 
     compile                 registers, spills and shared memory of all kernels, compiled for sm_80 and sm_90
     host                    what a step costs the host, with a device that computes nothing
@@ -24,10 +25,11 @@ and measures nothing.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -57,12 +59,18 @@ REHEARSED = "tiny"
 Result = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bench:
-    """Where things are measured.   device: "cuda", or "cpu" for a rehearsal."""
+    """Where things are measured.
+
+    device: "cuda", or "cpu" for a rehearsal.   limit_s: for each part.   ends_s: when the part that runs is stopped, by
+        the monotonic clock.
+    """
 
     folder: Path
     device: str
+    limit_s: float = LIMIT_S
+    ends_s: float = float("inf")
 
     @property
     def is_rehearsal(self) -> bool:
@@ -74,9 +82,9 @@ class Bench:
         workloads = (REHEARSED, "decode1") if self.is_rehearsal else WORKLOADS
         small, common = shapes[0], workloads[0]
         found: dict[str, Callable[[], Result]] = {
-            "compile": partial(compile_report, ["--only", "norm"] if self.is_rehearsal else []),
-            "host": partial(self.host),
-            "ceilings": partial(ceilings, self.device),
+            "compile": self.compile_report,
+            "host": self.host,
+            "ceilings": self.measure_ceilings,
         }
         for path in KERNEL_TESTS[:1] if self.is_rehearsal else KERNEL_TESTS:
             found[f"kernels:{Path(path).stem}"] = partial(self.kernel_tests, path)
@@ -95,6 +103,27 @@ class Bench:
             found[f"{small}:{common}:transformers"] = partial(self.transformers, small, common)
         return found
 
+    def measure(self, name: str, part: Callable[[], Result]) -> Result:
+        """Run a part and append its line to the results: what it found, or "failed" with the reason."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.ends_s = time.monotonic() + self.limit_s
+        found: Result
+        try:
+            found = part()
+        except subprocess.TimeoutExpired:
+            found = {"failed": f"it took longer than {self.limit_s:.0f} s"}
+        except subprocess.CalledProcessError as error:
+            said = (error.output or "").strip().splitlines()
+            found = {"failed": f"{error}{': ' if said else ''}{said[-1] if said else ''}"}
+        except Exception as error:  # one part must not end the others
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        append_result(self.results, {"part": name, "at": time.strftime("%Y-%m-%d %H:%M"), **found})
+        return found
+
+    def run(self, command: list[str], environment: dict[str, str] | None = None) -> str:
+        """See `run`; stopped at the end of the part's time."""
+        return run(command, min(self.limit_s, self.ends_s - time.monotonic()), environment)
+
     def throughput(self, shape: str, workload: str, variant: str) -> Result:
         """Run a workload on a model of random weights."""
         model = self.model(shape)
@@ -103,14 +132,19 @@ class Bench:
                    str(self.workload(workload)), "--model", str(model), "--device", self.device, "--dtype", "bfloat16",
                    *(["--kv-cache-memory", "64MiB"] if self.is_rehearsal else []), *arrivals,
                    *VARIANTS[variant]]  # fmt: skip
-        found = json.loads(run(command).splitlines()[-1])
+        found = json.loads(self.run(command).splitlines()[-1])
         weight_bytes = (model / "model.safetensors").stat().st_size
         shares = shares_of_ceilings(found, workload, weight_bytes, self.ceilings()) if "a3b" not in shape else {}
         return {**found, "weight_bytes": weight_bytes, **shares}
 
     def ceilings(self) -> Result:
         """Return what the card has been measured to reach; empty if that part has not run."""
-        return next((found for found in reversed(read_results(self.results)) if found["part"] == "ceilings"), {})
+        results = (found for found in reversed(read_results(self.results)) if "failed" not in found)
+        return next((found for found in results if found["part"] == "ceilings"), {})
+
+    def measure_ceilings(self) -> Result:
+        # In a process of its own, whose memory is free again for the parts that follow.
+        return json.loads(self.run([sys.executable, "-m", "benchmarks.gpu_ceilings", "--device", self.device]))
 
     @property
     def results(self) -> Path:
@@ -119,16 +153,21 @@ class Bench:
     def idle(self, shape: str, num_seqs: int) -> Result:
         steps = ["--warm", "5", "--steps", "10"] if self.is_rehearsal else []
         command = [sys.executable, "-m", "benchmarks.gpu_idle", str(self.model(shape)), "--device", self.device]
-        return json.loads(run([*command, "--num-seqs", str(num_seqs), *steps]).splitlines()[-1])
+        return json.loads(self.run([*command, "--num-seqs", str(num_seqs), *steps]).splitlines()[-1])
+
+    def compile_report(self) -> Result:
+        only = ["--only", "norm"] if self.is_rehearsal else []
+        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        return {"report": self.run([sys.executable, "-m", "benchmarks.kernel_report", *only], environment)}
 
     def host(self) -> Result:
         steps = ["--steps", "20", "--rows", "1", "8"] if self.is_rehearsal else []
-        lines = run([sys.executable, "-m", "benchmarks.host_step", *steps]).splitlines()
+        lines = self.run([sys.executable, "-m", "benchmarks.host_step", *steps]).splitlines()
         return {"host": [json.loads(line) for line in lines]}
 
     def kernel_tests(self, path: str) -> Result:
         only = ["-k", "norms"] if self.is_rehearsal else []
-        said = run([sys.executable, "-m", "pytest", "-q", "--device", self.device, path, *only])
+        said = self.run([sys.executable, "-m", "pytest", "-q", "--device", self.device, path, *only])
         return {"tests": said.splitlines()[-1]}
 
     def model(self, shape: str) -> Path:
@@ -137,7 +176,7 @@ class Bench:
         if not (model / "complete").exists():
             for other in (self.folder / "models").glob("*/*"):
                 other.unlink()
-            run([sys.executable, str(HERE / "make_random_model.py"), shape, str(model)])
+            self.run([sys.executable, str(HERE / "make_random_model.py"), shape, str(model)])
             (model / "complete").touch()
         return model
 
@@ -148,12 +187,12 @@ class Bench:
                      for i in range(1 if name == "decode1" else 4)]  # fmt: skip
             path.write_text(json.dumps(items))
         else:
-            path.write_text(run([sys.executable, str(HERE / "workload.py"), name]))
+            path.write_text(self.run([sys.executable, str(HERE / "workload.py"), name]))
         return path
 
     def transformers(self, shape: str, workload: str) -> Result:
         command = [sys.executable, str(HERE / "peers" / "transformers_continuous_peer.py")]
-        return json.loads(run([*command, str(self.model(shape)), str(self.workload(workload))]).splitlines()[-1])
+        return json.loads(self.run([*command, str(self.model(shape)), str(self.workload(workload))]).splitlines()[-1])
 
 
 def shares_of_ceilings(
@@ -175,45 +214,25 @@ def shares_of_ceilings(
     return shares
 
 
-def compile_report(only: list[str]) -> Result:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    return {"report": run([sys.executable, "-m", "benchmarks.kernel_report", *only], environment)}
+def run(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
+    """Return a command's standard output.
 
-
-def ceilings(device: str) -> Result:
-    """The best of several rounds: bytes read and written by a copy of 2 GiB, and products of 8,192 x 8,192 matrices."""
-    import torch
-
-    num_bytes, size = (2**31, 8192) if device == "cuda" else (2**20, 64)
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    def seconds(call: Callable[[], object]) -> Iterator[float]:
-        for _ in range(10):
-            wait()
-            begin = time.perf_counter()
-            call()
-            wait()
-            yield time.perf_counter() - begin
-
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "copy_bytes_per_s": 2 * source.numel() / min(seconds(lambda: target.copy_(source))),
-        "bf16_flops_per_s": 2 * size**3 / min(seconds(lambda: a @ b)),
-    }
-
-
-def run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """Return a command's standard output. Raises CalledProcessError, or TimeoutExpired after LIMIT_S seconds."""
-    done = subprocess.run(
-        command, cwd=HERE.parent, env=environment, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True
+    Raises CalledProcessError, and TimeoutExpired after timeout_s seconds. When it is stopped, so are the processes that
+    it started: they would take memory and time of the parts that follow, and hold its output open.
+    """
+    process = subprocess.Popen(
+        command, cwd=HERE.parent, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    return done.stdout
+    try:
+        said, _ = process.communicate(timeout=max(0.0, timeout_s))
+    except BaseException:  # an interrupt, too: processes in a session of their own do not receive it
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, said)
+    return said
 
 
 def read_results(path: Path) -> list[Result]:
@@ -225,20 +244,34 @@ def read_results(path: Path) -> list[Result]:
     return found
 
 
+def append_result(path: Path, result: Result) -> None:
+    """Append a line, on a new line even if the last one was cut off."""
+    with path.open("a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        is_cut_off = file.read(1) not in (b"", b"\n")
+        file.write((b"\n" if is_cut_off else b"") + json.dumps(result).encode() + b"\n")
+
+
 def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
-def main() -> None:
+def exit_on_signals() -> None:
+    """Make this process end as by an interrupt, with what it started, when it is terminated or its terminal closes."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts, or all whose names begin so")
     parser.add_argument("--again", action="store_true", help="measure parts that have results too")
     parser.add_argument("--folder", type=Path, default=HERE.parent / "build" / "gpu")
     parser.add_argument("--list", action="store_true", help="print the names of the parts")
     parser.add_argument("--rehearse", action="store_true", help="run everything small, on the CPU")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     bench = Bench(given.folder / "rehearsal", "cpu") if given.rehearse else Bench(given.folder, "cuda")
     wanted = {name: part for name, part in bench.parts().items()
               if given.only is None or any(name.startswith(start) for start in given.only)}  # fmt: skip
@@ -247,29 +280,32 @@ def main() -> None:
     if given.list:
         print("\n".join(wanted))
         return
+    unmeasured: dict[str, str] = {}  # part -> why
     if not given.rehearse and not has_gpu():
-        wanted = {name: part for name, part in wanted.items() if name in WITHOUT_GPU}
-        if not wanted:
+        unmeasured = {name: "torch sees no GPU here" for name in wanted if name not in WITHOUT_GPU}
+        if len(unmeasured) == len(wanted):
             sys.exit(f"torch sees no GPU here; without one only {' and '.join(WITHOUT_GPU)} run, and --rehearse")
-    bench.folder.mkdir(parents=True, exist_ok=True)
-    done = {found["part"] for found in read_results(bench.results)}
+    done = {found["part"] for found in read_results(bench.results) if "failed" not in found}
     num_failed = 0
     for name, part in wanted.items():
+        if name in unmeasured:
+            continue
         if name in done and not given.again:
             print(f"{name}: measured before (--again repeats it)")
             continue
-        try:
-            found = part()
-        except (subprocess.SubprocessError, RuntimeError) as error:
-            print(f"{name}: failed: {error}")
+        found = bench.measure(name, part)
+        if "failed" in found:
+            unmeasured[name] = str(found["failed"])
             num_failed += 1
-            continue
-        with bench.results.open("a") as file:
-            file.write(json.dumps({"part": name, "at": time.strftime("%Y-%m-%d %H:%M"), **found}) + "\n")
         print(f"{name}: {found.get('report') or json.dumps(found)}", flush=True)
+    if unmeasured:
+        print("\nNot measured:")
+        for reason in dict.fromkeys(unmeasured.values()):
+            print(f"    {', '.join(name for name in unmeasured if unmeasured[name] == reason)}: {reason}")
     if num_failed:
         sys.exit(f"{num_failed} parts failed")
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()

@@ -1,11 +1,17 @@
 """benchmarks/gpu.py: what it computes from what it measures. Its parts are tried with --rehearse."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import Bench, read_results, shares_of_ceilings
+from benchmarks import gpu
+from benchmarks.gpu import Bench, Result, append_result, main, read_results, shares_of_ceilings
 from benchmarks.gpu_idle import busy_us, longest_gaps_us
 from benchmarks.host_step import measure
 
@@ -35,6 +41,156 @@ def test_a_result_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     bench.results.write_text(json.dumps(whole) + "\n" + '{"part": "host", "ho')
     assert read_results(bench.results) == [whole]
     assert bench.ceilings() == whole
+
+
+def test_a_result_after_one_that_was_cut_off_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_result(path, {"part": "compile"})
+    path.write_text(path.read_text() + '{"part": "host", "ho')
+    append_result(path, {"part": "ceilings"})
+    append_result(path, {"part": "host"})
+    assert [found["part"] for found in read_results(path)] == ["compile", "ceilings", "host"]
+
+
+def answered(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> str:
+    """What a part's commands print, with made-up figures. They take no time and need no GPU."""
+    assert 0 < timeout_s <= gpu.LIMIT_S
+    script = next(word for word in command[1:] if word not in ("-m", "bench"))
+    if script.endswith("make_random_model.py"):
+        folder = Path(command[-1])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").write_bytes(bytes(64))
+        return ""
+    return {
+        "pagoda": '{"in": 10, "out": 20, "secs": 2.0, "out_tok_s": 10.0}\n',
+        "benchmarks.gpu_ceilings": '{"device": "made up", "copy_bytes_per_s": 4e3, "bf16_flops_per_s": 8e3}\n',
+        "benchmarks.host_step": '{"rows": 1}\n{"rows": 8}\n',
+        "benchmarks.gpu_idle": '{"idle": 0.04}\n',
+        "benchmarks.kernel_report": "| op |\n",
+        "pytest": "....\n4 passed in 1 s\n",
+    }.get(script, "[]" if script.endswith("workload.py") else '{"tok_s": 1.0}\n')
+
+
+def test_every_part_starts_and_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "run", answered)
+    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+    main(["--folder", str(tmp_path)])
+    found = {str(result["part"]): result for result in read_results(tmp_path / "results.jsonl")}
+    assert list(found) == list(Bench(tmp_path, "cuda").parts())
+    assert not [name for name, result in found.items() if "failed" in result]
+    assert found["qwen3-0.6b:decode8"]["share_of_bandwidth"] == pytest.approx(64 * (10 / 8) / 4e3)
+    assert found["kernels:test_moe"]["tests"] == "4 passed in 1 s"
+    kept = [path.parent.name for path in (tmp_path / "models").glob("*/model.safetensors")]
+    assert kept == ["qwen3-0.6b"], "the models of earlier parts take the disk's room"
+
+
+@pytest.fixture
+def run_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Run made-up parts on a made-up GPU; return those that were started."""
+
+    def call(parts: Mapping[str, Callable[[], Result]], *arguments: str) -> list[str]:
+        started: list[str] = []
+
+        def noted(name: str) -> Callable[[], Result]:
+            return lambda: started.append(name) or parts[name]()
+
+        monkeypatch.setattr(Bench, "parts", lambda self: {name: noted(name) for name in parts})
+        monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+        try:
+            main(["--folder", str(tmp_path), *arguments])
+        except (SystemExit, KeyboardInterrupt) as end:
+            started.append(f"{type(end).__name__}: {end}")
+        return started
+
+    return call
+
+
+def interrupted() -> Result:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_continues(run_parts: Callable[..., list[str]]) -> None:
+    parts: dict[str, Callable[[], Result]] = {"a": lambda: {"x": 1}, "b": interrupted, "c": lambda: {"x": 3}}
+    assert run_parts(parts) == ["a", "b", "KeyboardInterrupt: "]
+    parts["b"] = lambda: {"x": 2}
+    assert run_parts(parts) == ["b", "c"]
+    assert run_parts(parts) == []
+    assert run_parts(parts, "--again", "--only", "c") == ["c"]
+
+
+def test_what_could_not_be_measured_is_marked_and_tried_again(
+    run_parts: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, ways = Bench(tmp_path, "cuda"), ("import sys; print('no library'); sys.exit(3)", "print('not JSON')")
+    parts: dict[str, Callable[[], Result]] = {
+        "status": lambda: {"said": bench.run([sys.executable, "-c", ways[0]])},
+        "output": lambda: json.loads(bench.run([sys.executable, "-c", ways[1]])),
+        "ceilings": lambda: {}[0],
+        "works": lambda: {"x": 1},
+    }
+    assert run_parts(parts) == ["status", "output", "ceilings", "works", "SystemExit: 3 parts failed"]
+    results = {found["part"]: found for found in read_results(bench.results)}
+    assert str(results["status"]["failed"]).endswith("returned non-zero exit status 3.: no library")
+    assert str(results["output"]["failed"]).startswith("JSONDecodeError")
+    assert "works: {" in (said := capsys.readouterr().out)
+    assert "output: JSONDecodeError" in said[said.index("Not measured:") :]
+    assert bench.ceilings() == {}
+    parts["ceilings"] = lambda: {"copy_bytes_per_s": 1.0}
+    assert run_parts(parts)[:3] == ["status", "output", "ceilings"]
+    assert bench.ceilings()["copy_bytes_per_s"] == 1.0
+    assert run_parts(parts, "--only", "ceilings", "works") == []
+
+
+def test_a_part_is_stopped_with_what_it_started(tmp_path: Path) -> None:
+    """Its time is for all of its commands. A grandchild that holds the output open delays nothing."""
+    begin_s, bench = time.monotonic(), Bench(tmp_path, "cuda", limit_s=3.0)
+    start = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid"
+    hangs = f"{start}, file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True); import time; time.sleep(60)"
+
+    def part() -> Result:
+        bench.run([sys.executable, "-c", "import time; time.sleep(1.5)"])
+        return {"said": bench.run([sys.executable, "-c", hangs])}
+
+    assert bench.measure("slow", part) == {"failed": "it took longer than 3 s"}
+    assert time.monotonic() - begin_s < 20
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+
+
+def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    sleeps = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    runs = f"from benchmarks import gpu; gpu.exit_on_signals(); gpu.run([{sys.executable!r}, '-c', {sleeps!r}], 60)"
+    process = subprocess.Popen([sys.executable, "-c", runs], cwd=gpu.HERE.parent)
+    wait_until(lambda: pid.exists() and pid.read_text() != "")
+    process.terminate()
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    wait_until(lambda: not is_running(int(pid.read_text())))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, other than one that has ended and that nothing has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_without_a_gpu_the_rest_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "run", answered)
+    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
+    main(["--folder", str(tmp_path), "--only", "host", "ceilings", "llama-3.1-8b:decode"])
+    assert [found["part"] for found in read_results(tmp_path / "results.jsonl")] == ["host"]
+    marked = "ceilings, llama-3.1-8b:decode1, llama-3.1-8b:decode8, llama-3.1-8b:decode64, llama-3.1-8b:decode256"
+    assert f"    {marked}: torch sees no GPU here" in capsys.readouterr().out
 
 
 def test_a_rehearsal_has_a_part_of_every_kind() -> None:
