@@ -43,6 +43,7 @@ SHAPES = ("qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b", "qwen3-30b-a3b")
 WORKLOADS = ("nano256", "decode1", "decode8", "decode64", "decode256", "prefill8k", "prefix64", "chat")
 KERNEL_TESTS = ("tests/kernels/test_triton.py", "tests/kernels/test_triton_linear.py",
                 "tests/kernels/test_shared_prefix.py", "tests/kernels/test_ops.py", "tests/kernels/test_attention.py",
+                "tests/kernels/test_bidirectional.py", "tests/kernels/test_device_blocks.py",
                 "tests/kernels/test_sampling.py", "tests/kernels/test_constraints.py", "tests/kernels/test_moe.py",
                 "tests/kernels/test_low_rank.py", "tests/kernels/test_linear.py", "tests/worker/test_gpu_memory.py",
                 "tests/engine/test_batch_invariance.py")  # fmt: skip
