@@ -45,8 +45,8 @@ KERNEL_TESTS = ("tests/kernels/test_triton.py", "tests/kernels/test_triton_linea
                 "tests/kernels/test_shared_prefix.py", "tests/kernels/test_ops.py", "tests/kernels/test_attention.py",
                 "tests/kernels/test_bidirectional.py", "tests/kernels/test_device_blocks.py",
                 "tests/kernels/test_sampling.py", "tests/kernels/test_constraints.py", "tests/kernels/test_moe.py",
-                "tests/kernels/test_low_rank.py", "tests/kernels/test_linear.py", "tests/worker/test_gpu_memory.py",
-                "tests/engine/test_batch_invariance.py")  # fmt: skip
+                "tests/kernels/test_low_rank.py", "tests/kernels/test_linear.py", "tests/kernels/test_int4_products.py",
+                "tests/worker/test_gpu_memory.py", "tests/engine/test_batch_invariance.py")  # fmt: skip
 IDLE_BATCHES = (1, 64, 256)
 VARIANTS = {
     "": [],

@@ -42,9 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA GPU here; leave it out to run on the CPU")
-    kept = [item for item in items if _OF_NUMBERS & set(getattr(item, "fixturenames", ()))]
+    kept = [item for item in items if _OF_NUMBERS & _fixtures_of(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+def _fixtures_of(item: pytest.Item) -> set[object]:
+    """Return the names of the fixtures that a test uses, and its parameters: it may ask for a fixture by one."""
+    call = getattr(item, "callspec", None)
+    named = [] if call is None else [value for value in call.params.values() if isinstance(value, str)]
+    return {*getattr(item, "fixturenames", ()), *named}
 
 
 @pytest.fixture(scope="session")
