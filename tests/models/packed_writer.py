@@ -41,7 +41,7 @@ class Packing:
 def write_packed(folder: Path, packing: Packing, packed: Path, values: Path, keep_g_idx: bool = True) -> None:
     """Pack the layers of a checkpoint of floats.
 
-    packed: the folder for AWQ's or GPTQ's form.   values: for the same model with the values that this stands for, as
+    packed: the folder for AWQ's or GPTQ's form.   values: for the same model with the values of the codes, as
     float32. Scales and zero points are random, so the values are near those of the original only in size.
     """
     tensors = load_file(folder / "model.safetensors")
