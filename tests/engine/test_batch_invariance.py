@@ -148,7 +148,8 @@ def check(
 
 def reference(model: Path | ModelFiles, watched: list[Watched], options: dict[str, object]) -> Trace:
     trace = alone(model, watched, {"max_model_len": MAX_MODEL_LEN, "num_blocks": 100, **options})
-    assert len(set(trace.logits.values())) > 0.9 * len(trace.logits)  # they say different things
+    # They say different things, except where outputs of one prompt begin alike.
+    assert len(set(trace.logits.values())) > 0.8 * len(trace.logits)
     return trace
 
 
