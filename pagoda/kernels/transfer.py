@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from pagoda.base.errors import InvariantBroken
+
 _ALIGN = 16  # bytes: alignment of each tensor in the bulk copy
 
 _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32, "<f8": torch.float64}
@@ -15,25 +17,50 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
     return bulk_copy(arrays, device)
 
 
+class BulkArrays:
+    """Arrays that are moved to a device together.   bulk[bulk.add(...)]: some of them, once they are there."""
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self._moved: list[torch.Tensor] = []
+
+    def add(self, *arrays: np.ndarray) -> slice:
+        begin = len(self.arrays)
+        self.arrays += arrays
+        return slice(begin, len(self.arrays))
+
+    def move(self, device: torch.device) -> None:
+        """Begin the one copy: see `to_device`."""
+        self.moved_as(to_device(self.arrays, device))
+
+    def moved_as(self, tensors: list[torch.Tensor]) -> None:
+        """Take what `arrays` became on the device."""
+        self._moved = tensors
+
+    def __getitem__(self, part: slice) -> list[torch.Tensor]:
+        return self._moved[part]
+
+
 def bulk_copy(arrays: list[np.ndarray], device: torch.device, memory: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Transfer arrays of int32, int64, float32 or float64 to `device` in one copy, pinned and not waited for.
 
-    Return them as views of one tensor.   memory: uint8, on the device, for that tensor; if it is too small, or None,
-    the tensor is a new one.
+    Return them as views of one tensor.   memory: uint8, on the device, for that tensor; None: it is a new one.
+    Raises InvariantBroken if the memory is too small.
     """
     offsets, size = [], 0
     for array in arrays:
         offsets.append(size)
         size += -(-array.nbytes // _ALIGN) * _ALIGN
+    if memory is not None and size > memory.shape[0]:
+        raise InvariantBroken(f"inputs of {size} bytes are for {memory.shape[0]} bytes of memory")
     # New for each copy: torch keeps pinned memory for later, and gives out none whose copy is not complete.
     staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = staging.numpy()
     for array, offset in zip(arrays, offsets, strict=True):
         view[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if memory is None or size > memory.shape[0]:
-        moved = staging.to(device, non_blocking=True)
-    else:
-        moved = memory[:size].copy_(staging, non_blocking=True)
+    if memory is None:
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+    moved = memory[:size].copy_(staging, non_blocking=True)
     return [
         moved[offset : offset + array.nbytes].view(_TORCH_TYPES[array.dtype.str]).view(array.shape)
         for array, offset in zip(arrays, offsets, strict=True)

@@ -23,7 +23,7 @@ from pagoda.layers.parameter import Matrix, Parameter, Table
 from pagoda.loading.adapters.files import AdapterTargets, check_adapter
 from pagoda.loading.adapters.weights import read_adapter, read_copies
 from pagoda.models.base import Model
-from pagoda.ops.tensor import LinearWeight, LowRankTable, Tensor
+from pagoda.ops.tensor import LinearWeight, Tensor
 
 logger = logging.getLogger("pagoda")
 
@@ -66,7 +66,7 @@ class AdapterStore:
         self._unloaded: set[str] = set()  # digests to drop when their last user leaves
 
     @property
-    def tables(self) -> Mapping[int, LowRankTable]:
+    def tables(self) -> Mapping[int, FillableLowRank]:
         return self._tables
 
     @property

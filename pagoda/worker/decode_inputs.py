@@ -52,7 +52,7 @@ class DecodeInputs:
     def move(self, arrays: list[np.ndarray], block_size: int, num_groups: int) -> list[torch.Tensor]:
         """Return the arrays on the device after one copy. Those at the beginning are of a padded step: see `holds`.
 
-        num_groups: KV groups.
+        num_groups: KV groups.   Raises InvariantBroken for more than one token to sample per row.
         """
         if self._memory is None:
             of_group = 4 * -(-self._longest // block_size) + 8
@@ -61,6 +61,6 @@ class DecodeInputs:
         return bulk_copy(arrays, self._device, self._memory)
 
     def holds(self, batch: ForwardBatch) -> bool:
-        """Return whether a batch is what `move` brought, with the token ids as the first array, and nothing else."""
-        is_plain = not batch.inputs and not batch.variant and not batch.num_layers
-        return is_plain and self._memory is not None and batch.token_ids.data_ptr() == self._memory.data_ptr()
+        """Return whether a batch is what `move` brought, with the token ids as the first array."""
+        is_whole = not batch.variant and not batch.num_layers
+        return is_whole and self._memory is not None and batch.token_ids.data_ptr() == self._memory.data_ptr()

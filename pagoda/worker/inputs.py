@@ -9,7 +9,7 @@ from pagoda.base.pooling import PoolingKind
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, Input, Tail
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.transfer import to_device
+from pagoda.kernels.transfer import BulkArrays
 from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
 from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
@@ -20,6 +20,7 @@ from pagoda.worker.draws import draw_params, step_draws
 from pagoda.worker.pooler import PooledChunk
 from pagoda.worker.prompt_embeds import StepEmbeds
 from pagoda.worker.queries import Queries
+from pagoda.worker.step_tokens import StepTokens, with_zeros
 from pagoda.worker.tokens_in_flight import TokensInFlight
 
 _NONE = np.empty(0, np.int64)
@@ -76,77 +77,51 @@ def build_inputs(
     embeds: prompt embeddings among the step's tokens.   in_flight: tokens that `table` does not have yet.
     decode_inputs: where a step that only decodes, and of which nothing else is special, is put, padded.
     """
-    rows = output.rows
-    # Kernels read raw int32 memory.
-    start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
-    num_rows = len(rows)
-    query_start = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(num_new, out=query_start[1:])
-    seq_lens = start + num_new
-    max_query_len = int(num_new.max())
-    if max_query_len == 1:
-        row_of_token, slot_of_row = rows, np.arange(num_rows)
-        positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
-    else:
-        row_of_token = np.repeat(rows, num_new)
-        slot_of_row = np.repeat(np.arange(num_rows), num_new)
-        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
-    block_size = table.block_size
-    num_blocks = -(-int(seq_lens.max()) // block_size)
-    logical, offset = np.divmod(positions, block_size)
-    tables = [block_table[rows, :num_blocks] for block_table in table.block_tables]
-    slots = [of_rows[slot_of_row, logical].astype(np.int64) * block_size + offset for of_rows in tables]
-    if not tables:  # a model without KV still needs to know where rows begin
-        tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
-    draws = step_draws(output, query_start, seq_lens)
-    extra, prompt_rows, pooled = _extra_logits(table, output, query_start, pooling)
-    logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
-
-    everything = tail = Queries(query_start, seq_lens, tables)
-    if device.type == "cuda" and max_query_len == 1:
-        everything = tail = everything.with_shared_prefixes(start, block_size)
-    index = None
-    if not _counts_up(logits_index, len(positions)):  # otherwise, as in plain decoding, the tail is the batch
-        tail, index = everything.tail(logits_index)
-        logits_index = np.searchsorted(index, logits_index)
-    num_logits_index = len(logits_index)
-    of_tokens = [table.token_ids[row_of_token, positions], positions]
+    tokens = StepTokens.gather(table, output)
+    draws = step_draws(output, tokens.queries.query_start, tokens.queries.seq_lens)
+    extra, prompt_rows, pooled = _extra_logits(table, output, tokens.queries.query_start, pooling)
+    unknown = in_flight.unknown(tokens.rows, tokens.positions) if in_flight is not None else _NONE
+    if device.type == "cuda" and tokens.is_decode:
+        tokens = tokens.with_shared_prefixes(output.start)
+    tail = _Tail.of(tokens, np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index)
+    named = _input_arrays(table, tokens, tail, adapters, num_token_types, embeds)
+    is_plain = embeds is None and not num_token_types and draws.logits is None
     size = None
-    is_plain = max_query_len == 1 and adapters is None and embeds is None and not num_token_types
-    if decode_inputs is not None and is_plain and index is None:
-        size = decode_inputs.size_of(num_rows, int(seq_lens.max()))
+    if decode_inputs is not None and is_plain and tokens.is_decode and tail.index is None:
+        size = decode_inputs.size_of(len(output.rows), int(tokens.queries.seq_lens.max()))
+    num_logits_index = len(tail.logits_index)
     if size is not None:
-        # The arrays of the batch come first: in all steps of a size, they are at the same addresses.
-        everything = tail = everything.padded(*size, block_size)
-        of_tokens, slots = ([_with_zeros(array, size[0]) for array in arrays] for arrays in (of_tokens, slots))
-        logits_index = np.arange(size[0])
-    bulk = _Bulk()
-    of_batch, of_slots, of_queries = bulk.add(*of_tokens), bulk.add(*slots), bulk.add(*everything.arrays)
-    of_tail = of_queries if index is None else bulk.add(*tail.arrays)
-    of_index = bulk.add(logits_index) if index is None else bulk.add(logits_index, index)
+        tokens = tokens.padded(*size)
+        tail = _Tail(tokens.queries, None, np.arange(size[0]))
+        named = {name: with_zeros(array, size[0]) for name, array in named.items()}
+
+    # What the forward reads comes first: in all padded steps of a size, it is at the same addresses.
+    bulk = BulkArrays()
+    of_batch, of_slots = bulk.add(tokens.token_ids, tokens.positions), bulk.add(*tokens.slots)
+    of_queries = bulk.add(*tokens.queries.arrays)
+    of_tail = of_queries if tail.index is None else bulk.add(*tail.queries.arrays)
+    of_index = bulk.add(tail.logits_index, *([] if tail.index is None else [tail.index]))
+    of_named = bulk.add(*named.values())
     params = draw_params(table, draws.rows, draws.positions)
     of_params = bulk.add(*(params.columns if params is not None else ()))
     of_draws = bulk.add(draws.rows.astype(np.int64), *([] if draws.logits is None else [draws.logits]))
-    unknown = in_flight.unknown(row_of_token, positions) if in_flight is not None else _NONE
-    of_unknown = bulk.add(unknown, row_of_token[unknown].astype(np.int64))
-    named = _input_arrays(table, row_of_token, positions, index, adapters, num_token_types, embeds)
-    of_named = bulk.add(*named.values())
-    of_logits_adapters = None
-    if adapters is not None:
-        of_logits_adapters = bulk.add(named[ADAPTERS if index is None else TAIL_ADAPTERS][logits_index])
+    of_unknown = bulk.add(unknown, tokens.rows[unknown].astype(np.int64))
+    of_logits_adapters = bulk.add(*([named[TAIL_ADAPTERS][tail.logits_index]] if adapters is not None else []))
     if decode_inputs is None or size is None:
         bulk.move(device)
     else:
-        bulk.move_into(decode_inputs, block_size, len(slots))
+        bulk.moved_as(decode_inputs.move(bulk.arrays, table.block_size, len(tokens.slots)))
 
-    token_ids, positions_t = bulk[of_batch]
+    token_ids, positions = bulk[of_batch]
     if in_flight is not None and unknown.size:
         at, their_rows = bulk[of_unknown]
         token_ids.index_copy_(0, at, in_flight.tokens.index_select(0, their_rows))
-    metadata = everything.metadata(bulk[of_slots], bulk[of_queries], block_size)
-    tail_metadata = metadata if index is None else tail.metadata(bulk[of_slots], bulk[of_tail], block_size)
+    metadata = tokens.queries.metadata(bulk[of_slots], bulk[of_queries], table.block_size)
+    tail_metadata = metadata
+    if tail.index is not None:
+        tail_metadata = tail.queries.metadata(bulk[of_slots], bulk[of_tail], table.block_size)
     # If the tail is the batch, its index counts up, as the index of its logits does.
-    logits_index_t, tail_index = bulk[of_index][0], bulk[of_index][-1]
+    logits_index, tail_index = bulk[of_index][0], bulk[of_index][-1]
     inputs = {
         name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS))
         for name, tensor in zip(named, bulk[of_named], strict=True)
@@ -157,10 +132,10 @@ def build_inputs(
     return StepInputs(
         batch=ForwardBatch(
             token_ids,
-            positions_t,
+            positions,
             metadata,
             Tail(tail_index, tail_metadata),
-            logits_index_t[:num_logits_index],
+            logits_index[:num_logits_index],
             inputs=inputs,
         ),
         draw_rows=draws.rows,
@@ -170,62 +145,60 @@ def build_inputs(
         draw_params=None if params is None else replace(params, on_device=tuple(bulk[of_params])),
         num_logits=len(draws.logits_index),
         num_draws=draws.num,
-        takes_all_logits=index is None or _counts_up(logits_index, len(index)),
+        takes_all_logits=tail.takes_all,
         prompt_rows=prompt_rows,
         pooled=pooled,
-        logits_adapters=None if of_logits_adapters is None else bulk[of_logits_adapters][0],
+        logits_adapters=bulk[of_logits_adapters][0] if adapters is not None else None,
     )
 
 
-class _Bulk:
-    """Arrays that are moved to the device together.   bulk[bulk.add(...)]: some of them, once they are there."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tail:
+    """The tail of a batch on the host: see ops.batch.Tail.
 
-    def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-        self._moved: list[torch.Tensor] = []
+    index: which of the batch's tokens; None: all of them, as in plain decoding.
+    logits_index: which tokens of the tail give logits.
+    """
 
-    def add(self, *arrays: np.ndarray) -> slice:
-        begin = len(self._arrays)
-        self._arrays += arrays
-        return slice(begin, len(self._arrays))
+    queries: Queries
+    index: np.ndarray | None
+    logits_index: np.ndarray
 
-    def move(self, device: torch.device) -> None:
-        self._moved = to_device(self._arrays, device)
+    @classmethod
+    def of(cls, tokens: StepTokens, logits_index: np.ndarray) -> "_Tail":
+        """Return the shortest tail with the tokens `logits_index` of the batch."""
+        if _counts_up(logits_index, len(tokens.positions)):
+            return cls(tokens.queries, None, logits_index)
+        queries, index = tokens.queries.tail(logits_index)
+        return cls(queries, index, np.searchsorted(index, logits_index))
 
-    def move_into(self, decode_inputs: DecodeInputs, block_size: int, num_groups: int) -> None:
-        self._moved = decode_inputs.move(self._arrays, block_size, num_groups)
-
-    def __getitem__(self, part: slice) -> list[torch.Tensor]:
-        return self._moved[part]
+    @property
+    def takes_all(self) -> bool:
+        """Whether `logits_index` is every token of the tail in order."""
+        return self.index is None or _counts_up(self.logits_index, len(self.index))
 
 
 def _input_arrays(
     table: DeviceTable,
-    row_of_token: np.ndarray,
-    positions: np.ndarray,
-    tail: np.ndarray | None,
+    tokens: StepTokens,
+    tail: _Tail,
     adapters: np.ndarray | None,
     num_token_types: int,
     embeds: StepEmbeds | None,
 ) -> dict[str, np.ndarray]:
-    """Return the named inputs of the forward that are made on the host.   tail: its tokens; None: it is the batch."""
+    """Return the named inputs of the forward that are made on the host."""
     named: dict[str, np.ndarray] = {}
     if adapters is not None:
-        named[ADAPTERS] = adapters[row_of_token]
-        named[TAIL_ADAPTERS] = named[ADAPTERS] if tail is None else named[ADAPTERS][tail]
+        named[ADAPTERS] = adapters[tokens.rows]
+        named[TAIL_ADAPTERS] = named[ADAPTERS] if tail.index is None else named[ADAPTERS][tail.index]
     if num_token_types:
-        of_pair = positions >= table.pair_start[row_of_token] if num_token_types > 1 else np.zeros(len(positions))
-        named[TOKEN_TYPES] = of_pair.astype(np.int32)
+        is_second = np.zeros(len(tokens.positions), np.int32)
+        if num_token_types > 1:
+            is_second[:] = tokens.positions >= table.pair_start[tokens.rows]
+        named[TOKEN_TYPES] = is_second
     if embeds is not None:
         named[EMBED_ROWS] = embeds.index
     return named
-
-
-def _with_zeros(array: np.ndarray, length: int) -> np.ndarray:
-    """Return `array` with zeros after it."""
-    longer = np.zeros(length, array.dtype)
-    longer[: len(array)] = array
-    return longer
 
 
 def _counts_up(index: np.ndarray, to: int) -> bool:

@@ -24,15 +24,16 @@ def prompt_logprobs(
     """
     counts: list[tuple[int, int]] = []
     pieces: list[torch.Tensor] = []
-    offset = inputs.num_logits
-    for row, first, count in inputs.prompt_rows:
+    if not inputs.prompt_rows:
+        return counts, pieces
+    offset, device = inputs.num_logits, inputs.draw_index.device
+    following = [table.token_ids[row, first + 1 : first + count + 1] for row, first, count in inputs.prompt_rows]
+    (chosen,) = to_device([np.concatenate(following).astype(np.int64)], device)
+    for (row, _, count), of_row in zip(inputs.prompt_rows, chosen.split([len(ids) for ids in following]), strict=True):
         k = int(table.num_prompt_logprobs[row])
         spans = list(_spans(count, _LOGITS_ROWS))
         for begin, end in spans:
-            of_span = logits(offset + begin, offset + end)
-            following = table.token_ids[row, first + begin + 1 : first + end + 1].astype(np.int64)
-            (chosen,) = to_device([following], of_span.device)
-            columns = sampler.top_logprobs(of_span, chosen, k)
+            columns = sampler.top_logprobs(logits(offset + begin, offset + end), of_row[begin:end], k)
             pieces += [columns.token_ids, columns.logprobs, columns.ranks]
         counts.append((row, len(spans)))
         offset += count

@@ -22,8 +22,6 @@ from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.draws import draw_params
 from pagoda.worker.grammar_rows import GrammarMasks
 
-_NO_DRAWS = np.empty(0, np.int64)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
@@ -101,11 +99,11 @@ class Sampler:
         if masks is not None:
             self._ops.mask_logits(logits, masks.draws, masks.bits)
         wants_logprobs = table.num_logprobs[rows] >= 0
-        any_logprobs = bool(wants_logprobs.any())
-        constrained = np.flatnonzero(table.constrained[rows])
-        kept = constrained[wants_logprobs[constrained]] if any_logprobs else _NO_DRAWS
-        of_kept = to_device([kept], logits.device)[0] if kept.size else None
-        originals = None if of_kept is None else logits.index_select(0, of_kept)
+        constrained, wanted = np.flatnonzero(table.constrained[rows]), np.flatnonzero(wants_logprobs)
+        kept = constrained[wants_logprobs[constrained]]
+        is_some = 0 < len(wanted) < len(rows)
+        index = to_device([kept, wanted], logits.device) if kept.size or is_some else None
+        originals = None if index is None else logits.index_select(0, index[0])
         if constrained.size:
             constraints = batch_constraints(table, constrained, rows[constrained], positions[constrained])
             self._ops.constrain(logits, constraints)
@@ -113,17 +111,15 @@ class Sampler:
         if params is None:
             params = draw_params(table, rows, positions)
         tokens = best[1] if params is None else self._ops.sample(logits, params, best)
-        columns, reported = None, None
-        if any_logprobs:
-            if of_kept is not None and originals is not None:
-                logits.index_copy_(0, of_kept, originals)
+        columns = None
+        if wanted.size:
             chosen = tokens
-            if not wants_logprobs.all():
-                reported = np.flatnonzero(wants_logprobs)
-                (index,) = to_device([reported], logits.device)
-                logits, chosen = logits.index_select(0, index), tokens.index_select(0, index)
+            if index is not None and originals is not None:
+                logits.index_copy_(0, index[0], originals)
+                if is_some:
+                    logits, chosen = logits.index_select(0, index[1]), tokens.index_select(0, index[1])
             columns = self.top_logprobs(logits, chosen, int(table.num_logprobs[rows].max()))
-        return Drawn(tokens, best[0].isfinite(), columns, reported, masks is not None)
+        return Drawn(tokens, best[0].isfinite(), columns, wanted if is_some else None, masks is not None)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
         """See SamplingOps.top_logprobs."""

@@ -19,6 +19,7 @@ from pagoda.worker.adapters import AdapterStore
 from pagoda.worker.worker import Worker
 from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
+from tests.worker.recalls import recall_steps
 
 OPTIONS: dict[str, Any] = {
     **SMALL_ENGINE,
@@ -87,6 +88,18 @@ def test_each_prompt_of_a_call_has_its_own_adapter(
     outputs = llm.generate([PROMPT] * len(names), GREEDY, lora_request=adapters)
     assert [output.outputs[0].token_ids for output in outputs] == [expected[name] for name in names]
     assert len(store_of(llm)._slots) == 2
+
+
+def test_adapters_in_steps_padded_for_graphs(
+    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recalls = recall_steps(monkeypatch)
+    with LLM(str(model), **OPTIONS) as llm:
+        for names in (["a", "", "b"], ["a", "c"], ["b", "b"]):
+            adapters = [ask(folders[name]) if name else None for name in names]
+            outputs = llm.generate([PROMPT] * len(names), GREEDY, lora_request=adapters)
+            assert [output.outputs[0].token_ids for output in outputs] == [expected[name] for name in names]
+    assert recalls.replays > 10
 
 
 def test_the_least_recently_used_adapter_makes_room(llm: LLM, folders: dict[str, Path]) -> None:

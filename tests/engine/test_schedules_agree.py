@@ -15,6 +15,7 @@ from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine_setup import resolve_engine
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
+from tests.worker.recalls import recall_steps
 
 BASE = {
     "dtype": "float32",
@@ -118,6 +119,27 @@ def alone(model: Path) -> dict[tuple[str, int], list[int]]:
 def test_schedules_agree(model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object]) -> None:
     answers = run(engine(model, **options))
     assert answers.tokens == alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline_depth": 2, "async_scheduling": True},
+        {"pipeline_depth": 3, "async_scheduling": True, "num_blocks": 22, "num_host_blocks": 50},
+        {"num_blocks": 22, "preemption_mode": "recompute", "speculative_config": {"method": "ngram"}},
+    ],
+    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "roomy",
+)
+def test_steps_padded_for_graphs_agree(
+    model: Path,
+    alone: dict[tuple[str, int], list[int]],
+    options: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recalls = recall_steps(monkeypatch)
+    assert run(engine(model, **options)).tokens == alone
+    assert recalls.replays > 5
 
 
 def test_pools_so_small_that_they_preempt(model: Path) -> None:

@@ -8,41 +8,31 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagoda.base.errors import InvariantBroken
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.scheduler_output import RowFork
+from pagoda.kernels import transfer
 from pagoda.kernels.batch import ForwardBatch, KVLayer, Tail
+from pagoda.kernels.low_rank.table import LowRankPiece, PlainLowRank
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
-from pagoda.worker import inputs as inputs_module
+from pagoda.worker import sampler
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.decode_inputs import padded_context, padded_rows
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.streams import Streams
+from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.inputs import build_inputs
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.queries import Queries
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 from tests.worker.lagging_streams import LaggingStreams
+from tests.worker.recalls import Recalls
 
 CPU = torch.device("cpu")
 BLOCK = 4
-
-
-class Recalls:
-    """In place of CudaCapture: runs the call again, and writes its result where the first one was."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
-        out = run()
-
-        def replay() -> None:
-            self.replays += 1
-            out.copy_(run())
-
-        return out, replay
 
 
 def make(capture, streams: Streams | None = None) -> tuple[ModelRunner, GraphedForward, CacheEngine]:
@@ -173,7 +163,8 @@ def test_one_copy_brings_all_inputs_of_a_graph(is_ahead: bool, monkeypatch: pyte
         moved.append(len(arrays))
         return to_device(arrays, device)
 
-    monkeypatch.setattr(inputs_module, "to_device", counted)
+    for module in (transfer, sampler):
+        monkeypatch.setattr(module, "to_device", counted)
     recalls, streams = Recalls(), LaggingStreams()
     run, forward, _ = make(recalls, streams)
     admitted = (row_init(0, [3, 1, 4], [1, 2, 3]), row_init(1, [9, 2], [4, 5, 6]), row_init(2, [5], [7, 8]))
@@ -251,12 +242,43 @@ def test_batches_of_a_size_are_at_the_same_addresses(num_rows: int) -> None:
             assert found == before
 
 
-def test_draws_that_do_not_fit_leave_a_step_without_graph() -> None:
+def test_only_steps_of_one_draw_per_row_are_padded() -> None:
+    """So that all there is of a step fits in the memory of the graphs."""
     run, forward, _ = make(Recalls())
     run.run(step(1, [(0, 0, 2)], [], admitted=(row_init(0, [3, 1, 4], [1]),)))
-    many = step(2, [(0, 2, 1)], [(0, 0)] * 2000)
+    many = step(2, [(0, 2, 1)], [(0, 0)] * 2000, forks=tuple(RowFork(0, row, row, row) for row in (1, 2)))
     batch = build_inputs(run._table, many, CPU, decode_inputs=forward.decode_inputs).batch
     assert not forward.decode_inputs.holds(batch)
+    assert batch.token_ids.shape[0] == 1
+    with pytest.raises(InvariantBroken, match="bytes of memory"):
+        forward.decode_inputs.move([np.zeros(100_000)], BLOCK, 1)
+
+
+def test_steps_with_adapters_have_graphs_until_their_tables_move() -> None:
+    class Model(PagedSumModel):
+        def forward(self, ops: Any, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+            return ops.linear(super().forward(ops, batch, kv), weight)
+
+    model, ops, recalls = Model(), TorchOps(), Recalls()
+    weight = ops.prepare_linear(torch.ones(1, 1))
+    tables = {id(weight): PlainLowRank(3, 1, 1, torch.float32)}
+    forward = GraphedForward(model, ops, 8, 64, CPU, tables, recalls)  # type: ignore[arg-type]
+    plain = EagerForward(model, ops, tables)  # type: ignore[arg-type]
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
+    table, slots = DeviceTable(8, 64, BLOCK, 1), i32(0, 2, 1, 0, 0, 0, 0, 0)
+    table.apply(step(1, [(0, 0, 1)], admitted=tuple(row_init(row, [3 + row, 1, 4], [1 + row]) for row in range(3))))
+    for number in range(8):
+        if number in (0, 4):
+            for slot in (1, 2):
+                tables[id(weight)].fill(slot, [LowRankPiece(torch.full((1, 1), slot + number), torch.ones(1, 1))])
+        adapters = None if number == 6 else slots
+        decodes = step(2, [(row, 2, 1) for row in range(3)])
+        batch = build_inputs(table, decodes, CPU, adapters, decode_inputs=forward.decode_inputs).batch
+        assert forward.decode_inputs.holds(batch)
+        expected = plain.forward(build_inputs(table, decodes, CPU, adapters).batch, cache.layers)
+        assert torch.equal(forward.forward(batch, cache.layers), expected)
+        assert forward.num_graphs == (0 if number in (0, 4) else 1)
+    assert recalls.replays == 3 + 2
 
 
 def test_sizes() -> None:

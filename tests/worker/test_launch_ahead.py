@@ -9,8 +9,9 @@ import torch
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import RowFork
+from pagoda.kernels import transfer as transfer_module
+from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
-from pagoda.worker import inputs as inputs_module
 from pagoda.worker import sampler as sampler_module
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
@@ -158,13 +159,13 @@ def test_an_error_of_the_device_is_raised_by_its_own_step() -> None:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many arrays each copy to the device has had."""
     found: list[int] = []
-    real = inputs_module.to_device
+    real = transfer_module.to_device
 
     def counted(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
         found.append(len(arrays))
         return real(arrays, device)
 
-    modules: list[Any] = [inputs_module, sampler_module]
+    modules: list[Any] = [transfer_module, sampler_module]
     if find_spec("triton") is not None:
         from pagoda.kernels.sampling import triton_sampling
 
@@ -210,6 +211,36 @@ def test_no_step_waits_for_the_device_and_each_copies_its_inputs_at_once(
     again += [alone.run(step(2 + k, [(0, 3 + k, 1), (1, 2 + k, 1)])).sampled[:, 0].tolist() for k in range(6)]
     assert tokens == again
     assert all(0 <= token < VOCAB for of_step in tokens for token in of_step)
+
+
+def test_constraints_travel_in_one_copy_and_rows_with_logprobs_in_another(copies: list[int]) -> None:
+    pytest.importorskip("triton")
+    from pagoda.kernels.triton_ops import TritonOps
+
+    params = SamplingParams(
+        temperature=0,
+        logit_bias=((5, 1.5),),
+        allowed_token_ids=tuple(range(60)),
+        min_tokens=9,
+        max_tokens=20,
+        stop_token_ids=(7,),
+        logprobs=2,
+    )
+    ops: Any = TritonOps(64)
+    admitted = (row_init(0, [3, 1, 4], [1, 2], params), row_init(1, [8, 8], [5, 6]))
+    steps = [step(1, [(0, 0, 3), (1, 0, 2)], admitted=admitted)]
+    steps += [step(2 + k, [(0, 3 + k, 1), (1, 2 + k, 1)]) for k in range(4)]
+    run, _, streams = make(ops=ops)
+    launched = [run.launch(each) for each in steps]
+    assert streams.num_waits == 0
+    assert len(copies) == 3 * len(steps)
+    alone, _, _ = make(ops=ReferenceOps())
+    for each, output in zip(launched, steps, strict=True):
+        ours, theirs = each.result(), alone.run(output)
+        assert ours.sampled.tolist() == theirs.sampled.tolist()
+        assert ours.logprobs is not None
+        assert theirs.logprobs is not None
+        assert ours.logprobs.token_ids[0].tolist() == theirs.logprobs.token_ids[0].tolist()
 
 
 def test_the_watch_sees_what_waits() -> None:

@@ -1,13 +1,15 @@
 """A batch's logit constraints in Triton: one launch per kind of change, over all ids of all rows."""
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
-from pagoda.kernels.sampling.triton_sampling import mask_logits
-from pagoda.kernels.transfer import to_device
+from pagoda.kernels.sampling.triton_sampling import mask_rows
+from pagoda.kernels.transfer import BulkArrays
 from pagoda.kernels.triton_jit import jit
 
 _BLOCK = 256
@@ -52,32 +54,39 @@ def _forbid(logits, stride, rows, ids, count, BLOCK: tl.constexpr):
 
 
 def constrain(logits: torch.Tensor, constraints: BatchConstraints) -> None:
-    """See reference.constrain; gives the same bits."""
+    """See reference.constrain; gives the same bits. Everything travels to the device in one copy."""
     constraints.check(*logits.shape)
-    stride, device = logits.stride(0), logits.device
 
     def cells(lists: TokenLists) -> list[np.ndarray]:
         """Return the row and the column of each id."""
         return [constraints.rows[lists.rows], lists.ids]
 
-    count = constraints.bias.ids.size
-    if count:
-        arrays = [*cells(constraints.bias), constraints.bias_values]
-        _add_bias[(triton.cdiv(count, _BLOCK),)](logits, stride, *to_device(arrays, device), count, _BLOCK)
-    count = constraints.penalized.ids.size
-    if count:
-        of_id = constraints.penalized.rows
-        columns = [constraints.repetition[of_id], constraints.frequency[of_id], constraints.presence[of_id]]
-        arrays = [*cells(constraints.penalized), constraints.output_counts, *columns]
-        _penalize[(triton.cdiv(count, _BLOCK),)](logits, stride, *to_device(arrays, device), count, _BLOCK)
-    masked = {i: mask for i, mask in enumerate(constraints.allowed) if mask is not None}
-    if masked:
-        bits = np.zeros((len(masked), -(-logits.shape[1] // 32)), np.int32)
-        for mask, of_row in zip(masked.values(), bits.view(np.uint8), strict=True):
-            packed = np.packbits(mask, bitorder="little")
-            of_row[: len(packed)] = packed
-        mask_logits(logits, constraints.rows[list(masked)], bits)
-    count = constraints.forbidden.ids.size
-    if count:
-        arrays = cells(constraints.forbidden)
-        _forbid[(triton.cdiv(count, _BLOCK),)](logits, stride, *to_device(arrays, device), count, _BLOCK)
+    bias, penalized, forbidden = constraints.bias, constraints.penalized, constraints.forbidden
+    of_id = penalized.rows
+    of_penalties = [column[of_id] for column in (constraints.repetition, constraints.frequency, constraints.presence)]
+    masked = [i for i, mask in enumerate(constraints.allowed) if mask is not None]
+    bulk = BulkArrays()
+    for_bias = bulk.add(*cells(bias), constraints.bias_values)
+    for_penalties = bulk.add(*cells(penalized), constraints.output_counts, *of_penalties)
+    for_masks = bulk.add(constraints.rows[masked], _bits([constraints.allowed[i] for i in masked], logits.shape[1]))
+    for_forbidden = bulk.add(*cells(forbidden))
+    bulk.move(logits.device)
+
+    def run(kernel: Any, arrays: slice, count: int) -> None:
+        if count:
+            kernel[(triton.cdiv(count, _BLOCK),)](logits, logits.stride(0), *bulk[arrays], count, _BLOCK)
+
+    run(_add_bias, for_bias, bias.ids.size)
+    run(_penalize, for_penalties, penalized.ids.size)
+    mask_rows(logits, *bulk[for_masks])
+    run(_forbid, for_forbidden, forbidden.ids.size)
+
+
+def _bits(masks: list[np.ndarray | None], vocab_size: int) -> np.ndarray:
+    """Return masks of allowed tokens as `mask_logits` takes them."""
+    bits = np.zeros((len(masks), -(-vocab_size // 32)), np.int32)
+    for mask, of_row in zip(masks, bits.view(np.uint8), strict=True):
+        assert mask is not None
+        packed = np.packbits(mask, bitorder="little")
+        of_row[: len(packed)] = packed
+    return bits

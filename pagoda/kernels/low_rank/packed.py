@@ -28,6 +28,7 @@ class PackedLowRank:
     ) -> None:
         self.shape = (num_slots, out_features, in_features)
         self.dtype = dtype
+        self.num_moves = 0
         self._linears = PackedLinears(library, threads, SeparateTensors())
         self._slots = (LowRankSlot * num_slots)()
         self._record = LowRankSlots(addressof(self._slots), num_slots, DTYPE_CODES[dtype])

@@ -34,6 +34,11 @@ class FillableLowRank(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def num_moves(self) -> int:
+        """Times that its weights were put at other addresses: what was captured before must not run again."""
+        ...
+
     def fill(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
         """Set the weights of a slot, in place of what it had. The pieces' rows are disjoint."""
         ...
@@ -65,11 +70,14 @@ class PlainLowRank:
     def __init__(self, num_slots: int, out_features: int, in_features: int, dtype: torch.dtype) -> None:
         self.shape = (num_slots, out_features, in_features)
         self.dtype = dtype
+        self.num_moves = 0
         self.slots: list[tuple[LowRankPiece, ...]] = [()] * num_slots
 
     def fill(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
         check_pieces(self.shape, slot, pieces)
         self.slots[slot] = tuple(piece.to(self.dtype) for piece in pieces)
+        self.num_moves += 1
 
     def clear(self, slot: int) -> None:
         self.slots[slot] = ()
+        self.num_moves += 1

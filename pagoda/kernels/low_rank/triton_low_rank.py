@@ -25,6 +25,7 @@ class StackedLowRank:
         self.shape = (num_slots, out_features, in_features)
         self.dtype = dtype
         self.a = self.b = self.first_rank = self.bias = torch.empty(0, dtype=dtype)
+        self.num_moves = 0
 
     @property
     def is_empty(self) -> bool:
@@ -57,6 +58,8 @@ class StackedLowRank:
     def _reserve(self, ranks: int, rank: int, device: torch.device) -> None:
         """Make room for an adapter of so many ranks in total, and in its largest piece."""
         num_slots, rows, columns = self.shape
+        if self.is_empty or ranks > self.a.shape[1] or rank > self.b.shape[2]:
+            self.num_moves += 1
         if self.is_empty:
             self.first_rank = torch.full((num_slots, rows), -1, dtype=torch.int32, device=device)
             self.bias = torch.zeros((num_slots, rows), device=device)

@@ -200,11 +200,13 @@ def sample(
 
 def mask_logits(logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
     """See reference.mask_logits."""
-    if not len(draws):
-        return
-    vocab, num_words = logits.shape[1], bits.shape[1]
-    index, words = to_device(
-        [np.ascontiguousarray(draws, np.int64), np.ascontiguousarray(bits, np.int32)], logits.device
-    )
-    grid = (len(draws), triton.cdiv(vocab, _BLOCK))
-    _mask_logits[grid](logits, logits.stride(0), vocab, index, words, num_words, _BLOCK, num_warps=4)
+    arrays = [np.ascontiguousarray(draws, np.int64), np.ascontiguousarray(bits, np.int32)]
+    mask_rows(logits, *to_device(arrays, logits.device))
+
+
+def mask_rows(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """As `mask_logits`, with the rows (int64 [m]) and their masks (int32 [m, num_words]) on the device."""
+    vocab, (num_rows, num_words) = logits.shape[1], words.shape
+    if num_rows:
+        grid = (num_rows, triton.cdiv(vocab, _BLOCK))
+        _mask_logits[grid](logits, logits.stride(0), vocab, rows, words, num_words, _BLOCK, num_warps=4)

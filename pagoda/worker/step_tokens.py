@@ -1,0 +1,76 @@
+"""StepTokens: the tokens that a step computes, gathered on the host, with numpy operations and no loop over rows."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.queries import Queries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTokens:
+    """The tokens of all rows of a step, one row after the other.
+
+    rows: [num_tokens], the table row of each.   token_ids, positions: int32 [num_tokens].
+    slots: per KV group, int64 [num_tokens], where their keys and values are written.
+    queries: where rows begin, and what they attend to.   block_size: of the KV cache.
+    is_decode: one token per row.
+    """
+
+    rows: np.ndarray
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: list[np.ndarray]
+    queries: Queries
+    block_size: int
+    is_decode: bool
+
+    @classmethod
+    def gather(cls, table: DeviceTable, output: SchedulerOutput) -> "StepTokens":
+        """Gather the tokens of `output`, which must not be empty and must have been applied to `table`."""
+        rows = output.rows
+        # Kernels read raw int32 memory.
+        start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
+        num_rows, block_size = len(rows), table.block_size
+        query_start = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(num_new, out=query_start[1:])
+        seq_lens = start + num_new
+        is_decode = int(num_new.max()) == 1
+        if is_decode:
+            row_of_token, at_row = rows, np.arange(num_rows)
+            positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
+        else:
+            row_of_token, at_row = np.repeat(rows, num_new), np.repeat(np.arange(num_rows), num_new)
+            positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
+        num_blocks = -(-int(seq_lens.max()) // block_size)
+        block, offset = np.divmod(positions, block_size)
+        tables = [block_table[rows, :num_blocks] for block_table in table.block_tables]
+        slots = [of_rows[at_row, block].astype(np.int64) * block_size + offset for of_rows in tables]
+        if not tables:  # a model without KV still needs to know where rows begin
+            tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
+        token_ids = table.token_ids[row_of_token, positions]
+        queries = Queries(query_start, seq_lens, tables)
+        return cls(row_of_token, token_ids, positions, slots, queries, block_size, is_decode)
+
+    def with_shared_prefixes(self, start: np.ndarray) -> "StepTokens":
+        """Return the same with the prefixes that rows share.   start: tokens of each row in the cache."""
+        return replace(self, queries=self.queries.with_shared_prefixes(start, self.block_size))
+
+    def padded(self, num_rows: int, context: int) -> "StepTokens":
+        """Return a decode's tokens with more rows, of one token each: see Queries.padded. `rows` stay as they are."""
+        return replace(
+            self,
+            token_ids=with_zeros(self.token_ids, num_rows),
+            positions=with_zeros(self.positions, num_rows),
+            slots=[with_zeros(of_group, num_rows) for of_group in self.slots],
+            queries=self.queries.padded(num_rows, context, self.block_size),
+        )
+
+
+def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
+    """Return `array` [n] with zeros after it: [length]."""
+    longer = np.zeros(length, array.dtype)
+    longer[: len(array)] = array
+    return longer
