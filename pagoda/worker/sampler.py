@@ -78,7 +78,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """As `draw`, and wait for the tokens."""
-        drawn = self.draw(logits, table, rows, positions)
+        drawn = self.draw(logits, table, rows, positions, None, draw_params(table, rows, positions))
         return drawn.on_host([tensor.cpu().numpy() for tensor in drawn.tensors])
 
     def draw(
@@ -87,8 +87,8 @@ class Sampler:
         table: DeviceTable,
         rows: np.ndarray,
         positions: np.ndarray,
-        masks: GrammarMasks | None = None,
-        params: DrawParams | None = None,
+        masks: GrammarMasks | None,
+        params: DrawParams | None,
     ) -> Drawn:
         """Sample one token per draw, without waiting for the device.
 
@@ -108,8 +108,6 @@ class Sampler:
             constraints = batch_constraints(table, constrained, rows[constrained], positions[constrained])
             self._ops.constrain(logits, constraints)
         best = self._ops.best_tokens(logits)
-        if params is None:
-            params = draw_params(table, rows, positions)
         tokens = best[1] if params is None else self._ops.sample(logits, params, best)
         columns = None
         if wanted.size:

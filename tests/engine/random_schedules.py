@@ -91,8 +91,8 @@ class TappedSampler:
         table: DeviceTable,
         rows: np.ndarray,
         positions: np.ndarray,
-        masks: GrammarMasks | None = None,
-        params: DrawParams | None = None,
+        masks: GrammarMasks | None,
+        params: DrawParams | None,
     ) -> Drawn:
         assert logits.dtype == torch.float32
         seeds = table.seeds[rows].tolist()
