@@ -39,6 +39,7 @@ from tests.engine.random_schedules import (
 )
 from tests.models.packed_writer import Packing, write_packed
 from tests.worker.lagging_streams import LaggingStreams
+from tests.worker.recalls import recall_steps
 
 MAX_MODEL_LEN = 384
 VOCAB = 160  # ids below are in every tiny model
@@ -329,6 +330,20 @@ def test_adapters_with_drafts(llama: Path, adapters: tuple[LoraRef, ...]) -> Non
     expected = adapted_reference(llama, adapters, "bf16")
     counts = check(llama, watched, expected, options, range(640, 644), VOCAB, draft_model=llama, adapters=adapters)
     assert 0 < counts["accepted"] < counts["drafted"]
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_steps_padded_for_graphs_change_no_bits(
+    llama: Path, adapters: tuple[LoraRef, ...], has_drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with steps launched ahead: whatever is in the rows that fill a batch up."""
+    options, watched = {**MODES["bf16"], **LORA}, adapted(tiny_watched(), adapters)
+    expected = adapted_reference(llama, adapters, "bf16")
+    recalls = recall_steps(monkeypatch)
+    first, draft_model = (660, llama) if has_drafts else (650, None)
+    seeds = range(first, first + (3 if has_drafts else 6))
+    check(llama, watched, expected, options, seeds, VOCAB, draft_model=draft_model, adapters=adapters, ahead=True)
+    assert recalls.replays > 20
 
 
 @pytest.mark.slow
