@@ -14,6 +14,9 @@ logger = logging.getLogger("pagoda")
 _FEWEST_TOKENS = 256
 """Tokens per step that are worth a GPU."""
 
+_ENOUGH_TOKENS = 2048
+"""Tokens per step that most prompts need: as long as there are more, sequences that run at once are not given up."""
+
 
 class MeasuredWorker(Protocol):
     """What is asked of a worker that has not started yet."""
@@ -52,12 +55,15 @@ def measure_capacity(worker: MeasuredWorker, setup: EngineSetup) -> tuple[Engine
 
 
 def _smaller(setup: EngineSetup) -> Iterator[tuple[int, int]]:
-    """Yield (max_num_seqs, max_num_batched_tokens) as they are, then halved, as far as other settings allow."""
+    """Yield (max_num_seqs, max_num_batched_tokens) as they are, then smaller, as far as other settings allow."""
     scheduler = setup.config.scheduler
     num_seqs, num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     # Without chunks a step must hold a prompt of max_model_len.
     least = _FEWEST_TOKENS if scheduler.enable_chunked_prefill else setup.max_model_len
     yield num_seqs, num_tokens
+    while num_tokens // 2 >= max(least, _ENOUGH_TOKENS, num_seqs):
+        num_tokens //= 2
+        yield num_seqs, num_tokens
     while num_tokens // 2 >= least or num_seqs > 1:
         num_tokens = max(min(num_tokens, least), num_tokens // 2)
         num_seqs = max(1, min(num_seqs // 2, num_tokens))

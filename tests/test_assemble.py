@@ -116,6 +116,17 @@ def test_allowed_words_are_those_that_the_parts_accept() -> None:
     assert set(words["kv_cache_dtype"]) == {"auto", *DTYPE_BYTES}
 
 
+def test_steps_of_a_gpu_have_more_tokens(model: Path) -> None:
+    def tokens(**options: Any) -> int:
+        setup = resolve_engine(config(model, **options))
+        assert resolve_engine(setup.config) == setup
+        return setup.config.scheduler.max_num_batched_tokens
+
+    assert (tokens(), tokens(device="cuda")) == (2048, 8192)
+    assert tokens(device="cuda", max_num_batched_tokens=2048) == 2048
+    assert tokens(device="cuda", max_num_seqs=9000) == 9000
+
+
 def test_the_schedulers_options_derive_from_the_settings() -> None:
     assert scheduler_options(EngineConfig()) == SchedulerOptions()
     cases: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (

@@ -158,7 +158,9 @@ class SchedulerConfig:
     """What runs in a step."""
 
     max_num_seqs: Annotated[int, Setting("Maximum sequences running at once.", at_least=1)] = 256
-    max_num_batched_tokens: Annotated[int, Setting("Maximum tokens per step.", at_least=1)] = 2048
+    max_num_batched_tokens: Annotated[
+        int, Setting("Maximum tokens per step; if unset, 8,192 on a GPU.", at_least=1)
+    ] = 2048
     scheduling_mode: Annotated[
         SchedulingMode, Setting("mixed: prompts and decodes share a step; phased: they do not.")
     ] = SchedulingMode.MIXED

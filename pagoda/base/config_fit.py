@@ -4,13 +4,16 @@ import dataclasses
 import logging
 from typing import Any
 
-from pagoda.base.config import PARTS, EngineConfig, SchedulingMode
+from pagoda.base.config import PARTS, EngineConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.errors import ConfigError
 from pagoda.base.setting import default_of
 
 logger = logging.getLogger("pagoda")
 
 _OF_A_GPU = 0.95  # of what the largest step leaves: CUDA graphs need some of the rest
+_TOKENS_OF_A_GPU = 8192
+"""Tokens per step. A GPU computes 2,048 tokens of a small model in about the time in which the host launches them."""
+
 _NATIVE_BLOCK_MULTIPLE = 8  # what the native attention kernels need of block_size
 
 
@@ -50,6 +53,9 @@ def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple
     if device != "cpu" and "gpu_memory_utilization" not in given:
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, gpu_memory_utilization=_OF_A_GPU))
     budget = scheduler.max_num_batched_tokens
+    is_default = "max_num_batched_tokens" not in given and budget == SchedulerConfig().max_num_batched_tokens
+    if device != "cpu" and is_default:
+        budget = changes["max_num_batched_tokens"] = _TOKENS_OF_A_GPU
     if budget < scheduler.max_num_seqs:
         if "max_num_seqs" not in given:
             changes["max_num_seqs"] = budget

@@ -79,14 +79,16 @@ def test_too_little_is_refused_with_what_would_fit(engine_on) -> None:
     full = torch.OutOfMemoryError("full")
     with pytest.raises(CapacityError, match=r"no step fits .*max_num_seqs=3 and max_num_batched_tokens=99; .*\(full\)"):
         engine_on(MadeUpGpu(full), max_num_seqs=3, max_num_batched_tokens=99)
-    sizes = r"max_num_batched_tokens=4096 and max_num_seqs=16 do not fit .*\(full\); max_num_seqs=4 and "
+    sizes = r"max_num_batched_tokens=4096 and max_num_seqs=16 do not fit .*\(full\); max_num_seqs=8 and "
     with pytest.raises(CapacityError, match=sizes + "max_num_batched_tokens=1024 would fit"):
         engine_on(MadeUpGpu(full, full, 2**20), max_num_seqs=16, max_num_batched_tokens=4096, max_model_len=64)
 
 
 def test_steps_that_do_not_fit_are_made_smaller(engine_on, caplog: pytest.LogCaptureFixture) -> None:
     full = torch.OutOfMemoryError("full")
-    core = engine_on(MadeUpGpu(full, full, 2**20), max_model_len=64)
+    engine_on(MadeUpGpu(full, full, 2**20), max_model_len=64).shutdown()
+    assert "they are lowered to max_num_seqs=256 and max_num_batched_tokens=2048" in caplog.text
+    core = engine_on(MadeUpGpu(full, full, full, full, 2**20), max_model_len=64)
     assert "they are lowered to max_num_seqs=64 and max_num_batched_tokens=512" in caplog.text
     core.add_request(request(0, [5, 6, 7], SamplingParams(temperature=0, max_tokens=3)))
     tokens = []
