@@ -11,6 +11,7 @@ from pagoda.base.pooling import PoolingPlan
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.device_failure import cause_of
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.streams import HostStreams, Streams
 from pagoda.worker.drafting import Drafting
@@ -70,7 +71,7 @@ class ModelRunner:
         self._streams = streams or HostStreams()
         self._tokens = TokensInFlight(len(table.num_tokens), device)
         self.times = StepTimes()
-        self._steps = StepCollector(table, self._tokens, self._drafting, self.times)
+        self._steps = StepCollector(table, self._tokens, self._drafting, self.times, self._streams)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -88,12 +89,22 @@ class ModelRunner:
         """As `launch`; return the step's results once they are on the host."""
         return self.launch(output).result()
 
-    @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Apply the step's events, then submit its computations to the device.
 
-        A row whose logits are not finite is reported in `failed` and gets no token; other rows are not affected.
+        A row whose logits are not finite is reported in `failed` and gets no token; other rows are not affected. An
+        error concerns this step only, except for WorkerDied.
         """
+        try:
+            return self._launch(output)
+        except Exception as error:
+            cause = cause_of(error, self._streams)
+            if cause is error:
+                raise
+            raise cause from error
+
+    @torch.inference_mode()
+    def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         begin_s = time.perf_counter()
         self.times.begin()
         self._steps.collect_done()

@@ -126,6 +126,26 @@ def test_a_gpu_that_fails_ends_the_worker(cuda: FakeRuntime, monkeypatch: pytest
         copy.wait()
 
 
+def test_a_failed_gpu_is_found_by_asking_it(cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, asked = CudaStreams(CPU), list[object]()
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    streams.check()
+    assert asked == [CPU]
+    copy = streams.to_host([torch.arange(3)])
+
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr(FakeEvent, "query", fails)
+    monkeypatch.setattr(FakeEvent, "synchronize", fails)
+    with pytest.raises(WorkerDied, match="the GPU failed: an illegal memory access"):
+        streams.check()
+    assert copy.is_done()  # so that who asks goes on to `wait`
+    with pytest.raises(WorkerDied):
+        copy.wait()
+
+
 def test_memory_that_cannot_be_pinned_is_an_error(cuda: FakeRuntime) -> None:
     cuda.status = 2
     with pytest.raises(MemoryError, match=r"64 bytes .*CUDA error 2"):

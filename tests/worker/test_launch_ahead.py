@@ -1,5 +1,6 @@
 """Steps that are launched before the results of earlier ones are on the host; the device is made up."""
 
+import weakref
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagoda.base.errors import WorkerDied
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import RowFork
 from pagoda.kernels import transfer as transfer_module
@@ -152,6 +154,34 @@ def test_an_error_of_the_device_is_raised_by_its_own_step() -> None:
     first.submitted.copy.wait = breaks  # type: ignore[method-assign]
     assert second.result().step == 2
     with pytest.raises(RuntimeError, match="illegal memory"):
+        first.result()
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_failed_device_ends_the_worker_whatever_shows_it(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library says in words of its own what went wrong in an earlier step; too little memory is one step's error."""
+    run, _, streams = make()
+    first = run.launch(step(1, [(0, 0, 3)], admitted=(row_init(0, [3, 1, 4], [1, 2]),)))
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(*_: object) -> torch.Tensor:
+        large = torch.zeros(1000)
+        kept.append(weakref.ref(large))
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access")
+
+    def is_dead() -> None:
+        raise WorkerDied("the GPU failed")
+
+    if is_broken:
+        monkeypatch.setattr(streams, "check", is_dead)
+    monkeypatch.setattr(run._forward, "compute_logits", fails)
+    with pytest.raises(WorkerDied if is_broken else RuntimeError) as raised:
+        run.launch(step(2, [(0, 3, 1)]))
+    assert raised.value.__traceback__ is not None
+    assert kept[0]() is None  # the error does not keep what the step had computed
+
+    monkeypatch.setattr(first.submitted.copy, "wait", fails)
+    with pytest.raises(WorkerDied if is_broken else RuntimeError):
         first.result()
 
 

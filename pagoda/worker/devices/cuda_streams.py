@@ -59,17 +59,26 @@ class CudaStreams:
         loaded.record_stream(computing)
         return loaded
 
+    def check(self) -> None:
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            raise WorkerDied(f"the GPU failed: {error}") from error
+
 
 class _EventCopy:
     def __init__(self, tensors: list[torch.Tensor], event: torch.cuda.Event) -> None:
         self._tensors, self._event = tensors, event
 
     def is_done(self) -> bool:
-        return self._event.query()
+        try:
+            return self._event.query()
+        except RuntimeError:  # the GPU failed: `wait` says so
+            return True
 
     def wait(self) -> list[np.ndarray]:
         try:
             self._event.synchronize()
-        except torch.AcceleratorError as error:  # nothing can be computed any more in this process
+        except RuntimeError as error:  # nothing can be computed any more in this process
             raise WorkerDied(f"the GPU failed: {error}") from error
         return [tensor.numpy() for tensor in self._tensors]

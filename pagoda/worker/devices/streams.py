@@ -13,7 +13,7 @@ class HostCopy(Protocol):
     """Results on their way to the host."""
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether `wait` would return, or raise, at once. Does not raise."""
         ...
 
     def wait(self) -> list[np.ndarray]:
@@ -46,6 +46,10 @@ class Streams(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Wait for everything that was submitted. Raises WorkerDied if the device can compute nothing any more."""
+        ...
+
 
 class HostStreams:
     """Of a CPU: everything is done when a call returns."""
@@ -62,6 +66,9 @@ class HostStreams:
 
     def load(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(sources))
+
+    def check(self) -> None:
+        pass
 
 
 class OnHost:
