@@ -1,6 +1,7 @@
 """GraphedForward: decode steps replayed as CUDA graphs, so that the host launches one thing instead of hundreds."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,11 +17,16 @@ from pagoda.worker.forward_pass import EagerForward
 
 logger = logging.getLogger("pagoda")
 
+_MOST_GRAPHS = 256
+"""Each takes memory for its result and its launches, which the KV pools leave free. There are 39 numbers of rows."""
+
+_Graph = tuple[torch.Tensor, Callable[[], object]]
+
 
 class Capture(Protocol):
     """Record the device's work in a call."""
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
+    def __call__(self, run: Callable[[], torch.Tensor]) -> _Graph:
         """Return the tensor that `run` gives, and what computes it again from the same inputs."""
         ...
 
@@ -29,14 +35,25 @@ class CudaCapture:
     """Captures CUDA graphs, which share their memory: a result is valid until the next replay of any of them."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._stream: Any = None  # not torch's own, which all of a process share
+        # Kept, because torch refuses memory that no graph uses any more, and that libraries still have a part of.
+        self._last: Any = None
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
+    def __call__(self, run: Callable[[], torch.Tensor]) -> _Graph:
+        computing = torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
-        self._pool = graph.pool()
+        pool = None if self._last is None else self._last.pool()
+        try:
+            # Other threads may allocate memory meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = run()
+        except BaseException:
+            torch.cuda.set_stream(computing)  # torch leaves its own if the capture cannot be ended
+            self._last = None
+            raise
+        self._last = graph
         return out, graph.replay
 
 
@@ -63,7 +80,8 @@ class GraphedForward(EagerForward):
     these are captured again when an adapter has made a table of weights move.
     Graphs read a step's inputs where its one copy to the device puts them, so that nothing is copied again.
     A graph is captured when its size comes for the second time; the first time, the same padded batch runs op by op,
-    which also compiles its kernels. All other steps run op by op. Rows that fill a batch up write to the null block.
+    which also compiles its kernels. Of too many graphs, the least recently used is dropped. All other steps run op by
+    op. Rows that fill a batch up write to the null block.
     Needs ops that neither wait for the device nor depend on the values in their inputs (TritonOps).
     """
 
@@ -84,7 +102,7 @@ class GraphedForward(EagerForward):
         self._kv: Sequence[KVLayer] | None = None
         self._adapter_tables = tables if tables is not None else {}
         self._tables_version = 0
-        self._graphs: dict[_Size, tuple[torch.Tensor, Callable[[], object]] | None] = {}
+        self._graphs: OrderedDict[_Size, _Graph | None] = OrderedDict()  # the least recently used first
 
     @property
     def num_graphs(self) -> int:
@@ -101,29 +119,44 @@ class GraphedForward(EagerForward):
             return super().forward(batch, kv)
         num_rows = batch.logits_index.shape[0]
         if kv is not self._kv:
-            self._graphs, self._kv = {}, kv
+            self._graphs.clear()
+            self._kv = kv
         size = _Size.of(batch)
         if size.has_adapters:
             self._forget_moved_tables()
         if size not in self._graphs:
-            self._graphs[size] = None
+            self._keep(size, None)
             return super().forward(batch, kv)[:num_rows]
-        graph = self._graphs[size]
+        graph = self._graphs[size] or self._captured(size, batch, kv)
         if graph is None:
-            try:
-                graph = self._graphs[size] = self._capture(lambda: EagerForward.forward(self, batch, kv))
-            except RuntimeError as why:
-                logger.warning("decode steps run op by op, which is slower: no graph could be captured: %s", why)
-                self._inputs.is_off, self._graphs = True, {}
-                return super().forward(batch, kv)[:num_rows]
-            logger.debug("captured a graph: %s", size)
+            return super().forward(batch, kv)[:num_rows]
+        self._graphs.move_to_end(size)
         out, replay = graph
         replay()
         return out[:num_rows]
+
+    def _captured(self, size: _Size, batch: ForwardBatch, kv: Sequence[KVLayer]) -> _Graph | None:
+        """Capture a graph and keep it. If that fails, use none from now on, and return None."""
+        try:
+            graph = self._capture(lambda: EagerForward.forward(self, batch, kv))
+        except RuntimeError as why:
+            logger.warning("decode steps run op by op, which is slower: no graph could be captured: %s", str(why))
+            self._inputs.is_off = True
+            self._graphs.clear()
+            return None
+        logger.debug("captured a graph: %s", size)
+        self._keep(size, graph)
+        return graph
+
+    def _keep(self, size: _Size, graph: _Graph | None) -> None:
+        self._graphs[size] = graph
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs.popitem(last=False)
 
     def _forget_moved_tables(self) -> None:
         """Drop graphs with adapters if tables have moved since they were captured, or there are more of them."""
         version = sum(1 + table.num_moves for table in self._adapter_tables.values())
         if version != self._tables_version:
             self._tables_version = version
-            self._graphs = {size: graph for size, graph in self._graphs.items() if not size.has_adapters}
+            for size in [size for size in self._graphs if size.has_adapters]:
+                del self._graphs[size]

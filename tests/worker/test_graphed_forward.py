@@ -1,5 +1,6 @@
 """Decode steps as graphs: the same tokens as op by op, in padded batches. Here a "graph" is the call, made again."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from pagoda.kernels.low_rank.table import LowRankPiece, PlainLowRank
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
-from pagoda.worker import sampler
+from pagoda.worker import graphed_forward, sampler
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.decode_inputs import padded_context, padded_rows
 from pagoda.worker.device_table import DeviceTable
@@ -92,6 +93,49 @@ def test_where_no_graph_can_be_captured_steps_run_op_by_op(caplog: pytest.LogCap
     decode(run, range(9))
     assert forward.num_graphs == 0
     assert len([record for record in caplog.records if "no graph could be captured" in record.message]) == 1
+
+
+def test_what_a_failed_capture_computed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not fit next to the step that is then run op by op."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def cannot(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
+        out = run().clone()
+        kept.append(weakref.ref(out))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    plain = EagerForward.forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        alive.extend(ref() is not None for ref in kept)
+        return plain(*args)
+
+    monkeypatch.setattr(EagerForward, "forward", forward)
+    run, _, _ = make(cannot)
+    decode(run, range(3))
+    assert alive
+    assert not any(alive)
+
+
+def test_of_too_many_graphs_the_least_recently_used_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_forward, "_MOST_GRAPHS", 2)
+    recalls = Recalls()
+    run, forward, cache = make(recalls)
+    table = run._table
+    table.apply(step(1, [(0, 0, 1)], admitted=tuple(row_init(row, [3 + row, 1, 4], [1 + row]) for row in range(8))))
+
+    def replays_of(num_rows: int) -> int:
+        before = recalls.replays
+        decodes = step(2, [(row, 2, 1) for row in range(num_rows)])
+        batch = build_inputs(table, decodes, CPU, decode_inputs=forward.decode_inputs).batch
+        expected = EagerForward(forward.model, forward.ops).forward(
+            build_inputs(table, decodes, CPU).batch, cache.layers
+        )
+        assert torch.equal(forward.forward(batch, cache.layers), expected)
+        return recalls.replays - before
+
+    assert [replays_of(n) for n in (1, 1, 2, 2, 1, 4, 1, 4, 4, 2, 4, 1)] == [0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0]
 
 
 def test_a_new_cache_is_captured_again() -> None:
