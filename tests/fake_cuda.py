@@ -7,11 +7,12 @@ import torch
 
 
 class FakeCuda:
-    """One card.   total, free, allocated, peak: bytes; free is the driver's.   calls: functions that were called."""
+    """One card.   total, free, allocated, peak, held: bytes; free is the
+    driver's, held what torch can neither use nor give back.   calls: functions that were called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int = 80 << 30, capability: tuple[int, int] = (9, 0)):
         self.total = self.free = total
-        self.allocated = self.peak = 0
+        self.allocated = self.peak = self.held = 0
         self.calls: list[str] = []
         known = SimpleNamespace(
             name="NVIDIA Made-Up 80GB", total_memory=total, major=capability[0], minor=capability[1],
@@ -32,7 +33,7 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, self._called(name, answer))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (self.free, self.total))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: self.allocated)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: self.allocated)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: self.allocated + self.held)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: self.peak)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self._reset_peak)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: SimpleNamespace(device=device))
@@ -43,6 +44,11 @@ class FakeCuda:
         self.allocated += num_bytes
         self.free -= num_bytes
         self.peak = max(self.peak, self.allocated)
+
+    def hold(self, num_bytes: int) -> None:
+        """Take memory as a CUDA graph does."""
+        self.held += num_bytes
+        self.free -= num_bytes
 
     def _called(self, name: str, answer: object):
         def called(*_: object, **__: object) -> object:

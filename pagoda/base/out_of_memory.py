@@ -3,7 +3,7 @@
 import errno
 import signal
 
-_WORDS = ("allocate memory", "out of memory", "failed to map segment", "Cannot allocate", "bad_alloc")
+_WORDS = ("allocate memory", "out of memory", "failed to map segment", "Cannot allocate", "bad_alloc", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,12 +7,13 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ForwardPass
-from pagoda.worker.inputs import build_inputs
+from pagoda.worker.inputs import StepInputs, build_inputs
+from pagoda.worker.prompt_logprobs import prompt_logprobs
 from pagoda.worker.sampler import Sampler
 
 
 class DryRuns:
-    """Computes steps whose tokens are all 0.
+    """Computes steps without keeping their results.
 
     Rows without blocks write to the null block, which is never read.
     """
@@ -28,25 +29,36 @@ class DryRuns:
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> None:
-        """Compute a step up to its log-probabilities."""
-        logits = self._logits(output)
-        if logits is not None:
-            chosen = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-            self._sampler.top_logprobs(logits, chosen, 0)
+        """Apply a step's events and compute it, with all that is sampled and reported."""
+        self._table.apply(output)
+        inputs, hidden = self._forwarded(output)
+        if not self._forward.generates:
+            return
+
+        def logits_of(begin: int, end: int) -> torch.Tensor:
+            return self._forward.compute_logits(hidden[begin:end])
+
+        logits = logits_of(0, inputs.num_logits)
+        if inputs.draw_logits is not None:
+            logits = logits.index_select(0, inputs.draw_logits)
+        rows, positions = inputs.draw_rows, inputs.draw_positions
+        self._sampler.draw(logits, self._table, rows, positions, None, inputs.draw_params)
+        del logits
+        prompt_logprobs(inputs, self._table, self._sampler, logits_of)
 
     @torch.inference_mode()
     def run_tokens(self, num_tokens: int, start: int) -> None:
         """Compute a step over this many tokens of one row, all but one of them drafts, and wait for its logits."""
         row, begin, count = np.zeros(1, np.int32), np.full(1, start, np.int32), np.full(1, num_tokens, np.int32)
         drafts = {0: np.zeros(num_tokens - 1, np.int32)} if num_tokens > 1 else {}
-        logits = self._logits(SchedulerOutput(0, row, begin, count, row, row, num_tokens, drafts=drafts))
-        if logits is not None:
-            logits[-1, -1].item()
+        output = SchedulerOutput(0, row, begin, count, row, row, num_tokens, drafts=drafts)
+        self._table.token_ids[0, start : start + num_tokens] = 0
+        _, hidden = self._forwarded(output)
+        if self._forward.generates:
+            self._forward.compute_logits(hidden)[-1, -1].item()
 
-    def _logits(self, output: SchedulerOutput) -> torch.Tensor | None:
-        """Compute a step; return its logits, float32 [num_logits, V], or None if the model has none."""
-        for row, start, num_new in zip(output.rows, output.start, output.num_new, strict=True):
-            self._table.token_ids[row, start : start + num_new] = 0
+    def _forwarded(self, output: SchedulerOutput) -> tuple[StepInputs, torch.Tensor]:
+        """Compute a step's forward; return its inputs, and the hidden states that its logits are computed from."""
         inputs = build_inputs(
             self._table,
             output,
@@ -55,8 +67,6 @@ class DryRuns:
             decode_inputs=self._forward.decode_inputs,
         )
         hidden = self._forward.forward(inputs.batch, self._cache.layers)
-        if not self._forward.generates:
-            return None
         if not inputs.takes_all_logits:
             hidden = self._forward.select_rows(hidden, inputs.batch.logits_index)
-        return self._forward.compute_logits(hidden)
+        return inputs, hidden

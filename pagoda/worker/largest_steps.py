@@ -1,28 +1,78 @@
 """The largest steps that a scheduler may plan, on rows without blocks: what a step takes is measured with them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+
+_PENALIZED_IDS = 4096
+"""Distinct tokens of a row. More are possible, but then not in all rows at once."""
+
+_COSTLY = SamplingParams(
+    temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
+    logprobs=20, prompt_logprobs=20,
+)  # fmt: skip
+_COSTLY_WITHOUT_LOGPROBS = SamplingParams(temperature=1.0, repetition_penalty=1.1)
 
 
-def largest_steps(max_rows: int, max_tokens: int, max_len: int) -> Iterator[SchedulerOutput]:
-    """Yield a step of as many prompt tokens as there can be, and one that decodes all rows at their longest.
+@dataclass(frozen=True, slots=True)
+class LargestSteps:
+    """The limits of steps.
 
     max_rows: sequences that run at once.   max_tokens: per step.   max_len: of a sequence.
+    vocab_size, num_groups: of the model.   num_drafts: most per row.   samples: the model generates text.
     """
-    num_new: list[int] = []
-    left = max_tokens
-    while left and len(num_new) < max_rows:
-        num_new.append(min(left, max_len))
-        left -= num_new[-1]
-    yield _step(np.zeros(len(num_new), np.int32), np.array(num_new, np.int32))
-    num_rows = min(max_rows, max_tokens)
-    yield _step(np.full(num_rows, max_len - 1, np.int32), np.ones(num_rows, np.int32))
 
+    max_rows: int
+    max_tokens: int
+    max_len: int
+    vocab_size: int
+    num_groups: int = 1
+    num_drafts: int = 0
+    samples: bool = True
 
-def _step(start: np.ndarray, num_new: np.ndarray) -> SchedulerOutput:
-    """A step of the first rows of the table, all of which sample."""
-    rows = np.arange(len(start), dtype=np.int32)
-    return SchedulerOutput(0, rows, start, num_new, rows, rows, int(num_new.sum()))
+    def __iter__(self) -> Iterator[SchedulerOutput]:
+        yield self.prompts()
+        if self.samples:
+            yield self.mixed()
+            yield self.decodes(min(self.max_rows, self.max_tokens), self.num_drafts)
+
+    def prompts(self) -> SchedulerOutput:
+        """Return a step of as many new tokens as there can be, in whole prompts as far as possible."""
+        num_new: list[int] = []
+        left = self.max_tokens
+        while left and len(num_new) < self.max_rows:
+            num_new.append(min(left, self.max_len))
+            left -= num_new[-1]
+        return self._step([0] * len(num_new), num_new)
+
+    def mixed(self) -> SchedulerOutput:
+        """Return a step of the longest chunk that ends a prompt, next to as many decodes as there can be."""
+        num_decodes = min(self.max_rows - 1, self.max_tokens // 2)
+        chunk = min(self.max_len, self.max_tokens - num_decodes)
+        return self._step([self.max_len - 1] * num_decodes + [self.max_len - chunk], [1] * num_decodes + [chunk])
+
+    def decodes(self, num_rows: int, num_drafts: int = 0) -> SchedulerOutput:
+        """Return a step that decodes rows at their longest.   num_drafts: of each, as far as tokens go."""
+        num_drafts = min(num_drafts, self.max_len - 1, self.max_tokens // num_rows - 1)
+        return self._step([self.max_len - 1 - num_drafts] * num_rows, [1 + num_drafts] * num_rows, num_drafts)
+
+    def _step(self, start: list[int], num_new: list[int], num_drafts: int = 0) -> SchedulerOutput:
+        """Return a step of the first rows of the table, all of which sample, and all but the last with logprobs."""
+        rows, begin, count = (np.array(column, np.int32) for column in (range(len(start)), start, num_new))
+        tokens = (np.arange(self.max_len) % min(self.vocab_size, _PENALIZED_IDS)).astype(np.int32)
+        no_blocks = tuple(np.empty(0, np.int32) for _ in range(self.num_groups))
+        admitted: list[RowInit] = []
+        for row, (at, new) in enumerate(zip(start, num_new, strict=True)):
+            known = tokens[: at + new - num_drafts]
+            is_prompt = new > 1 + num_drafts
+            sampling = _COSTLY if row == 0 or row < len(start) - 1 else _COSTLY_WITHOUT_LOGPROBS
+            init = RowInit(row, "", 0, AdmitKind.NEW, known, len(known) if is_prompt else 1, at, no_blocks, seed=0)
+            admitted.append(replace(init, sampling=sampling if self.samples else None))
+        drafts = dict.fromkeys(range(len(start)), tokens[:num_drafts]) if num_drafts else {}
+        return SchedulerOutput(
+            0, rows, begin, count, rows, rows, int(count.sum()), admitted=tuple(admitted), drafts=drafts
+        )

@@ -12,12 +12,13 @@ from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.dry_runs import DryRuns
 from pagoda.worker.forward_pass import ForwardPass, ReplayedForward
 from pagoda.worker.grammar_rows import GrammarRows
-from pagoda.worker.largest_steps import largest_steps
+from pagoda.worker.largest_steps import LargestSteps
 from pagoda.worker.launched_step import LaunchedStep
 from pagoda.worker.loaded_model import LoadedModel, load
 from pagoda.worker.model_runner import ModelRunner
@@ -72,17 +73,27 @@ class Worker:
         assert isinstance(device, CudaDevice)
         # Rows without blocks: all of their tokens are in the null block.
         table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(loaded.model.kv_groups))
-        cache, sampler = self._make_cache(loaded, 0, 0), Sampler(loaded.ops)
-        runs = DryRuns(loaded.forward, table, cache, device.device, sampler)
-        steps = largest_steps(max_num_seqs, max_num_batched_tokens, config.max_model_len)
+        runs = DryRuns(loaded.forward, table, self._make_cache(loaded, 0, 0), device.device, Sampler(loaded.ops))
+        steps = LargestSteps(
+            max_num_seqs,
+            max_num_batched_tokens,
+            config.max_model_len,
+            loaded.model.spec.vocab_size,
+            len(loaded.model.kv_groups),
+            config.max_drafts,
+            loaded.forward.generates,
+        )
         try:
-            free = device.free_bytes_beside(lambda: [runs.run(step) for step in steps])
-        except torch.OutOfMemoryError as error:
-            raise StepTooLarge(
-                f"steps of max_num_batched_tokens={max_num_batched_tokens} and max_num_seqs={max_num_seqs} do not fit "
-                f"in the GPU's memory next to the weights ({error})"
-            ) from error
-        return free
+            return device.free_bytes_beside(lambda: _run_all(runs, steps, loaded.forward.decode_inputs))
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
+                raise
+            why = str(error)
+        # Not raised from the error, whose traceback keeps what the step had computed: a smaller one needs that memory.
+        raise StepTooLarge(
+            f"steps of max_num_batched_tokens={max_num_batched_tokens} and max_num_seqs={max_num_seqs} do not fit "
+            f"in the GPU's memory next to the weights ({why})"
+        )
 
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
         """Replace the sizes of the KV pools, before `start`."""
@@ -208,3 +219,16 @@ class Worker:
         if self._runner is not None:
             self._runner.shutdown()
         self._runner = self._forward = self._adapters = self._loaded = None
+
+
+def _run_all(runs: DryRuns, steps: LargestSteps, decode_inputs: DecodeInputs | None) -> None:
+    """Run the largest steps, and the largest that is captured as a graph, until it is: graphs keep their memory."""
+    for step in steps:
+        runs.run(step)
+    if decode_inputs is None:
+        return
+    for num_rows in range(min(steps.max_rows, steps.max_tokens), 0, -1):
+        if decode_inputs.size_of(num_rows, steps.max_len) is not None:
+            for _ in range(2):
+                runs.run(steps.decodes(num_rows))
+            return

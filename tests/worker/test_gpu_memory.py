@@ -1,7 +1,9 @@
 """KV pools on a GPU are sized by what the largest steps leave free. Here the GPU, but for one test, is made up."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine_setup import attention_in_memory, fit_cache, resolve_engine
 from pagoda.kernels.attention.backends import memory_of
 from pagoda.kernels.attention.varlen_attention import VarlenAttention
+from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.devices.streams import HostStreams
-from pagoda.worker.largest_steps import largest_steps
+from pagoda.worker.largest_steps import LargestSteps
+from pagoda.worker.sampler import Sampler
 from tests.engine.driver import request, write_tiny_llama
 from tests.fake_cuda import FakeCuda
 
@@ -84,6 +88,48 @@ def test_too_little_is_refused_with_what_would_fit(engine_on) -> None:
         engine_on(MadeUpGpu(full, full, 2**20), max_num_seqs=16, max_num_batched_tokens=4096, max_model_len=64)
 
 
+def test_the_memory_of_a_step_that_did_not_fit_is_free_for_the_next_try(
+    engine_on, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def fails_once(*args: Any, **kwargs: Any) -> None:
+        alive.extend(ref() is not None for ref in kept)
+        if not kept:
+            large = torch.zeros(1000)
+            kept.append(weakref.ref(large))
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(Sampler, "draw", fails_once)
+    engine_on(MadeUpGpu(2**20), max_model_len=64).shutdown()
+    assert alive
+    assert not any(alive)
+
+
+def test_the_largest_steps_have_all_that_a_step_may_need(engine_on, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of some rows, prompt logprobs, penalties, drafts; and a graph is captured."""
+    found: dict[str, list[tuple[int, ...]]] = {"index_select": [], "constrain": [], "top_logprobs": []}
+    ops: Any = TorchOps
+
+    def noted(name: str, real: Any):
+        def call(*args: Any) -> Any:
+            found[name].append(tuple(args[0].shape))
+            return real(*args)
+
+        return staticmethod(call)
+
+    for name in ("constrain", "top_logprobs"):
+        monkeypatch.setattr(ops, name, noted(name, getattr(ops, name)))
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 100}
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    engine_on(MadeUpGpu(2**21), **sizes, **drafts).shutdown()
+    rows = [shape[0] for shape in found["constrain"]]
+    assert rows == [2, 4, 4 * 4]
+    # Two prompts of which the first reports, and its prompt; a chunk next to three decodes; drafts of four rows.
+    assert [shape[0] for shape in found["top_logprobs"]] == [1, 63, 3, 12]
+
+
 def test_steps_that_do_not_fit_are_made_smaller(engine_on, caplog: pytest.LogCaptureFixture) -> None:
     full = torch.OutOfMemoryError("full")
     engine_on(MadeUpGpu(full, full, 2**20), max_model_len=64).shutdown()
@@ -122,15 +168,31 @@ def test_an_attention_backend_leaves_less_to_the_cache(monkeypatch: pytest.Monke
 
 
 def test_largest_steps() -> None:
-    prompts, decodes = largest_steps(max_rows=4, max_tokens=100, max_len=40)
+    def steps(max_rows: int, **changes: int):
+        return LargestSteps(**{"max_rows": max_rows, "max_tokens": 100, "max_len": 40, "vocab_size": 30, **changes})
+
+    prompts, mixed, decodes = steps(4)
     assert prompts.num_new.tolist() == [40, 40, 20]
     assert prompts.start.tolist() == [0, 0, 0]
+    assert mixed.num_new.tolist() == [1, 1, 1, 40]
+    assert mixed.start.tolist() == [39, 39, 39, 0]
     assert (decodes.start + decodes.num_new).tolist() == [40] * 4
-    prompts, decodes = largest_steps(max_rows=2, max_tokens=100, max_len=40)
-    assert prompts.num_new.tolist() == [40, 40]
-    _, decodes = largest_steps(max_rows=200, max_tokens=100, max_len=40)
+    assert not decodes.drafts
+    assert all(init.token_ids.max() == 29 for init in (*mixed.admitted, *decodes.admitted))
+    prompts, mixed, decodes = steps(2, max_len=400)
+    assert prompts.num_new.tolist() == [100]
+    assert mixed.num_new.tolist() == [1, 99]
+    assert (mixed.start + mixed.num_new).tolist() == [400, 400]
+    _, mixed, decodes = steps(200)
     assert len(decodes.rows) == 100
     assert np.array_equal(decodes.sample_rows, decodes.rows)
+    assert mixed.num_new.sum() <= 100
+    *_, decodes = steps(30, num_drafts=3)
+    assert decodes.total_num_scheduled_tokens == decodes.num_new.sum() <= 100
+    assert {len(drafts) for drafts in decodes.drafts.values()} == {2}
+    assert (decodes.start + decodes.num_new).tolist() == [40] * 30
+    (only,) = steps(4, samples=False)
+    assert all(init.sampling is None for init in only.admitted)
 
 
 def test_a_device_keeps_free_what_a_step_takes_and_a_margin(
@@ -144,13 +206,14 @@ def test_a_device_keeps_free_what_a_step_takes_and_a_margin(
     def run() -> None:
         card.allocate(200 << 20)
         card.allocate(-(150 << 20))  # the rest stays: workspaces of libraries
+        card.hold(30 << 20)
 
     with caplog.at_level("INFO", logger="pagoda"):
         left = gpu.free_bytes_beside(run)
-    assert left == (1000 - 100 - 300 - 200 - 20) << 20
+    assert left == (1000 - 100 - 300 - 200 - 30 - 20) << 20
     assert (
-        "has 1000 MiB: 300 for weights, 200 for the largest step, 20 kept free, 100 held by others, 380 left"
-        in caplog.text
+        "has 1000 MiB: 300 for weights, 200 for the largest step, 30 for graphs, 20 kept free, 100 held by others, 350 "
+        "left" in caplog.text
     )
     assert card.calls[-2:] == ["empty_cache", "get_device_name"]
 

@@ -12,7 +12,7 @@ from pagoda.worker.devices.streams import Streams
 logger = logging.getLogger("pagoda")
 
 _MARGIN = 0.02
-"""Of the GPU's memory: for what no step shows, such as CUDA graphs, compiled kernels and fragments."""
+"""Of the GPU's memory: for what no step shows, such as the launches in CUDA graphs, compiled kernels and fragments."""
 
 
 class CudaDevice:
@@ -37,7 +37,10 @@ class CudaDevice:
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def free_bytes_beside(self, run: Callable[[], object]) -> int:
-        """Return the bytes that stay free at the moment at which `run` takes most, less a margin; log the plan."""
+        """Return the bytes that stay free at the moment at which `run` takes most, less a margin; log the plan.
+
+        What `run` leaves behind counts, too, even if it is only reserved: a graph's memory is free for graphs alone.
+        """
         torch.cuda.empty_cache()  # of a run that did not fit
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -45,13 +48,16 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
-        _, total = torch.cuda.mem_get_info(self.device)
+        unused, total = torch.cuda.mem_get_info(self.device)
         margin = int(total * _MARGIN)
         kept = torch.cuda.memory_allocated(self.device) - before  # of the peak, and not free any more
-        free = max(0, self.free_bytes() + kept - peak - margin)
+        held = torch.cuda.memory_reserved(self.device) - before - kept  # by graphs, and by pieces between tensors
+        others = total - unused - before - kept - held
+        free = max(0, unused + kept - peak - margin)
         logger.info(
-            "%s has %d MiB: %d for weights, %d for the largest step, %d kept free, %d held by others, %d left",
+            "%s has %d MiB: %d for weights, %d for the largest step, %d for graphs, %d kept free, %d held by others, "
+            "%d left",
             torch.cuda.get_device_name(self.device),
-            *(part >> 20 for part in (total, before, peak, margin, total - self.free_bytes() - before - kept, free)),
+            *(part >> 20 for part in (total, before, peak, held, margin, others, free)),
         )
         return free
