@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
+from pagoda.kernels.moe import reference as reference_moe
+from pagoda.kernels.moe import triton_moe, triton_route
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
 from pagoda.loading.packed_format import PackedFormat
@@ -258,8 +261,17 @@ def _experts() -> dict[str, Callable[[], object]]:
             else:
                 one = by.prepare_linear(torch.zeros(shape, dtype=BF16))
             stacks.append(by.prepare_experts([one] * 4))
-        made[f"experts, {title}" if title else "experts"] = partial(by.moe, x, router, *stacks, 2, True)
+        made[f"experts, {title}" if title else "experts"] = partial(
+            _routed_by_torch, by.moe, x, router, *stacks, 2, True
+        )
+    made["experts, routing"] = partial(triton_route.route, torch.zeros(64, 128, dtype=BF16), 8, True)
     return made
+
+
+def _routed_by_torch(moe: Callable[..., object], *args: object) -> object:
+    """Run `moe` with experts that exist: what a launch that is recorded and not run gives is undefined."""
+    with patch.object(triton_moe, "route", reference_moe.route):
+        return moe(*args)
 
 
 def _coded(out_features: int, in_features: int) -> dict[str, QuantizedWeight | Fp8Weight]:
@@ -312,6 +324,7 @@ def _sampling() -> dict[str, Callable[[], object]]:
     return {
         "largest logit": lambda: ops.best_tokens(logits),
         "sampling": lambda: ops.sample(logits, draws, ops.best_tokens(logits)),
+        "log-probabilities": lambda: ops.top_logprobs(logits, torch.zeros(len(logits), dtype=torch.int64), 20),
         "grammar mask": lambda: ops.mask_logits(logits, np.arange(2), np.zeros((2, 4748), np.int32)),
     }
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from triton import knobs
 
+from pagoda.kernels.attention import library as torch_attention
 from pagoda.kernels.attention.triton_attention import PagedAttention, split_tokens_of
 from pagoda.kernels.constraints import triton_constraints
 from pagoda.kernels.kv_cache.triton_blocks import TritonDeviceBlocks
@@ -22,7 +23,7 @@ from pagoda.kernels.linear.triton_linear import TritonLinear
 from pagoda.kernels.low_rank.triton_low_rank import StackedLowRank
 from pagoda.kernels.moe.triton_moe import TritonMoE
 from pagoda.kernels.reference_ops import implementation
-from pagoda.kernels.sampling import triton_sampling
+from pagoda.kernels.sampling import triton_logprobs, triton_sampling
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.triton_interpreter import fix_interpreter
 from pagoda.ops.forward import FORWARD_OPS
@@ -39,7 +40,8 @@ class TritonOps(TorchOps):
 
     max_model_len: longest sequence; it decides how the context of a decode is split.
     batch_invariant: give a row the same bits in any batch and in chunks of any length. Linear layers are then
-    multiplied by our own kernel, and attention has the same tiles in decode and prefill.
+    multiplied by our own kernel, attention has the same tiles in decode and prefill, and bidirectional attention, which
+    is torch's, is computed row by row.
     multiplies_fp8: see TritonLinear; None asks the GPU.
     """
 
@@ -48,6 +50,7 @@ class TritonOps(TorchOps):
     constrain = staticmethod(triton_constraints.constrain)
     sample = staticmethod(triton_sampling.sample)
     mask_logits = staticmethod(triton_sampling.mask_logits)
+    top_logprobs = staticmethod(triton_logprobs.top_logprobs)
     make_low_rank_table = StackedLowRank
     make_device_blocks = TritonDeviceBlocks
 
@@ -66,6 +69,8 @@ class TritonOps(TorchOps):
                 assert module is not None
                 setattr(self, op.name, implementation(op, module))
         self.attention = PagedAttention(split_tokens_of(max_model_len), batch_invariant).attention
+        if batch_invariant:
+            self.bidirectional_attention = torch_attention.bidirectional_attention_by_row
         multiply = TritonLinear(batch_invariant, multiplies_fp8)
         self.linear, self.logits = multiply.linear, multiply.logits
         self.moe = TritonMoE(multiplies_fp8).moe

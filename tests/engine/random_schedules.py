@@ -97,7 +97,7 @@ class TappedSampler:
     ) -> Drawn:
         assert logits.dtype == torch.float32
         seeds = table.seeds[rows].tolist()
-        digests = [hashlib.blake2b(values, digest_size=12).digest() for values in logits.numpy()]
+        digests = [hashlib.blake2b(values, digest_size=12).digest() for values in logits.cpu().numpy()]
         drawn = self._sampler.draw(logits, table, rows, positions, masks, params)
         wrong: set[int] = set()
         draws = zip(rows.tolist(), seeds, positions.tolist(), digests, drawn.tokens.tolist(), strict=True)

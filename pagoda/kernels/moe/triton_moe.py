@@ -13,7 +13,7 @@ from pagoda.kernels.activation.triton_activation import silu_mul
 from pagoda.kernels.linear.triton_forms import TiledLinear, step_size
 from pagoda.kernels.linear.triton_linear import rows_for
 from pagoda.kernels.linear.triton_product import product, scaled
-from pagoda.kernels.moe.reference import route
+from pagoda.kernels.moe.triton_route import route
 from pagoda.kernels.triton_jit import jit
 
 _BLOCK_M, _BLOCK_N = 64, 64
@@ -102,7 +102,7 @@ class TritonMoE:
         parts = self._multiply(active, down, pairs, first_pairs, 1, torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = 512
-        _weighted_sum[(tokens, triton.cdiv(hidden, block))](parts, weights.contiguous(), out, hidden, top_k, block)
+        _weighted_sum[(tokens, triton.cdiv(hidden, block))](parts, weights, out, hidden, top_k, block)
         return out
 
     def _multiply(
