@@ -270,7 +270,10 @@ def test_constraints_travel_in_one_copy_and_rows_with_logprobs_in_another(copies
         assert ours.sampled.tolist() == theirs.sampled.tolist()
         assert ours.logprobs is not None
         assert theirs.logprobs is not None
-        assert ours.logprobs.token_ids[0].tolist() == theirs.logprobs.token_ids[0].tolist()
+        # The third id is one of two with the same logit, and only the Triton ops promise the lower one.
+        assert ours.logprobs.token_ids[:, :2].tolist() == theirs.logprobs.token_ids[:, :2].tolist()
+        torch.testing.assert_close(ours.logprobs.logprobs, theirs.logprobs.logprobs)
+        assert ours.logprobs.ranks.tolist() == theirs.logprobs.ranks.tolist()
 
 
 def test_the_watch_sees_what_waits() -> None:
