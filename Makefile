@@ -14,7 +14,7 @@ WORKLOADS ?= offline64 single
 BENCH_DIR := build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sanitizers lint docs bench clean
+.PHONY: help demo test test-slow test-sanitizers lint types strict-types imports docs bench clean
 
 help:
 	@echo "make demo       install, fetch the default model, answer a prompt (PROMPT='...')"
@@ -29,6 +29,9 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --temperature 0 --max-tokens 64 "$(PROMPT)"
 
+# The tests start hundreds of processes, which read compiled modules even where the environment says not to write them.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
+
 # Each worker runs whole files, so that the servers and references of a file are made once.
 test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m minilm-l6
@@ -41,11 +44,19 @@ test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.inst
 test-sanitizers: $(VENV)/.installed-test
 	$(BIN)/python -m tests.kernels.sanitizers
 
+# The two type checks take most of the time, each on one core.
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs 2 types strict-types imports
+
+types:
 	$(BIN)/basedpyright
+
+strict-types:
 	$(BIN)/basedpyright --project .ci/strict-types.json --pythonpath $(BIN)/python
+
+imports:
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.installed-test

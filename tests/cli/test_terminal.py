@@ -42,6 +42,13 @@ class Terminal:
             assert self._read(), f"it ended without {text!r}: {self.printed!r}"
         self._read_to = at + len(text)
 
+    def wait_for_sleep(self) -> None:
+        """Wait until the command's main thread sleeps: after it has shown all keys, it waits for the next."""
+        end_s = time.monotonic() + _TIMEOUT_S
+        while (state := Path(f"/proc/{self._pid}/stat").read_text().rpartition(") ")[2][0]) != "S":
+            assert time.monotonic() < end_s, f"it does not wait for keys, its state is {state}: {self.printed!r}"
+            time.sleep(0.01)
+
     def type(self, text: str) -> None:
         os.write(self._leader, text.encode())
 
@@ -86,7 +93,7 @@ def test_chat() -> None:
         at.expect("> ")
         at.type("half a line")
         at.expect("half a line")
-        time.sleep(0.5)  # Python's readline misses an interrupt that comes before it waits for keys
+        at.wait_for_sleep()  # Python's readline misses an interrupt that comes before it waits for keys
         at.type("\x03")
         at.expect("Ctrl-D or /exit leaves")
         at.expect("> ")

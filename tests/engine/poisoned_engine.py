@@ -1,11 +1,13 @@
 """An engine process with built-in faults: steps that contain certain requests kill it, or never end.
 
-`python -m tests.engine.poisoned_engine`, started by ProcessClient in clients/test_process_client.py.
+`python -m tests.engine.poisoned_engine`, started by ProcessClient in clients/test_process_client.py. The environment's
+HANGING_FILE names the file into which a process that hangs writes its process id.
 """
 
 import os
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pagoda.engine_process
 from pagoda.core.executor import Executor
@@ -31,6 +33,7 @@ class PoisonedExecutor:
             if row in known and name.startswith("poison"):
                 os._exit(3)
             if row in known and name.startswith("hang"):
+                Path(os.environ["HANGING_FILE"]).write_text(str(os.getpid()))
                 time.sleep(3600)
         self._ids.update({init.row: init.request_id for init in output.admitted})
         time.sleep(0.002)

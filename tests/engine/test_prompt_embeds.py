@@ -1,6 +1,8 @@
 """Prompts as embeddings in an engine of this process: outputs, prefix cache, errors."""
 
 import asyncio
+import base64
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from pagoda import LLM, AsyncLLM, BeamSearchParams, PoolingParams, RequestError, SamplingParams
 from pagoda.core.kv.prefix_cache import HashChain, make_root
 from pagoda.core.request import MediaItem
+from pagoda.engine.async_text import AsyncText
+from pagoda.engine.inputs import prompt_encoder
+from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
+from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 
 OPTIONS: dict[str, Any] = {**SMALL_ENGINE, "dtype": "bfloat16"}
@@ -69,6 +77,32 @@ def test_streams_beams_and_pooling(llm: LLM, table: torch.Tensor) -> None:
     for params in (None, cut):
         pooled = [llm.embed(prompt, pooling_params=params)[0].outputs.embedding for prompt in (PROMPT, given)]
         assert pooled[0] == pooled[1]
+
+
+def test_embeddings_of_megabytes_are_decoded_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop goes on meanwhile."""
+    readers: list[int] = []
+
+    def note(given: object, size: int) -> np.ndarray:
+        readers.append(threading.get_ident())
+        return read_embeds(given, size)
+
+    monkeypatch.setattr(prompt_encoder, "read_embeds", note)
+    values = torch.randn(2000, 576)
+    data = base64.b64encode(save({"x": values})).decode()
+    inputs = InputProcessor(ByteTokenizer(), InputLimits(258, 4096, 8, embeds_size=576), engine_seed=0)
+
+    async def main() -> None:
+        text = AsyncText(inputs)
+        try:
+            read = await text.read({"prompt_embeds": EncodedEmbeds(data)})
+        finally:
+            text.close()
+        assert np.array_equal(read.embeds, values.numpy())
+
+    asyncio.run(main())
+    assert len(readers) == 1
+    assert readers[0] != threading.get_ident()
 
 
 def test_async_llm(model: Path, table: torch.Tensor) -> None:

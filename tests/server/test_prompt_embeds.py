@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,21 +122,17 @@ def test_truncation(server: LiveServer) -> None:
     assert answer["usage"]["prompt_tokens"] == 9
 
 
-def test_reading_embeddings_does_not_delay_others(server: LiveServer) -> None:
-    """Bodies of several MiB are decoded on threads."""
+def test_others_are_answered_while_large_embeddings_are_read(server: LiveServer) -> None:
+    """That they are decoded on a thread is tested with the engine, where it does not depend on how fast that is."""
     body = json.dumps({"prompt_embeds": as_safetensors(embeds(2000)), "max_tokens": 1}).encode()
     assert len(body) > 6_000_000
     said: list[Any] = []
     sending = [threading.Thread(target=lambda: said.append(server.post("/v1/completions", body)[0])) for _ in range(2)]
     for thread in sending:
         thread.start()
-    longest = 0.0
     while any(thread.is_alive() for thread in sending):
-        begin = time.monotonic()
         assert server.get("/ping")[0] == 200
-        longest = max(longest, time.monotonic() - begin)
     assert said == [200, 200]
-    assert longest < 1, longest
     server.wait_idle()
 
 
