@@ -26,6 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
@@ -44,12 +45,6 @@ FP8 = torch.float8_e4m3fn
 LEAST_ARCH = {"linear, fp8 with fp8, decode": 89, "linear, fp8 with fp8": 89, "experts, fp8 with fp8": 89}
 """Compute capabilities that a call needs, if others have not got its products."""
 
-_TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
-    torch.uint8: "u8",
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
@@ -59,7 +54,8 @@ class Launch:
     signature: dict[str, str]
     constants: dict[tuple[int, ...], object]
     attributes: dict[tuple[int, ...], list[list[object]]]
-    options: dict[str, int]
+    options: dict[str, Any]
+    grids: list[tuple[int, ...]]
 
     @property
     def key(self) -> str:
@@ -82,53 +78,54 @@ class Figures:
     ptx: int
 
 
-def launch_of(function: "JITFunction[Any]", args: tuple[object, ...], kwargs: dict[str, object]) -> Launch:
-    """Return the types of a launch's arguments, specialised as Triton does: 1, and what 16 divides."""
-    names = [parameter.name for parameter in function.params]
-    values = dict(zip(names, args, strict=False))
-    options = {name: value for name, value in kwargs.items() if name not in names}
-    values.update({name: value for name, value in kwargs.items() if name in names})
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], object] = {}
-    attributes: dict[tuple[int, ...], list[list[object]]] = {}
-    for index, parameter in enumerate(function.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr or (type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + _TYPES[value.dtype]
-            aligned = value.data_ptr() % 16 == 0
-        elif isinstance(value, float):
-            signature[parameter.name], aligned = "fp32", False
-        else:
-            assert isinstance(value, int)
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            aligned = value % 16 == 0
-        if aligned:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return Launch(function, signature, constants, attributes, options)  # type: ignore[arg-type]
-
-
 @contextmanager
-def recorded_launches() -> Iterator[list[Launch]]:
-    """Within it, kernels are not run: the list collects their launches, each kind once."""
+def recorded_launches(arch: int = 90) -> Iterator[list[Launch]]:
+    """Within it, kernels are bound to their arguments by Triton itself, as for a GPU of this compute capability, but
+    not run: the list collects their launches, each of those that Triton compiles once.
+    """
     found: dict[str, Launch] = {}
     launches: list[Launch] = []
-    run = JITFunction.run
+    old_run, old_compile, old_driver = JITFunction.run, JITFunction._do_compile, driver._active
+    current: list[tuple[tuple[int, ...], dict[str, object]]] = []
 
-    def record(self: "JITFunction[Any]", *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
-        launch = launch_of(self, args, kwargs)
-        if launch.key not in found:
-            found[launch.key] = launch
+    def run(self: "JITFunction[Any]", *args: object, grid: tuple[int, ...], **kwargs: Any) -> None:
+        names = {parameter.name for parameter in self.params} | {"warmup"}
+        current[:] = [(grid, {name: value for name, value in kwargs.items() if name not in names})]
+        old_run(self, *args, grid=grid, **kwargs)
+
+    def record(
+        self: "JITFunction[Any]", key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any,
+        warmup: bool,
+    ) -> None:  # fmt: skip
+        grid, chosen = current[0]
+        launch = found.setdefault(f"{self.__name__} {key}", Launch(self, signature, constants, attributes, chosen, []))
+        if not launch.grids:
             launches.append(launch)
+        launch.grids.append(grid)
 
-    JITFunction.run = record  # type: ignore[method-assign]
+    JITFunction.run, JITFunction._do_compile = run, record  # type: ignore[method-assign]
+    driver.set_active(_NoGpu(arch))  # type: ignore[arg-type]
     try:
         yield launches
     finally:
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run, JITFunction._do_compile = old_run, old_compile  # type: ignore[method-assign]
+        driver._active = old_driver
+
+
+class _NoGpu:
+    """What a launch asks of Triton's driver before it has a compiled kernel."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_device(self) -> int:
+        return -self._arch  # no GPU has this number: what Triton remembers of a device is not mixed up
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
 
 
 def compile_launch(launch: Launch, arch: int) -> Figures:

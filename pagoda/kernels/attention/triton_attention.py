@@ -17,6 +17,7 @@ from pagoda.kernels.kv_cache.triton_kv_cache import pages_of, strides_of
 
 _MOST_SPLITS = 64
 _LEAST_SPLIT_TOKENS = 256
+_MOST_STATES = 256  # of queries of a mixed batch, per split: each has the size of a head in float32
 _STAGES_BYTES = 80 * 1024  # of shared memory, for K and V on their way: the smallest GPUs have 99 KiB per program
 _LOG2_E = math.log2(math.e)
 
@@ -48,6 +49,8 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, is_crowded: bool = F
     is_crowded: registers are scarce, because two results are merged or pages of 8-bit floats are converted.
     """
     vectors = 64 if head_dim <= 128 else 32
+    if itemsize == 4:
+        vectors //= 2  # see _tiles
     tiles = _tiles(max(vectors, triton.next_power_of_2(group)), head_dim, itemsize)
     return replace(tiles, positions=min(tiles.positions, 32)) if is_crowded else tiles
 
@@ -59,6 +62,8 @@ def decode_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
 
 def _tiles(vectors: int, head_dim: int, itemsize: int) -> Tiles:
     positions = 64 if head_dim <= 128 else 32
+    if itemsize == 4:
+        positions = 16  # tensor cores would round float32: products are computed in registers, which hold no more
     stage_bytes = 2 * positions * _padded(head_dim) * itemsize
     return Tiles(vectors, positions, 4, min(3, max(1, _STAGES_BYTES // stage_bytes)))
 
@@ -131,26 +136,35 @@ class PagedAttention:
         is_crowded = self._batch_invariant or cache.k.dtype == torch.float8_e4m3fn
         many = prefill_tiles(head_dim, problem.group, q.element_size(), is_crowded)
         few = many if self._batch_invariant else decode_tiles(head_dim, problem.group, q.element_size())
-        is_all_short = metadata.max_query_len * problem.group <= few.vectors
+        most_queries = few.vectors // problem.group
+        is_all_short = metadata.max_query_len <= most_queries
+        if not is_all_short:
+            most_queries = min(most_queries, max(1, _MOST_STATES // problem.num_rows))
         if is_all_short or problem.num_rows > 1:
             shares = is_all_short and not (self._batch_invariant or window or softcap)
-            self._run_few(problem, few, many if shares and metadata.shared_prefix is not None else None)
+            self._run_few(problem, few, most_queries, many if shares and metadata.shared_prefix is not None else None)
         if not is_all_short:
-            self._run_many(problem, many, few.vectors if problem.num_rows > 1 else 0)
+            self._run_many(problem, many, most_queries * problem.group if problem.num_rows > 1 else 0)
         return out
 
-    def _run_few(self, of: _Problem, tiles: Tiles, shared: Tiles | None) -> None:
-        """shared: the tiles of a prefix that rows share; None if each row attends for itself."""
+    def _run_few(self, of: _Problem, tiles: Tiles, most_queries: int, shared: Tiles | None) -> None:
+        """most_queries: rows with more are left out.
+
+        shared: the tiles of a prefix that rows share; None if each row attends for itself.
+        """
         tokens, num_heads, head_dim = of.q.shape
         metadata, cache, split_tokens = of.metadata, of.cache, self._split_tokens
         num_splits = triton.cdiv(metadata.max_seq_len, split_tokens)
-        acc = torch.empty((tokens, num_heads, num_splits, head_dim), dtype=torch.float32, device=of.q.device)
-        total, top = torch.empty((2, tokens, num_heads, num_splits), dtype=torch.float32, device=of.q.device)
+        # A prompt in the batch may have thousands of tokens, for which there must not be states.
+        states_per_row = 0 if metadata.max_query_len <= most_queries else most_queries
+        states = of.num_rows * states_per_row if states_per_row else tokens
+        acc = torch.empty((states, num_heads, num_splits, head_dim), dtype=torch.float32, device=of.q.device)
+        total, top = torch.empty((2, states, num_heads, num_splits), dtype=torch.float32, device=of.q.device)
         prefix = metadata.query_start if shared is None else metadata.shared_prefix
         attend_splits[(of.num_rows, of.num_kv_heads, num_splits)](
             of.q, acc, total, top, metadata.query_start, metadata.seq_lens, prefix, metadata.block_table,
             *pages_of(cache), of.q.stride(0), metadata.block_table.stride(0), *strides_of(cache),
-            num_heads, num_splits, of.scale, of.softcap, of.window,
+            num_heads, num_splits, most_queries, states_per_row, of.scale, of.softcap, of.window,
             *of.constants(tiles), *of.kinds, split_tokens, shared is not None,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
@@ -162,8 +176,9 @@ class PagedAttention:
                 num_warps=shared.warps, num_stages=shared.stages,
             )  # fmt: skip
         merge_splits[(of.num_rows, num_heads)](
-            of.out, acc, total, top, metadata.query_start, metadata.seq_lens, num_heads, num_splits, of.window,
-            of.group, head_dim, tiles.vectors, _padded(head_dim), of.window > 0, split_tokens, num_warps=1,
+            of.out, acc, total, top, metadata.query_start, metadata.seq_lens, num_heads, num_splits,
+            most_queries, states_per_row, of.window,
+            head_dim, _padded(head_dim), of.window > 0, split_tokens, num_warps=1,
         )  # fmt: skip
 
     def _run_many(self, of: _Problem, tiles: Tiles, longest_skipped: int) -> None:

@@ -7,18 +7,24 @@ attention); the other splits and the merging are those of any other row.
 import triton.language as tl
 
 from pagoda.kernels.attention.triton_tiles import attend, load_queries, merge
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_jit import jit, jit_for_any
+
+
+@jit
+def _first_state(row, first_token, states_per_row):
+    """Return where the states of a row's queries begin: those of all tokens are kept if `states_per_row` is 0."""
+    return tl.where(states_per_row > 0, row * states_per_row, first_token)
 
 
 @jit
 def _store_split(
-    acc_out, total_out, top_out, acc, total, top, first_token, query, query_len, first_vector, kv_head, split,
+    acc_out, total_out, top_out, acc, total, top, first_state, query, query_len, first_vector, kv_head, split,
     num_heads, num_splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store the state of a tile: acc [T, H, splits, D], total and top [T, H, splits]."""
+    """Store the states of a tile's queries: acc [states, H, splits, D], total and top [states, H, splits]."""
     head = kv_head * GROUP + (first_vector + tl.arange(0, BLOCK_M)) % GROUP
-    at = ((first_token + query).to(tl.int64) * num_heads + head) * num_splits + split
+    at = ((first_state + query).to(tl.int64) * num_heads + head) * num_splits + split
     inside = query < query_len
     dim = tl.arange(0, BLOCK_D)
     tl.store(total_out + at, total, mask=inside)
@@ -27,7 +33,7 @@ def _store_split(
     tl.store(target, acc, mask=inside[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-@jit
+@jit_for_any("num_splits")
 def attend_shared(
     q, acc_out, total_out, top_out, query_start, shared_prefix, block_table,
     k_pages, v_pages, k_scales, v_scales, q_stride, page_stride, v_page_stride, scale_stride,
@@ -56,18 +62,18 @@ def attend_shared(
         )  # fmt: skip
 
 
-@jit
+@jit_for_any("table_stride", "num_splits", "most_queries", "states_per_row")
 def attend_splits(
     q, acc_out, total_out, top_out, query_start, seq_lens, shared_prefix, block_table,
     k_pages, v_pages, k_scales, v_scales, q_stride, table_stride, page_stride, v_page_stride, scale_stride,
-    num_heads, num_splits, scale, softcap, window,
+    num_heads, num_splits, most_queries, states_per_row, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split, SPLIT positions counted from the row's first, of one row and KV head.
 
-    Skip a row with more than BLOCK_M query vectors, and with SHARED the splits of `attend_shared`.
+    Skip a row with more than `most_queries`, and with SHARED the splits of `attend_shared`.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(query_start + row)
@@ -78,7 +84,7 @@ def attend_splits(
     first = 0
     if WINDOW:
         first = tl.maximum(seq_len - query_len - window + 1, 0)
-    is_wanted = (query_len * GROUP <= BLOCK_M) & (begin < end) & (end > first)
+    is_wanted = (query_len <= most_queries) & (begin < end) & (end > first)
     if SHARED:
         is_wanted &= (row >= tl.load(shared_prefix + 1)) | (begin + SPLIT > tl.load(shared_prefix))
     if is_wanted:
@@ -93,16 +99,15 @@ def attend_splits(
             HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED,
         )  # fmt: skip
         _store_split(
-            acc_out, total_out, top_out, acc, total, top, first_token, query, query_len, 0, kv_head, split,
-            num_heads, num_splits, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+            acc_out, total_out, top_out, acc, total, top, _first_state(row, first_token, states_per_row), query,
+            query_len, 0, kv_head, split, num_heads, num_splits, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
 
-@jit
+@jit_for_any("num_splits", "most_queries", "states_per_row")
 def merge_splits(
-    out, acc_in, total_in, top_in, query_start, seq_lens, num_heads, num_splits, window,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    out, acc_in, total_in, top_in, query_start, seq_lens, num_heads, num_splits, most_queries, states_per_row, window,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a row's queries and one head, from left to right, into out [T, H * D]."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -112,16 +117,17 @@ def merge_splits(
     first_split = 0
     if WINDOW:
         first_split = tl.maximum(seq_len - query_len - window + 1, 0) // SPLIT
-    if query_len * GROUP <= BLOCK_M:
+    if query_len <= most_queries:
         dim = tl.arange(0, BLOCK_D)
         some = (dim < HEAD_DIM)[None, :]
         for query in range(query_len):
             place = (first_token + query).to(tl.int64) * num_heads + head
+            state = (_first_state(row, first_token, states_per_row) + query).to(tl.int64) * num_heads + head
             acc = tl.zeros([1, BLOCK_D], tl.float32)
             total = tl.zeros([1], tl.float32)
             top = tl.full([1], float("-inf"), tl.float32)
             for split in range(first_split, tl.cdiv(seq_len, SPLIT)):
-                at = place * num_splits + split + tl.arange(0, 1)
+                at = state * num_splits + split + tl.arange(0, 1)
                 more = tl.load(acc_in + at[:, None] * HEAD_DIM + dim[None, :], mask=some, other=0.0)
                 acc, total, top = merge(acc, total, top, more, tl.load(total_in + at), tl.load(top_in + at))
             target = out + place * HEAD_DIM + dim[None, :]

@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from pagoda.kernels.attention.triton_tiles import attend, load_queries, merge
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_jit import jit, jit_for_any
 
 
 @jit
@@ -24,7 +24,7 @@ def _row_of(query_start, num_rows, tile, GROUP: tl.constexpr, BLOCK_M: tl.conste
     return low
 
 
-@jit
+@jit_for_any("table_stride", "num_rows", "longest_skipped")
 def attend_tiles(
     q, out, query_start, seq_lens, block_table,
     k_pages, v_pages, k_scales, v_scales, q_stride, table_stride, page_stride, v_page_stride, scale_stride,

@@ -10,12 +10,12 @@ import triton.language as tl
 from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
 from pagoda.kernels.sampling.triton_sampling import mask_rows
 from pagoda.kernels.transfer import BulkArrays
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_jit import jit, jit_for_any
 
 _BLOCK = 256
 
 
-@jit
+@jit_for_any("count")
 def _add_bias(logits, stride, rows, ids, values, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -24,7 +24,7 @@ def _add_bias(logits, stride, rows, ids, values, count, BLOCK: tl.constexpr):
     tl.store(target, tl.load(target, mask=inside, other=0.0) + bias, mask=inside)
 
 
-@jit
+@jit_for_any("count")
 def _penalize(logits, stride, rows, ids, counts, repetitions, frequencies, presences, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -45,7 +45,7 @@ def _times(a, b):
     return tl.fma(a, b, tl.zeros_like(a))
 
 
-@jit
+@jit_for_any("count")
 def _forbid(logits, stride, rows, ids, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

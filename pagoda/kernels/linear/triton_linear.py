@@ -16,13 +16,13 @@ from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.triton_forms import TiledLinear, plain, step_size
 from pagoda.kernels.linear.triton_product import product, scaled
 from pagoda.kernels.triton_e4m3 import to_e4m3
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_jit import jit, jit_for_any
 
 _PROGRAMS = 256  # a decode step's products are divided until there are so many programs: about two for each processor
 _LEAST_STEPS = 8  # of a part of a sum
 
 
-@jit
+@jit_for_any("rows", "steps", "steps_per_part")
 def _linear(
     x, codes, scales, minima, bias, row_scales, out, rows, out_features, in_features,
     x_stride, code_stride, scale_stride, steps, steps_per_part,
@@ -47,7 +47,7 @@ def _linear(
     tl.store(target, acc.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
-@jit
+@jit_for_any("num_parts")
 def _add_parts(parts, bias, out, num_parts, size, out_features, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """out [size] = the sum of the parts [num_parts, size], first to last, and the bias."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

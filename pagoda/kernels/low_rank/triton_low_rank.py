@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.low_rank.table import LowRankPiece, check_pieces
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_jit import jit_for_any
 
 
 class StackedLowRank:
@@ -71,7 +71,7 @@ class StackedLowRank:
             self.b = torch.nn.functional.pad(self.b, (0, rank - self.b.shape[2]))
 
 
-@jit
+@jit_for_any("ranks")
 def _shrink(
     x, a, inner, adapters, ranks, in_features, x_stride,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -93,7 +93,7 @@ def _shrink(
         tl.store(inner + token * ranks + rank, tl.sum(acc, 1).to(inner.dtype.element_ty), mask=has_rank)
 
 
-@jit
+@jit_for_any("ranks")
 def _expand(
     y, inner, b, first_ranks, bias, adapters, token_ids, a, ranks, max_rank, out_features, in_features, y_stride,
     EMBEDDING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
