@@ -38,8 +38,12 @@ def make_triton_ops(without_triton: Callable[[str], NoReturn]) -> Callable[..., 
     """TritonOps, the class: on a GPU where there is one, or in the interpreter (see tests/conftest.py)."""
     if find_spec("triton") is None:
         without_triton("Triton is not installed")
-    from pagoda.kernels.triton_ops import TritonOps
+    from pagoda.kernels.triton_ops import TritonOps, is_interpreted
 
+    if is_interpreted():
+        from tests.kernels.checked_memory import check_memory
+
+        check_memory()
     return cast(Callable[..., Ops], TritonOps)
 
 
