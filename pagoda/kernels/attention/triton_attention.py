@@ -52,7 +52,9 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, is_crowded: bool = F
     if itemsize == 4:
         vectors //= 2  # see _tiles
     tiles = _tiles(max(vectors, triton.next_power_of_2(group)), head_dim, itemsize)
-    return replace(tiles, positions=min(tiles.positions, 32)) if is_crowded else tiles
+    if not is_crowded:
+        return tiles
+    return replace(tiles, positions=min(tiles.positions, 32), warps=4 if head_dim <= 128 else 8)
 
 
 def decode_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:

@@ -25,17 +25,19 @@ _MOST_PER_LOAD = 64  # elements of a group, so that tiles of long groups fit in 
 
 def step_size(form: str, group: int, dtype: torch.dtype) -> int:
     """Return the elements along K that `product` multiplies at once.   dtype: of the rows."""
+    # Tensor cores would round float32: its products are computed in registers, which hold less.
+    most = _MOST_PER_LOAD // 2 if dtype == torch.float32 else _MOST_PER_LOAD
     match form:
         case "plain":
-            return 32 if dtype == torch.float32 else 64
+            return most
         case "fp8 fp8":
             return 128
         case "int4":
-            return 2 * min(group, _MOST_PER_LOAD)
+            return 2 * min(group, most)
         case "int6":
             return 4 * group
         case _:
-            return 64
+            return most
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -113,7 +113,7 @@ class TritonLinear:
     def _run(self, x: torch.Tensor, weight: TiledLinear, dtype: torch.dtype) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
         rows, out_features = x.shape[0], weight.out_features
-        tile = self._tile(rows, weight)
+        tile = self._tile(rows, weight, x.dtype)
         x, row_scales, form = rows_for(x, weight, self._multiplies_fp8)
         block_k = step_size(form, weight.group, x.dtype)
         steps = weight.num_steps(block_k)
@@ -139,13 +139,15 @@ class TritonLinear:
             )
         return out
 
-    def _tile(self, rows: int, weight: TiledLinear) -> _Tile:
+    def _tile(self, rows: int, weight: TiledLinear, dtype: torch.dtype) -> _Tile:
         """Return the tiles of a product: with batch_invariant, they follow from the weight alone."""
         if weight.form == "plain":
             # From 64 rows on, and only then, a Hopper GPU has its fast products: one size for all batches. Narrow
             # layers are cut into narrow tiles, so that a decode step still has work for most of the GPU.
             out_features = weight.out_features
             return _Tile(64, 32 if out_features <= 8192 else 64 if out_features <= 32768 else 128, 4)
+        if dtype == torch.float32 and (self._batch_invariant or rows > 16):
+            return _Tile(32, 64, 4)  # see step_size
         if self._batch_invariant:
             return _Tile(64, 64, 4)
         if rows > 64:
