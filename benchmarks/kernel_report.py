@@ -259,13 +259,13 @@ def _experts() -> dict[str, Callable[[], object]]:
                 one = by.prepare_linear(torch.zeros(shape, dtype=BF16))
             stacks.append(by.prepare_experts([one] * 4))
         made[f"experts, {title}" if title else "experts"] = partial(
-            _routed_by_torch, by.moe, x, router, *stacks, 2, True
+            routed_by_torch, by.moe, x, router, *stacks, 2, True
         )
     made["experts, routing"] = partial(triton_route.route, torch.zeros(64, 128, dtype=BF16), 8, True)
     return made
 
 
-def _routed_by_torch(moe: Callable[..., object], *args: object) -> object:
+def routed_by_torch(moe: Callable[..., object], *args: object) -> object:
     """Run `moe` with experts that exist: what a launch that is recorded and not run gives is undefined."""
     with patch.object(triton_moe, "route", reference_moe.route):
         return moe(*args)

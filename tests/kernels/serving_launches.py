@@ -13,9 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kernel_report import BF16, cache_of, metadata_of, recorded_launches, symmetric_gptq, with_zero_points
+from benchmarks.kernel_report import (
+    BF16,
+    cache_of,
+    metadata_of,
+    recorded_launches,
+    routed_by_torch,
+    symmetric_gptq,
+    with_zero_points,
+)
 from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.low_rank.table import LowRankPiece
+from pagoda.kernels.moe.triton_route import route
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps
 from pagoda.worker.decode_inputs import padded_context, padded_rows
@@ -60,7 +69,9 @@ class Layers:
         for weight in (*self._coded, self._plain):
             ops.linear(x, weight)
         ops.silu_mul(torch.zeros(tokens, 2 * HIDDEN, dtype=BF16))
-        ops.moe(x, torch.zeros(tokens, 4, dtype=BF16), *self._experts, 2, True)
+        router = torch.zeros(tokens, 4, dtype=BF16)
+        route(router, 2, True)
+        routed_by_torch(ops.moe, x, router, *self._experts, 2, True)
         ops.add_low_rank(x, x, torch.ones_like(positions), self._adapter)
         ops.logits(x[: len(query_lens)], self._head)
 
@@ -68,6 +79,8 @@ class Layers:
         logits, ones = torch.empty(num_rows, vocab), np.ones(num_rows, np.float32)
         params = DrawParams(ones, np.full(num_rows, 9, np.int32), ones / 2, ones / 50, ones.astype(np.float64) / 2)
         self.ops.sample(logits, params, self.ops.best_tokens(logits))
+        for k in (0, 1, 5, 16, 20):
+            self.ops.top_logprobs(logits, torch.zeros(num_rows, dtype=torch.int64), k)
 
 
 def batches(count: int) -> Iterator[Rows]:

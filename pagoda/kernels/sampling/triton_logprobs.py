@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from pagoda.kernels.sampling.logprobs import LogprobTensors
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_jit import jit, jit_for_any
 
 _BLOCK = 2048
 
@@ -34,12 +34,12 @@ def _log_sum(logits, stride, vocab, chosen, normalisers, ranks, BLOCK: tl.conste
     tl.store(ranks + index, above + 1)
 
 
-@jit
-def _best_ids(logits, stride, vocab, cuts, ids, k, BLOCK: tl.constexpr):
-    """Store the k best ids of each row, ascending: those above the cut, and the first ones at it."""
+@jit_for_any("k")
+def _best_ids(logits, stride, vocab, best, ids, k, BLOCK: tl.constexpr):
+    """Store the k best ids of each row, ascending: those above the least of the best values, and the first at it."""
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
-    cut = tl.load(cuts + index)
+    cut = tl.load(best + index.to(tl.int64) * k + k - 1)
     num_above = tl.full([], 0, tl.int32)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -78,7 +78,7 @@ def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobT
 def _best(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return the ids of the k best, int64 [n, k], the best first."""
     values, ids = logits.topk(k, dim=-1)  # whichever ids they are of, the values are the k best
-    arguments = logits, logits.stride(0), logits.shape[1], values[:, -1].contiguous(), ids
+    arguments = logits, logits.stride(0), logits.shape[1], values, ids
     _best_ids[(len(logits),)](*arguments, k, _BLOCK, num_warps=8)
     order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
     return ids.gather(1, order)
