@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Measure the engine on a GPU, part by part. Needs no network: weights of real shapes are made on the spot.
 
-    gpu.py [--only PART ...] [--again] [--folder build/gpu] [--list] [--rehearse]
+    gpu.py [--only PART ...] [--budget SECONDS] [--again] [--folder build/gpu] [--list] [--rehearse]
+           [--vllm-python PYTHON]
 
 Each part takes less than 8 minutes, or is stopped, and appends one JSON line to FOLDER/results.jsonl; parts that are
 there already are left out, so an interrupted run continues. A part that failed has a line with "failed" and the reason;
-the next run tries it again. Without a GPU only `compile` and `host` run. What the parts are:
+the next run tries it again, after the others. The most telling parts come first (--list prints the order). With
+--budget a run takes at most so long, and leaves parts that need more than the rest of it to the next run: by our
+estimate, three runs of --budget 540 give all figures that have targets. Without a GPU only `compile` and `host` run.
+What the parts are:
 
     compile                 registers, spills and shared memory of all kernels, compiled for sm_80 and sm_90
     host                    what a step costs the host, with a device that computes nothing
@@ -17,6 +21,9 @@ the next run tries it again. Without a GPU only `compile` and `host` run. What t
     SHAPE:WORKLOAD:eager        the same with torch's kernels and without graphs
     SHAPE:WORKLOAD:flashinfer, :varlen    the same with --attention-backend, where the library is installed
     SHAPE:WORKLOAD:transformers continuous batching of transformers, on the same card
+    SHAPE:WORKLOAD:vllm         vLLM on the same card, where the Python of --vllm-python has it (this one, by default)
+
+Every engine runs a workload twice, and the second time is measured: the first compiles kernels and captures graphs.
 
 --rehearse runs all of it on the CPU with a tiny model and small inputs, in a folder of its own: it proves the script,
 and measures nothing.
@@ -29,13 +36,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # as a script it sees its own folder only
+
+from benchmarks.gpu_shares import ModelBytes, Result, shares_of_ceilings  # noqa: E402
+
 LIMIT_S = 470
 WITHOUT_GPU = ("compile", "host")
 
@@ -57,8 +68,6 @@ VARIANTS = {
 }
 REHEARSED = "tiny"
 
-Result = dict[str, object]
-
 
 @dataclass(slots=True)
 class Bench:
@@ -72,6 +81,7 @@ class Bench:
     device: str
     limit_s: float = LIMIT_S
     ends_s: float = float("inf")
+    vllm_python: str = sys.executable
 
     @property
     def is_rehearsal(self) -> bool:
@@ -82,27 +92,34 @@ class Bench:
         shapes = (REHEARSED,) if self.is_rehearsal else SHAPES
         workloads = (REHEARSED, "decode1") if self.is_rehearsal else WORKLOADS
         small, common = shapes[0], workloads[0]
+        tests = KERNEL_TESTS[:1] if self.is_rehearsal else KERNEL_TESTS
         found: dict[str, Callable[[], Result]] = {
-            "compile": self.compile_report,
-            "host": self.host,
             "ceilings": self.measure_ceilings,
+            f"kernels:{Path(tests[0]).stem}": partial(self.kernel_tests, tests[0]),
+            f"{small}:{common}": partial(self.throughput, small, common, ""),
         }
-        for path in KERNEL_TESTS[:1] if self.is_rehearsal else KERNEL_TESTS:
-            found[f"kernels:{Path(path).stem}"] = partial(self.kernel_tests, path)
-        for shape in shapes:
-            for workload in workloads:
-                found[f"{shape}:{workload}"] = partial(self.throughput, shape, workload, "")
+        if not self.is_rehearsal:
+            found[f"{small}:{common}:transformers"] = partial(self.transformers, small, common)
         for batch in IDLE_BATCHES[:1] if self.is_rehearsal else IDLE_BATCHES:
             found[f"{small}:idle{batch}"] = partial(self.idle, small, batch)
+        if not self.is_rehearsal:
+            found[f"{small}:{common}:vllm"] = partial(self.vllm, small, common)
+        found[f"{small}:{common}:invariant"] = partial(self.throughput, small, common, "invariant")
+        # All workloads of a model together: only one model is kept. The large one has a target.
+        for shape in sorted(shapes, key=lambda shape: shape != "llama-3.1-8b"):
+            for workload in sorted(workloads, key=lambda workload: workload != "decode1"):
+                found.setdefault(f"{shape}:{workload}", partial(self.throughput, shape, workload, ""))
         for workload in (common,) if self.is_rehearsal else (common, "decode1", "decode64"):
             for variant in ("invariant", "eager"):
-                found[f"{small}:{workload}:{variant}"] = partial(self.throughput, small, workload, variant)
+                part = partial(self.throughput, small, workload, variant)
+                found.setdefault(f"{small}:{workload}:{variant}", part)
         if not self.is_rehearsal:
             for workload in (common, "decode64", "prefill8k"):
                 for variant in ("flashinfer", "varlen"):
                     found[f"{small}:{workload}:{variant}"] = partial(self.throughput, small, workload, variant)
-            found[f"{small}:{common}:transformers"] = partial(self.transformers, small, common)
-        return found
+        for path in tests:
+            found.setdefault(f"kernels:{Path(path).stem}", partial(self.kernel_tests, path))
+        return {**found, "host": self.host, "compile": self.compile_report}
 
     def measure(self, name: str, part: Callable[[], Result]) -> Result:
         """Run a part and append its line to the results: what it found, or "failed" with the reason."""
@@ -129,14 +146,16 @@ class Bench:
         """Run a workload on a model of random weights."""
         model = self.model(shape)
         arrivals = ["--arrivals"] if workload == "chat" else []
-        command = [sys.executable, "-m", "pagoda", "bench", "throughput", "--json", "--workload",
-                   str(self.workload(workload)), "--model", str(model), "--device", self.device, "--dtype", "bfloat16",
+        path = self.workload(workload)
+        command = [sys.executable, "-m", "pagoda", "bench", "throughput", "--json", "--warm-up",
+                   "--workload", str(path), "--model", str(model), "--device", self.device, "--dtype", "bfloat16",
                    *(["--kv-cache-memory", "64MiB"] if self.is_rehearsal else []), *arrivals,
                    *VARIANTS[variant]]  # fmt: skip
         found = json.loads(self.run(command).splitlines()[-1])
-        weight_bytes = (model / "model.safetensors").stat().st_size
-        shares = shares_of_ceilings(found, workload, weight_bytes, self.ceilings()) if "a3b" not in shape else {}
-        return {**found, "weight_bytes": weight_bytes, **shares}
+        if "a3b" in shape:  # a step reads the weights of the experts that its tokens have chosen
+            return found
+        work, is_decode = json.loads(path.read_text()), workload.startswith("decode")
+        return {**found, **shares_of_ceilings(found, work, ModelBytes.of(model), self.ceilings(), is_decode)}
 
     def ceilings(self) -> Result:
         """Return what the card has been measured to reach; empty if that part has not run."""
@@ -195,24 +214,25 @@ class Bench:
         command = [sys.executable, str(HERE / "peers" / "transformers_continuous_peer.py")]
         return json.loads(self.run([*command, str(self.model(shape)), str(self.workload(workload))]).splitlines()[-1])
 
+    def vllm(self, shape: str, workload: str) -> Result:
+        look = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
+        if self.run([self.vllm_python, "-c", look]).strip() != "True":
+            raise LookupError(f"{self.vllm_python} has no vLLM")
+        command = [self.vllm_python, str(HERE / "peers" / "vllm_peer.py")]
+        arguments = [str(self.model(shape)), str(self.workload(workload)), "--warm-up"]
+        return json.loads(self.run([*command, *arguments]).splitlines()[-1])
 
-def shares_of_ceilings(
-    found: Mapping[str, object], workload: str, weight_bytes: int, ceilings: Mapping[str, object]
-) -> Result:
-    """Return the shares of the card's bandwidth and products that a dense bfloat16 model's throughput takes.
 
-    Of the bandwidth, for the decode workloads: all weights are read once per step. The KV cache is left out, so the
-    share is at least this. Of the products: two per weight and token, prompts included, without attention.
-    """
-    if not ceilings:
-        return {}
-    tokens = int(str(found["in"])) + int(str(found["out"]))
-    flops = weight_bytes * tokens / float(str(found["secs"]))  # two products per weight, two bytes per weight
-    shares: Result = {"share_of_flops": flops / float(str(ceilings["bf16_flops_per_s"]))}
-    if workload.startswith("decode"):
-        steps_per_s = float(str(found["out_tok_s"])) / int(workload.removeprefix("decode"))
-        shares["share_of_bandwidth"] = weight_bytes * steps_per_s / float(str(ceilings["copy_bytes_per_s"]))
-    return shares
+def estimated_s(name: str) -> float:
+    """Return about how long a part takes on a fast card, with the making of its model: a guess, for --budget."""
+    kind = name.rpartition(":")[2]
+    if name in ("ceilings", "host", "compile"):
+        return {"ceilings": 30, "host": 60, "compile": 300}[name]
+    if name.startswith("kernels:"):
+        return 150
+    making = {"llama-3.1-8b": 160, "qwen3-30b-a3b": 400}.get(name.partition(":")[0], 30)
+    working = 200 if kind in ("vllm", "transformers") else 120 if kind in ("nano256", "chat") else 60
+    return min(LIMIT_S, making + working)
 
 
 def run(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
@@ -271,9 +291,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="measure parts that have results too")
     parser.add_argument("--folder", type=Path, default=HERE.parent / "build" / "gpu")
     parser.add_argument("--list", action="store_true", help="print the names of the parts")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="of the whole run")
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON", help="a Python with vLLM")
     parser.add_argument("--rehearse", action="store_true", help="run everything small, on the CPU")
     given = parser.parse_args(arguments)
+    ends_s = time.monotonic() + given.budget
     bench = Bench(given.folder / "rehearsal", "cpu") if given.rehearse else Bench(given.folder, "cuda")
+    bench.vllm_python = given.vllm_python
     wanted = {name: part for name, part in bench.parts().items()
               if given.only is None or any(name.startswith(start) for start in given.only)}  # fmt: skip
     if not wanted:
@@ -286,14 +310,21 @@ def main(arguments: list[str] | None = None) -> None:
         unmeasured = {name: "torch sees no GPU here" for name in wanted if name not in WITHOUT_GPU}
         if len(unmeasured) == len(wanted):
             sys.exit(f"torch sees no GPU here; without one only {' and '.join(WITHOUT_GPU)} run, and --rehearse")
-    done = {found["part"] for found in read_results(bench.results) if "failed" not in found}
+    results = read_results(bench.results)
+    done = {found["part"] for found in results if "failed" not in found}
+    tried = {found["part"] for found in results} - done
     num_failed = 0
-    for name, part in wanted.items():
+    for name, part in sorted(wanted.items(), key=lambda item: item[0] in tried):
         if name in unmeasured:
             continue
         if name in done and not given.again:
             print(f"{name}: measured before (--again repeats it)")
             continue
+        left_s = ends_s - time.monotonic()
+        if left_s < estimated_s(name):
+            unmeasured[name] = "the rest of --budget is too short"
+            continue
+        bench.limit_s = min(LIMIT_S, left_s)
         found = bench.measure(name, part)
         if "failed" in found:
             unmeasured[name] = str(found["failed"])

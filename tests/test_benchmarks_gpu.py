@@ -6,14 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import Bench, Result, append_result, main, read_results, shares_of_ceilings
+from benchmarks.gpu import Bench, Result, append_result, estimated_s, main, read_results
 from benchmarks.gpu_idle import busy_us, longest_gaps_us
+from benchmarks.gpu_shares import ModelBytes, shares_of_ceilings
 from benchmarks.host_step import measure
+from benchmarks.make_random_model import SHAPES, make
 
 
 def test_kernels_that_overlap_are_counted_once() -> None:
@@ -24,14 +28,32 @@ def test_kernels_that_overlap_are_counted_once() -> None:
     assert longest_gaps_us(spans[:1]) == []
 
 
+def test_what_a_step_reads(tmp_path: Path) -> None:
+    """A table of embeddings is read once per step where it is the head, and else not at all."""
+    make(SHAPES["tiny"], tmp_path / "tied")
+    make(replace(SHAPES["tiny"], tie_word_embeddings=False), tmp_path / "not")
+    tied, apart = ModelBytes.of(tmp_path / "tied"), ModelBytes.of(tmp_path / "not")
+    shape = SHAPES["tiny"]
+    assert tied.head == apart.head == 2 * shape.vocab_size * shape.hidden_size
+    assert tied.body == pytest.approx(apart.body, rel=1e-2)  # but for the header of the file
+    weights = tied.body / 2 / shape.num_hidden_layers
+    per_layer = shape.hidden_size * (
+        2 * shape.head_dim * (shape.num_attention_heads + shape.num_key_value_heads) + 3 * shape.intermediate_size
+    )
+    assert weights == pytest.approx(per_layer, rel=5e-2)
+    assert tied.kv_per_token == 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+
+
 def test_shares_of_what_the_card_reaches() -> None:
     card = {"copy_bytes_per_s": 4e12, "bf16_flops_per_s": 8e14}
-    found = {"in": 800, "out": 800, "secs": 2.0, "out_tok_s": 400.0}
-    shares = shares_of_ceilings(found, "decode8", int(16e9), card)
-    assert shares["share_of_bandwidth"] == pytest.approx(16e9 * (400 / 8) / 4e12)
-    assert shares["share_of_flops"] == pytest.approx(2 * 8e9 * 800 / 8e14)
-    assert "share_of_bandwidth" not in shares_of_ceilings(found, "prefill8k", int(16e9), card)
-    assert shares_of_ceilings(found, "decode8", int(16e9), {}) == {}
+    model = ModelBytes(body=int(14e9), head=int(1e9), kv_per_token=131072)
+    work = [{"prompt_token_ids": [5] * 16, "max_tokens": 100}] * 8
+    shares = shares_of_ceilings({"secs": 2.0}, work, model, card, is_decode=True)
+    seen = 8 * sum(16 + step for step in range(100))
+    assert shares["share_of_bandwidth"] == pytest.approx((100 * 15e9 + 131072 * seen) / 2 / 4e12)
+    assert shares["share_of_flops"] == pytest.approx((14e9 * 8 * 116 + 1e9 * 800) / 2 / 8e14)
+    assert "share_of_bandwidth" not in shares_of_ceilings({"secs": 2.0}, work, model, card, is_decode=False)
+    assert shares_of_ceilings({"secs": 2.0}, work, model, {}, is_decode=True) == {}
 
 
 def test_a_result_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
@@ -52,6 +74,9 @@ def test_a_result_after_one_that_was_cut_off_is_kept(tmp_path: Path) -> None:
     assert [found["part"] for found in read_results(path)] == ["compile", "ceilings", "host"]
 
 
+WORK = [{"prompt_token_ids": [5, 6], "max_tokens": 10}, {"prompt_token_ids": [7], "max_tokens": 10}]
+
+
 def answered(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> str:
     """What a part's commands print, with made-up figures. They take no time and need no GPU."""
     assert 0 < timeout_s <= gpu.LIMIT_S
@@ -60,6 +85,8 @@ def answered(command: list[str], timeout_s: float, environment: Mapping[str, str
         folder = Path(command[-1])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.safetensors").write_bytes(bytes(64))
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
+        (folder / "config.json").write_text(json.dumps({**dict.fromkeys(sizes, 2), "tie_word_embeddings": True}))
         return ""
     return {
         "pagoda": '{"in": 10, "out": 20, "secs": 2.0, "out_tok_s": 10.0}\n',
@@ -68,7 +95,8 @@ def answered(command: list[str], timeout_s: float, environment: Mapping[str, str
         "benchmarks.gpu_idle": '{"idle": 0.04}\n',
         "benchmarks.kernel_report": "| op |\n",
         "pytest": "....\n4 passed in 1 s\n",
-    }.get(script, "[]" if script.endswith("workload.py") else '{"tok_s": 1.0}\n')
+        "-c": "True",
+    }.get(script, json.dumps(WORK) if script.endswith("workload.py") else '{"tok_s": 1.0}\n')
 
 
 def test_every_part_starts_and_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +106,9 @@ def test_every_part_starts_and_leaves_its_figures(tmp_path: Path, monkeypatch: p
     found = {str(result["part"]): result for result in read_results(tmp_path / "results.jsonl")}
     assert list(found) == list(Bench(tmp_path, "cuda").parts())
     assert not [name for name, result in found.items() if "failed" in result]
-    assert found["qwen3-0.6b:decode8"]["share_of_bandwidth"] == pytest.approx(64 * (10 / 8) / 4e3)
+    assert found["qwen3-0.6b:decode8"]["share_of_bandwidth"] == pytest.approx((10 * 64 + 32 * 120) / 2 / 4e3)
     assert found["kernels:test_moe"]["tests"] == "4 passed in 1 s"
+    assert found["qwen3-0.6b:nano256:vllm"]["tok_s"] == 1.0
     kept = [path.parent.name for path in (tmp_path / "models").glob("*/model.safetensors")]
     assert kept == ["qwen3-0.6b"], "the models of earlier parts take the disk's room"
 
@@ -103,6 +132,39 @@ def run_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         return started
 
     return call
+
+
+def test_parts_that_do_not_fit_are_left_to_the_next_run(
+    run_parts: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts: dict[str, Callable[[], Result]] = {
+        "ceilings": lambda: {"x": 1}, "llama-3.1-8b:decode1": lambda: {"x": 2}, "host": lambda: {"x": 3}
+    }  # fmt: skip
+    assert run_parts(parts, "--budget", "100") == ["ceilings", "host"]
+    assert "llama-3.1-8b:decode1: the rest of --budget is too short" in capsys.readouterr().out
+    assert run_parts(parts, "--budget", "540") == ["llama-3.1-8b:decode1"]
+
+
+def test_the_figures_with_targets_fit_into_three_runs() -> None:
+    """Each of at most ten minutes, of which the start of a machine takes some."""
+    wanted = {"ceilings", "qwen3-0.6b:nano256", "qwen3-0.6b:nano256:transformers", "llama-3.1-8b:decode1"}
+    wanted |= {f"qwen3-0.6b:idle{batch}" for batch in gpu.IDLE_BATCHES}
+    left, runs = list(Bench(Path(), "cuda").parts()), 0
+    while wanted & set(left):
+        remaining_s, runs = 540.0, runs + 1
+        for name in list(left):
+            if estimated_s(name) <= remaining_s:
+                remaining_s -= estimated_s(name)
+                left.remove(name)
+    assert runs <= 3
+    assert all(estimated_s(name) <= gpu.LIMIT_S for name in Bench(Path(), "cuda").parts())
+
+
+def test_without_vllm_its_part_says_so(tmp_path: Path) -> None:
+    if find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    found = Bench(tmp_path, "cuda").measure("vllm", lambda: Bench(tmp_path, "cuda").vllm("tiny", "nano256"))
+    assert str(found["failed"]).endswith("has no vLLM")
 
 
 def interrupted() -> Result:
@@ -136,7 +198,8 @@ def test_what_could_not_be_measured_is_marked_and_tried_again(
     assert "output: JSONDecodeError" in said[said.index("Not measured:") :]
     assert bench.ceilings() == {}
     parts["ceilings"] = lambda: {"copy_bytes_per_s": 1.0}
-    assert run_parts(parts)[:3] == ["status", "output", "ceilings"]
+    parts["new"] = lambda: {"x": 2}
+    assert run_parts(parts)[:4] == ["new", "status", "output", "ceilings"], "what failed comes last"
     assert bench.ceilings()["copy_bytes_per_s"] == 1.0
     assert run_parts(parts, "--only", "ceilings", "works") == []
 
@@ -199,7 +262,7 @@ def test_a_rehearsal_has_a_part_of_every_kind() -> None:
 
     missing = kinds("cuda") - kinds("cpu")
     assert {name for name in missing if not name.startswith("test_")} == {
-        "nano", "prefill8k", "prefix", "chat", "transformers", "flashinfer", "varlen"
+        "nano", "prefill8k", "prefix", "chat", "transformers", "vllm", "flashinfer", "varlen"
     }  # fmt: skip
 
 

@@ -21,6 +21,11 @@ def read_work(path: str) -> list[dict[str, Any]]:
         return json.load(file)
 
 
+def with_other_tokens(work: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requests of the same lengths, to warm up with: they share the same prefixes and cache nothing for `work`."""
+    return [{**request, "prompt_token_ids": [token ^ 1 for token in request["prompt_token_ids"]]} for request in work]
+
+
 def measure(engine: str, work: list[dict[str, Any]], run: Callable[[], int], sequences: int = 1) -> None:
     """Time `run`, which returns the number of output tokens, and print the line.
 

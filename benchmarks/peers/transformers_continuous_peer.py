@@ -3,8 +3,9 @@
 import sys
 
 import torch
-from common import measure, read_work
+from common import measure, read_work, with_other_tokens
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 
 def main() -> None:
@@ -13,7 +14,14 @@ def main() -> None:
         sys.argv[1], dtype=torch.bfloat16, device_map="cuda", attn_implementation="sdpa"
     ).eval()
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=8)
-    manager = model.init_continuous_batching(generation_config=config)
+    # As generate_batch does it: sizes from the workload, and graphs captured before the start.
+    hints = WorkloadHints(
+        max_prompt_length=max(len(request["prompt_token_ids"]) for request in work),
+        max_generated_length=max(request["max_tokens"] for request in work),
+        num_requests=len(work),
+    )
+    manager = model.init_continuous_batching(generation_config=config, workload_hints=hints)
+    manager.warmup()
     manager.start()
 
     def run(requests: list[dict[str, object]]) -> int:
@@ -31,7 +39,7 @@ def main() -> None:
                 num_out += len(result.generated_tokens)
         return num_out
 
-    run([{"prompt_token_ids": list(range(10, 40)), "max_tokens": 8}])
+    run(with_other_tokens(work))
     measure("transformers continuous batching", work, lambda: run(work))
     manager.stop(block=True)
 

@@ -1,9 +1,13 @@
-"""vLLM's CPU build. usage: vllm_peer.py MODEL_DIR WORKLOAD.json"""
+"""vLLM, on a GPU or in its CPU build. usage: vllm_peer.py MODEL_DIR WORKLOAD.json [--warm-up]
+
+--warm-up: run the workload once before, not measured, with other tokens in its prompts.
+"""
 
 import os
 import sys
+from typing import Any
 
-from common import measure, read_work
+from common import measure, read_work, with_other_tokens
 
 
 def main() -> None:
@@ -15,13 +19,16 @@ def main() -> None:
     longest = max(len(request["prompt_token_ids"]) + request["max_tokens"] for request in work)
     llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=max(2048, longest), max_num_seqs=max(8, len(work)))
 
-    def generate(prompts: list[list[int]], lengths: list[int]) -> int:
-        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length) for length in lengths]
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    def generate(requests: list[dict[str, Any]]) -> int:
+        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=each["max_tokens"]) for each in requests]
+        prompts = [{"prompt_token_ids": each["prompt_token_ids"]} for each in requests]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    generate([list(range(10, 40))], [8])
-    measure("vllm", work, lambda: generate([r["prompt_token_ids"] for r in work], [r["max_tokens"] for r in work]))
+    generate([{"prompt_token_ids": list(range(10, 40)), "max_tokens": 8}])
+    if "--warm-up" in sys.argv[3:]:
+        generate(with_other_tokens(work))
+    measure("vllm", work, lambda: generate(work))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,13 +30,18 @@ def throughput(
     arrivals: Annotated[
         bool, typer.Option("--arrivals", help="Send requests at their arrival_s instead of all at once.")
     ] = False,
+    warm_up: Annotated[
+        bool,
+        typer.Option("--warm-up", help="Run the workload once before, not measured, with other tokens in its prompts."),
+    ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Show how much time each part of a step takes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
 ) -> None:
     """Output tokens per second on a workload. Outputs have exactly max_tokens tokens: all engines do the same work.
 
     secs counts from the first request to the last token; cold_start_s from the start of the process until the model
-    has answered a short request.
+    has answered a short request. On a GPU, kernels are compiled and graphs captured while first used: --warm-up leaves
+    that out of secs.
     """
     from pagoda.cli.session import load, seconds_since_start
 
@@ -43,6 +49,8 @@ def throughput(
     llm, worker = load_profiled(options) if profile else (load(options), None)
     run_at_once(llm, [WorkItem(list(range(10, 40)), WARM_UP_TOKENS)])
     cold_start_s = seconds_since_start()
+    if warm_up:
+        run_at_once(llm, with_other_tokens(items))
     if worker is not None:
         worker.measure()
     begin_s = time.perf_counter()
@@ -65,6 +73,14 @@ def throughput(
     )
     if measured is not None and not as_json:
         print_breakdown(rows, measured.num_steps)
+
+
+def with_other_tokens(items: Sequence[WorkItem]) -> list[WorkItem]:
+    """Return requests to warm up with.
+
+    They have the same lengths and share the same prefixes, and none of their blocks serves `items`.
+    """
+    return [replace(item, prompt_token_ids=[token ^ 1 for token in item.prompt_token_ids]) for item in items]
 
 
 def fixed_length(num_tokens: int) -> SamplingParams:

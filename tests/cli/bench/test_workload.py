@@ -10,6 +10,7 @@ import pytest
 from pagoda.base.errors import ConfigError
 from pagoda.cli.bench.figures import percentile
 from pagoda.cli.bench.startup import time_start
+from pagoda.cli.bench.throughput import with_other_tokens
 from pagoda.cli.bench.workload import WorkItem, random_workload, read_workload
 
 MAKER = Path(__file__).parents[3] / "benchmarks" / "workload.py"
@@ -75,6 +76,12 @@ def test_empty_workload(tmp_path: Path) -> None:
     (tmp_path / "w.json").write_text(json.dumps([]))
     with pytest.raises(ConfigError, match="has no requests"):
         read_workload(tmp_path / "w.json")
+
+
+def test_requests_to_warm_up_with_share_what_the_others_share() -> None:
+    items = [WorkItem([10, 11, 12, 13], 3), WorkItem([10, 11, 40], 5, 0.5)]
+    others = with_other_tokens(items)
+    assert others == [WorkItem([11, 10, 13, 12], 3), WorkItem([11, 10, 41], 5, 0.5)]
 
 
 def test_random_workload_is_repeatable() -> None:
