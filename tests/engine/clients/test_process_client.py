@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,10 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients import engine_link
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.outputs.output_processor import OutputKind
 from tests.engine.clients.engine_in_process import Work, run_engine
+from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
 
@@ -45,7 +44,7 @@ def run(
     **options: object,
 ) -> None:
     config = EngineConfig.from_options(**OPTIONS, **options)
-    run_engine(work, ProcessClient(config, 60.0, module), config)
+    run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, module), config)
 
 
 async def wait_for_steps(client: ProcessClient, count: int) -> None:
@@ -157,28 +156,12 @@ def test_a_suspect_that_is_probed_when_another_request_kills_the_engine_is_not_r
     run(work, async_scheduling=async_scheduling)
 
 
-class HurriedClock:
-    """The clock of EngineLink, which runs ahead while the engine hangs: no busy machine makes another step too long."""
-
-    def __init__(self, hanging_file: Path) -> None:
-        self._hanging_file = hanging_file
-        self._ahead_s = 0.0
-        self.client: ProcessClient | None = None
-
-    def monotonic(self) -> float:
-        hanging = self._hanging_file.read_text() if self._hanging_file.exists() else None
-        if self.client is not None and hanging == str(self.client.engine_pid):
-            self._ahead_s += 20.0
-        return time.monotonic() + self._ahead_s
-
-
-def test_a_hung_step_counts_as_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = HurriedClock(tmp_path / "hanging")
-    monkeypatch.setenv("HANGING_FILE", str(tmp_path / "hanging"))
-    monkeypatch.setattr(engine_link, "time", clock)
+def test_a_hung_step_counts_as_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: HurriedClock) -> None:
+    hanging = tmp_path / "hanging"
+    monkeypatch.setenv("HANGING_FILE", str(hanging))
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
-        clock.client = client
+        clock.hurries = lambda: hanging.exists() and hanging.read_text() == str(client.engine_pid)
         undisturbed = tokens(await collect(llm, "a"))
         hang = asyncio.create_task(collect(llm, "hang"))
         assert tokens(await collect(llm, "a")) == undisturbed

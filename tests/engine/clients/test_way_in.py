@@ -23,10 +23,10 @@ from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputProcessor
 from pagoda.llm import LLM
+from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 from tests.engine.clients.test_process_client import collect, run, tokens
 from tests.fake_engine import byte_inputs, fake_core
 
-STEP_TIMEOUT_S = 2.0
 MODULE = "tests.engine.faulty_engine"
 Work = Callable[[AsyncEngine, ProcessClient], Awaitable[None]]
 
@@ -46,15 +46,16 @@ async def ask(llm: AsyncEngine, name: str, spoil: Callable[[Request], Request] =
     return last.error or ""
 
 
-async def assert_clean(llm: AsyncEngine, client: ProcessClient) -> None:
+async def assert_clean(llm: AsyncEngine, client: ProcessClient, clock: HurriedClock) -> None:
     """Nothing of any request is left anywhere, and an idle engine is not taken for hung."""
     assert len(client._journal) == 0
     assert llm._outputs.live_ids == []
     assert llm._readers == {}
-    await asyncio.sleep(1.25 * STEP_TIMEOUT_S)  # the watch looks every tenth of a second
+    clock.ahead_s += 2 * STEP_TIMEOUT_S
+    while client.stuck_for_s() > STEP_TIMEOUT_S:  # the watch has not looked yet
+        await asyncio.sleep(0.01)
     assert client._supervisor.link is not None
     assert client._supervisor.link.is_idle
-    assert client.stuck_for_s() < STEP_TIMEOUT_S
     stats = client.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
     assert client.num_deaths == 0
@@ -72,7 +73,9 @@ def fail_for(name: str, method: Callable[..., Any], at: int) -> Callable[..., An
     return failing
 
 
-def test_a_request_that_fails_to_enter_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_to_enter_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, clock: HurriedClock
+) -> None:
     monkeypatch.setattr(Journal, "open", fail_for("in-journal", Journal.open, 1))
     monkeypatch.setattr(OutputProcessor, "open", fail_for("in-outputs", OutputProcessor.open, 1))
     monkeypatch.setattr(EngineLink, "send_bytes", fail_for("in-send", EngineLink.send_bytes, 1))
@@ -97,15 +100,15 @@ def test_a_request_that_fails_to_enter_leaves_nothing_behind(monkeypatch: pytest
         for name, part in expected.items():
             assert part in errors[name], name
         assert tokens(await other) == undisturbed
-        await assert_clean(llm, client)
+        await assert_clean(llm, client, clock)
         assert tokens(await collect(llm, "a")) == undisturbed
 
-    run(work, MODULE, STEP_TIMEOUT_S)
+    run(work, MODULE)
 
 
 @pytest.mark.parametrize("where", ["replay", "encode", "engine"])
 def test_an_entry_that_cannot_be_replayed_ends_alone(
-    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: HurriedClock
 ) -> None:
     faults = tmp_path / "faults"
     monkeypatch.setenv("REPLAY_FAULTS", str(faults))
@@ -137,20 +140,22 @@ def test_an_entry_that_cannot_be_replayed_ends_alone(
         assert tokens(await other) == undisturbed
         assert client.num_deaths == 1
         client._supervisor.num_deaths = 0
-        await assert_clean(llm, client)
+        await assert_clean(llm, client, clock)
 
-    run(work, MODULE, STEP_TIMEOUT_S)
+    run(work, MODULE)
 
 
-def test_a_hung_engine_is_still_noticed_when_it_hangs_before_its_first_step() -> None:
+def test_a_hung_engine_is_still_noticed_when_it_hangs_before_its_first_step(clock: HurriedClock) -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         await collect(llm, "a", max_tokens=3)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGSTOP)
+        stopped = client.engine_pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        clock.hurries = lambda: client.engine_pid == stopped
         assert len(tokens(await collect(llm, "bb"))[0]) == 60
         assert client.num_deaths == 1
 
-    run(work, MODULE, STEP_TIMEOUT_S)
+    run(work, MODULE)
 
 
 class BrokenOnce:
