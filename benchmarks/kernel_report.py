@@ -235,7 +235,7 @@ def _linears() -> dict[str, Callable[[], object]]:
         "linear, batch-invariant": lambda: steady.linear(few, plain),
         "logits, batch-invariant": lambda: steady.logits(few, plain),
     }
-    for title, weight in _coded(6144, 4096).items():
+    for title, weight in coded(6144, 4096).items():
         by = widening if title == "fp8" else ops
         prepared = by.prepare_quantized_linear(weight, BF16)
         made[f"linear, {title}, decode"] = partial(by.linear, few, prepared)
@@ -248,11 +248,11 @@ def _experts() -> dict[str, Callable[[], object]]:
     made: dict[str, Callable[[], object]] = {}
     ops: Any = TritonOps(max_model_len=40_960, multiplies_fp8=True)
     shapes = (1536, 2048), (2048, 768)
-    coded = [_coded(*shape) for shape in shapes]
-    for title in ("", *coded[0]):
+    of_shapes = [coded(*shape) for shape in shapes]
+    for title in ("", *of_shapes[0]):
         by = TritonOps(max_model_len=40_960, multiplies_fp8=False) if title == "fp8" else ops
         stacks = []
-        for shape, weights in zip(shapes, coded, strict=True):
+        for shape, weights in zip(shapes, of_shapes, strict=True):
             if title:
                 one = by.prepare_quantized_linear(weights[title], BF16)
             else:
@@ -271,7 +271,9 @@ def routed_by_torch(moe: Callable[..., object], *args: object) -> object:
         return moe(*args)
 
 
-def _coded(out_features: int, in_features: int) -> dict[str, QuantizedWeight | Fp8Weight]:
+def coded(out_features: int, in_features: int) -> dict[str, QuantizedWeight | Fp8Weight]:
+    """Return a weight of every form, by title."""
+
     def grouped(bits: int, group: int, has_minima: bool = False) -> QuantizedWeight:
         scales = torch.zeros(out_features, in_features // group, dtype=torch.float16)
         codes = torch.zeros(out_features, in_features, dtype=torch.uint8)

@@ -1,7 +1,8 @@
 """What a Hopper GPU would compute, read from compiled kernels; to be run with TRITON_INTERPRET=0, and without a GPU.
 
 Prints JSON: "fp8 sums", per product of 8-bit floats, the elements that are summed in low precision; "layouts", of a
-batch-invariant decode and of a prefill, which threads hold what in their products and sums, in order.
+batch-invariant decode and of a prefill, which threads hold what in their products and sums, in order; "loads ahead",
+per form of weights, the places in the code that begin to load a tile while another is multiplied.
 """
 
 import json
@@ -13,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.kernel_report import BF16, FP8, cache_of, metadata_of, recorded_launches
+from benchmarks.kernel_report import BF16, FP8, cache_of, coded, metadata_of, recorded_launches
 from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.triton_ops import TritonOps
 
@@ -42,6 +43,16 @@ def fp8_sums() -> list[int]:
     return found
 
 
+def loads_ahead() -> dict[str, int]:
+    ops: Any = TritonOps(multiplies_fp8=False)
+    found: dict[str, int] = {}
+    for title, weight in coded(128, 512).items():
+        prepared = ops.prepare_quantized_linear(weight, BF16)
+        code = compiled(lambda prepared=prepared: ops.linear(torch.zeros(70, 512, dtype=BF16), prepared))["_linear"]
+        found[title] = code.count("ttg.async_copy_global_to_local")
+    return found
+
+
 def layouts() -> list[list[str]]:
     ops: Any = TritonOps(batch_invariant=True, multiplies_fp8=True)
     cache, metadata = cache_of(BF16), metadata_of([1, 100], 1000, 16)
@@ -61,4 +72,4 @@ def _layouts_of(code: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"fp8 sums": fp8_sums(), "layouts": layouts()}))
+    print(json.dumps({"fp8 sums": fp8_sums(), "layouts": layouts(), "loads ahead": loads_ahead()}))

@@ -57,10 +57,11 @@ def _add_int8(acc, weight, rows, record, HAS_MINIMA: tl.constexpr, GROUP: tl.con
 def _add_int4(acc, weight, rows, record, HAS_MINIMA: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
     """Add half of BLOCK_K elements of an even group, and as many of the next."""
     PIECE: tl.constexpr = BLOCK_K // 2
-    byte = record * PIECE
-    even = byte // GROUP * 2
-    at = even * GROUP + byte % GROUP + tl.arange(0, PIECE)
-    pair = _load_codes(weight, byte + tl.arange(0, PIECE))
+    PIECES: tl.constexpr = GROUP // PIECE
+    even = record // PIECES * 2
+    # As a multiple of PIECE: the compiler must see that the elements are aligned, to load them ahead.
+    at = even * GROUP + record % PIECES * PIECE + tl.arange(0, PIECE)
+    pair = _load_codes(weight, record * PIECE + tl.arange(0, PIECE))
     acc = _add_group(acc, pair & 15, weight, rows, even, at, 8, HAS_MINIMA)
     return _add_group(acc, pair >> 4, weight, rows, even + 1, at + GROUP, 8, HAS_MINIMA)
 
