@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cuda: run the tests of numbers, and no others, on a GPU; without one this is an error",
+        help="cuda: run the tests of numbers and those marked gpu, and no others; without a GPU this is an error",
     )
 
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA GPU here; leave it out to run on the CPU")
-    kept = [item for item in items if _OF_NUMBERS & _fixtures_of(item)]
+    kept = [item for item in items if _OF_NUMBERS & _fixtures_of(item) or item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
 

@@ -22,7 +22,8 @@ def test_without_a_gpu_the_device_cuda_is_refused(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(
         "def test_numbers(device_under_test):\n    assert 0\n\n\ndef test_other():\n    assert 0\n\n\n"
         "import pytest\n\n\n"
-        "@pytest.mark.parametrize('kernels', ['triton_ops', 'native'])\ndef test_by_name(kernels):\n    assert 0\n"
+        "@pytest.mark.parametrize('kernels', ['triton_ops', 'native'])\ndef test_by_name(kernels):\n    assert 0\n\n\n"
+        "@pytest.mark.gpu\ndef test_of_a_card():\n    assert 0\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rs", "test_two.py"]
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "CUDA_VISIBLE_DEVICES": ""}
@@ -30,8 +31,8 @@ def test_without_a_gpu_the_device_cuda_is_refused(tmp_path: Path) -> None:
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda: torch sees no CUDA GPU here; leave it out to run on the CPU" in run.stderr
     on_cpu = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "4 failed" in on_cpu.stdout
+    assert "5 failed" in on_cpu.stdout
     (tmp_path / "conftest.py").write_text("import torch\n\ntorch.cuda.is_available = lambda: True\n")
     on_gpu = [*command, "--device", "cuda", "--collect-only"]
     collected = subprocess.run(on_gpu, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "2/4 tests collected (2 deselected)" in collected.stdout
+    assert "3/5 tests collected (2 deselected)" in collected.stdout
