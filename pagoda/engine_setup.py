@@ -19,11 +19,19 @@ from pagoda.kernels.attention.backend_memory import BackendMemory
 from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
 from pagoda.worker.embeds_memory import EmbedsMemory, embeds_memory
-from pagoda.worker.memory import KVCapacity, available_memory, memory_limit, plan_capacity, require_host_memory
+from pagoda.worker.memory import (
+    KVCapacity,
+    available_memory,
+    memory_limit,
+    plan_capacity,
+    require_device_memory,
+    require_host_memory,
+)
 from pagoda.worker.speculation.setup import DraftSetup, resolve_drafting
 
 logger = logging.getLogger("pagoda")
@@ -185,7 +193,10 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     """
     attention = attention_in_memory(setup)
     if free_bytes is None:
-        free = _free_bytes(setup.device) - weights_in_memory(setup) - attention.total
+        free = _free_bytes(setup.device)
+        if setup.device != "cpu":
+            _require_weights_fit(setup, free)
+        free -= weights_in_memory(setup) + attention.total
     else:
         free = free_bytes - (setup.drafting.memory_bytes if setup.drafting else 0) - attention.later
     config, is_on_host, embeds = setup.config, setup.device == "cpu", embeds_in_memory(setup)
@@ -200,11 +211,30 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
         config.debug,
     )
     if config.debug.distributed_executor_backend != "fake":
+        if not is_on_host:
+            require_device_memory(capacity, config.cache, free)
         reserved = embeds.host
         if is_on_host:
             reserved += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
         require_host_memory(capacity, config.cache, memory_limit(), reserved, is_on_host)
     return capacity
+
+
+def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
+    """Raise CapacityError, with the quantizations that fit, if the weights are larger than a GPU's free memory."""
+    weights, model = weights_in_memory(setup), setup.config.model
+    if weights < free_bytes or setup.config.debug.distributed_executor_backend == "fake":
+        return
+    fits: list[str] = []
+    if resolve_quantization(setup.files, model.quantization) is None:
+        for quantization in ("fp8", "int8"):
+            config = dataclasses.replace(setup.config, model=dataclasses.replace(model, quantization=quantization))
+            if weights_in_memory(dataclasses.replace(setup, config=config)) < free_bytes:
+                fits.append(f"quantization={quantization!r}")
+    raise CapacityError(
+        f"the weights of {setup.files.name!r} take about {weights >> 20} MiB, and the GPU has {free_bytes >> 20} MiB "
+        f"free; {' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
+    )
 
 
 def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) -> SchedulerOptions:

@@ -10,6 +10,9 @@ from pagoda.cli.console import human_bytes
 _BF16_SINCE = (8, 0)
 """Compute capability from which a GPU multiplies in bfloat16."""
 
+_FP8_SINCE = (8, 9)
+"""Compute capability from which a GPU multiplies 8-bit floats."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -52,11 +55,20 @@ def describe_gpus(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
     if not gpus:
         if driver is None:
             return "none that torch can use"
-        built = "CPUs only; install one for CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+        built = (
+            "CPUs only; install one for CUDA"
+            if torch.version.cuda is None
+            else (f"CUDA {torch.version.cuda}: the driver may be too old for it, or CUDA_VISIBLE_DEVICES hides the GPU")
+        )
         return f"none that torch can use; there is driver {driver}, but torch {torch.__version__} is built for {built}"
     lines = [gpu.summary for gpu in gpus]
+    if len(gpus) > 1:
+        lines = [f"{index}: {line}" for index, line in enumerate(lines)]
+        lines.append("an engine uses GPU 0; CUDA_VISIBLE_DEVICES chooses another")
     if any(gpu.capability < _BF16_SINCE for gpu in gpus):
-        lines.append("without bfloat16 arithmetic below sm_80: take dtype='float16'")
+        lines.append("below sm_80 nothing was tested, and there is no bfloat16 arithmetic: take dtype='float16'")
+    if any(gpu.capability < _FP8_SINCE for gpu in gpus):
+        lines.append("below sm_89 there are no products of 8-bit floats: quantization='fp8' saves memory only")
     try:
         triton = f"Triton {version('triton')}"
     except PackageNotFoundError:

@@ -20,6 +20,7 @@ class Plan:
     adapters_memory: reserved for LoRA adapters.   embeds_memory: for prompt embeddings, with a server's default limits.
     attention_backend, attention_memory: its name, and what it takes of a GPU.
     device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
+    is_measured: the worker makes kv_cache smaller by what the largest step takes of a GPU, measured at its start.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
         for a model without KV.
     """
@@ -43,6 +44,7 @@ class Plan:
     kv_bytes_per_token: int
     has_windows: bool
     kv_cache: int
+    is_measured: bool
     num_blocks: int
     block_size: int
     max_model_len: int
@@ -120,6 +122,7 @@ def make_plan(config: EngineConfig) -> Plan:
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
         has_windows=any(setup.spec.layer_windows),
         kv_cache=capacity.pool_bytes,
+        is_measured=setup.device != "cpu" and config.cache.kv_cache_memory is None,
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
         max_model_len=setup.max_model_len,
@@ -152,7 +155,7 @@ def _print(made: Plan) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    measured = "" if made.device == "cpu" else "; its start measures what the largest step takes of it"
+    measured = "" if not made.is_measured else ", less what the largest step takes, which is measured at the start"
     types = ", ".join(f"{name} {human_bytes(size)}" for name, size in made.weight_types.items())
     window = " at first; layers with a sliding window stop growing" if made.has_windows else ""
     table.add_row("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)")

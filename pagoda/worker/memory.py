@@ -185,6 +185,16 @@ def require_host_memory(
         )
 
 
+def require_device_memory(capacity: KVCapacity, cache: CacheConfig, left_bytes: int) -> None:
+    """Raise CapacityError if a KV cache of the size that was given is larger than what a GPU has left."""
+    pool = (capacity.num_blocks + 1) * capacity.block_bytes  # one more is the null block
+    if cache.kv_cache_memory is not None and pool > left_bytes:
+        raise CapacityError(
+            f"kv_cache_memory={cache.kv_cache_memory} does not fit in the GPU's memory, of which the weights leave "
+            f"{_mib(left_bytes)}; leave it out, and the cache gets what the largest step leaves"
+        )
+
+
 def _too_little(cache: CacheConfig, max_model_len: int, budget: int, needed: int, fits: int) -> str:
     """Return the error message.   budget, needed: bytes.   fits: the longest max_model_len that fits, in tokens."""
     source = (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagoda.base.config import EngineConfig
+from pagoda.base.errors import CapacityError
 from pagoda.cli.gpus import describe_gpus, driver_version
 from pagoda.cli.plan import _print, make_plan
 from pagoda.kernels.attention.backends import memory_of
@@ -35,6 +36,20 @@ def test_doctor_says_what_an_old_card_lacks(monkeypatch: pytest.MonkeyPatch, pro
     FakeCuda(monkeypatch, capability=(7, 5))
     assert "sm_75" in describe_gpus(proc)
     assert "take dtype='float16'" in describe_gpus(proc)
+    FakeCuda(monkeypatch, capability=(8, 0))
+    said = describe_gpus(proc)
+    assert "float16" not in said
+    assert "below sm_89 there are no products of 8-bit floats: quantization='fp8' saves memory only" in said
+    FakeCuda(monkeypatch, capability=(8, 9))
+    assert "below" not in describe_gpus(proc)
+
+
+def test_doctor_says_which_of_several_cards_is_used(monkeypatch: pytest.MonkeyPatch, proc: Path) -> None:
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    first, second, used, _ = describe_gpus(proc).splitlines()
+    assert (first[:10], second[:10]) == ("0: NVIDIA ", "1: NVIDIA ")
+    assert used == "an engine uses GPU 0; CUDA_VISIBLE_DEVICES chooses another"
 
 
 def test_doctor_says_why_a_card_cannot_be_used(monkeypatch: pytest.MonkeyPatch, proc: Path, tmp_path: Path) -> None:
@@ -44,6 +59,9 @@ def test_doctor_says_why_a_card_cannot_be_used(monkeypatch: pytest.MonkeyPatch, 
     said = describe_gpus(proc)
     assert "there is driver 570.86.15" in said
     assert "built for CPUs only" in said
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    said = describe_gpus(proc)
+    assert "built for CUDA 13.0: the driver may be too old for it, or CUDA_VISIBLE_DEVICES hides the GPU" in said
 
 
 @pytest.mark.parametrize(
@@ -71,7 +89,7 @@ def test_plan_counts_the_cards_memory(
     _print(large)
     printed = " ".join(capsys.readouterr().out.split())
     assert "device NVIDIA Made-Up 80GB, 2.0 GiB of 2.0 GiB free, sm_90" in printed
-    assert "its start measures what the largest step takes" in printed
+    assert "tokens, less what the largest step takes, which is measured at the start" in printed
     assert " attention " not in printed
 
 
@@ -88,3 +106,27 @@ def test_plan_counts_the_attention_backend(
     assert 0.94 < plan.kv_cache / left <= 0.95
     _print(plan)
     assert "attention up to 576.0 MiB for flashinfer" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_says_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, card = write_tiny_llama(tmp_path), FakeCuda(monkeypatch, 2 << 30)
+
+    def plan(**options: object):
+        return make_plan(EngineConfig.from_options(model=folder, device="cuda", max_model_len=64, **options))
+
+    large = 3 << 30
+    left = rf"kv_cache_memory={large} does not fit in the GPU's memory, of which the weights leave 2047\.8 MiB"
+    with pytest.raises(CapacityError, match=left):
+        plan(kv_cache_memory=large)
+    _print(plan(kv_cache_memory=1 << 20))
+    assert "largest step" not in capsys.readouterr().out
+    card.allocate((2 << 30) - 200 * 1024)  # of another process
+    with pytest.raises(CapacityError, match=r"0 MiB free; quantization='fp8' or quantization='int8' would fit"):
+        plan()
+    assert plan(quantization="fp8").num_blocks
+    card.allocate(190 * 1024)
+    for options in ({}, {"quantization": "fp8"}):
+        with pytest.raises(CapacityError, match=r"0 MiB free; take a smaller model"):
+            plan(**options)
