@@ -212,7 +212,8 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     )
     if config.debug.distributed_executor_backend != "fake":
         if not is_on_host:
-            require_device_memory(capacity, config.cache, free)
+            taken_by = "the weights" if free_bytes is None else "the weights and the largest step"
+            require_device_memory(capacity, config.cache, free, taken_by)
         reserved = embeds.host
         if is_on_host:
             reserved += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device

@@ -185,13 +185,16 @@ def require_host_memory(
         )
 
 
-def require_device_memory(capacity: KVCapacity, cache: CacheConfig, left_bytes: int) -> None:
-    """Raise CapacityError if a KV cache of the size that was given is larger than what a GPU has left."""
+def require_device_memory(capacity: KVCapacity, cache: CacheConfig, left_bytes: int, taken_by: str) -> None:
+    """Raise CapacityError if a KV cache of the size that was given is larger than what a GPU has left.
+
+    taken_by: what takes the rest of its memory.
+    """
     pool = (capacity.num_blocks + 1) * capacity.block_bytes  # one more is the null block
     if cache.kv_cache_memory is not None and pool > left_bytes:
         raise CapacityError(
-            f"kv_cache_memory={cache.kv_cache_memory} does not fit in the GPU's memory, of which the weights leave "
-            f"{_mib(left_bytes)}; leave it out, and the cache gets what the largest step leaves"
+            f"kv_cache_memory={cache.kv_cache_memory} does not fit in the GPU's memory, of which {taken_by} leave "
+            f"{_mib(left_bytes)}; set kv_cache_memory={left_bytes} or less, or leave it out"
         )
 
 

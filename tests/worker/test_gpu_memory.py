@@ -1,5 +1,6 @@
 """KV pools on a GPU are sized by what the largest steps leave free. Here the GPU, but for one test, is made up."""
 
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -72,9 +73,15 @@ def test_the_cache_gets_what_the_largest_step_leaves(engine_on) -> None:
     assert 2 * small <= twice.facts.num_blocks <= 2 * small + 2
     twice.shutdown()
     assert gpu.runs == 1
+
+
+def test_a_cache_of_a_given_size_must_fit_next_to_the_largest_step(engine_on) -> None:
     given = MadeUpGpu(2**20)
-    engine_on(given, max_model_len=64, kv_cache_memory=2**20).shutdown()
-    assert given.runs == 0
+    engine_on(given, max_model_len=64, kv_cache_memory=2**19).shutdown()
+    assert given.runs == 1
+    left = "the weights and the largest step leave 0.5 MiB; set kv_cache_memory=524288 or less"
+    with pytest.raises(CapacityError, match=f"kv_cache_memory=1048576 does not fit .* {re.escape(left)}"):
+        engine_on(MadeUpGpu(2**19), max_model_len=64, kv_cache_memory=2**20)
 
 
 def test_too_little_is_refused_with_what_would_fit(engine_on) -> None:
