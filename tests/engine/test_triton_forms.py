@@ -1,7 +1,7 @@
 """Whole models on the Triton kernels, in every form of weights and pages: a request's bits are its own in any schedule.
 
 With --batch-invariant; in Triton's interpreter where there is no GPU, and therefore with tiny models and few requests.
-That the values are right is tested with the kernels, and with models in tests/models.
+That the values are right is tested with the kernels.
 """
 
 from collections.abc import Callable
