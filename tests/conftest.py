@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,10 +30,20 @@ _OF_NUMBERS = {"device_under_test", "fast", "make_triton_ops", "triton_ops"}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
-        choices=("cpu", "cuda"),
+        choices=("cpu", "cuda", "simulated"),
         default="cpu",
-        help="cuda: run the tests of numbers and those marked gpu, and no others; without a GPU this is an error",
+        help="cuda: run the tests of numbers and those marked gpu, and no others; without a GPU this is an error. "
+        "simulated: run the tests of numbers on a GPU that the CPU simulates, with kernels in Triton's interpreter",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "simulated":
+        from tests.simulated_gpu import simulated_gpu
+
+        simulation = ExitStack()
+        simulation.enter_context(simulated_gpu())
+        config.add_cleanup(simulation.close)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,7 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA GPU here; leave it out to run on the CPU")
-    kept = [item for item in items if _OF_NUMBERS & _fixtures_of(item) or item.get_closest_marker("gpu")]
+    is_real = config.getoption("--device") == "cuda"
+    kept = [
+        item
+        for item in items
+        if _OF_NUMBERS & _fixtures_of(item) or (is_real and item.get_closest_marker("gpu") is not None)
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
 
@@ -61,9 +77,9 @@ def device_under_test(pytestconfig: pytest.Config) -> "DeviceUnderTest":
 
     from tests.device_under_test import DeviceUnderTest
 
-    if pytestconfig.getoption("--device") == "cuda":
+    if pytestconfig.getoption("--device") != "cpu":
         name = torch.cuda.get_device_name()
-        return DeviceUnderTest(torch.device("cuda"), name, "float32", "triton")
+        return DeviceUnderTest(torch.device("cuda"), name, "float32", os.environ.get("KK", "triton"))
     return DeviceUnderTest(torch.device("cpu"), "CPU", "float32", "auto")
 
 

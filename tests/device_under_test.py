@@ -27,6 +27,11 @@ class DeviceUnderTest:
         invariant = {} if self.device.type == "cpu" else {"batch_invariant": True}
         return {"device": self.device.type, "dtype": self.dtype, "kernels": self.kernels, **invariant}
 
+    def must_be_a_cpu(self, why: str) -> None:
+        """Skip the test elsewhere."""
+        if self.device.type != "cpu":
+            pytest.skip(why)
+
     def ops(self, kernels: str = "torch") -> Ops:
         """Return ops on it, whose bits do not depend on the batch.   kernels: on the CPU; a GPU has its own.
 

@@ -32,6 +32,9 @@ from tests.engine.driver import MAX_STEPS, request
 
 FIRST_FILLER_SEED = 1_000_000
 
+ENGINE: dict[str, object] = {"kernels": "native", "device": "cpu"}
+"""Options of engines to which a test gives no others. The kernels of a CPU run replayed."""
+
 
 @dataclass(frozen=True)
 class Watched:
@@ -128,12 +131,12 @@ class StepCounter:
 
 
 def make_engine(
-    model: Path | ModelFiles, counts: Counter[str], options: Mapping[str, object]
+    model: Path | ModelFiles, counts: Counter[str], options: Mapping[str, object], logits: bool = True
 ) -> tuple[EngineCore, Trace]:
-    """An engine on native kernels, replayed, unless other kernels are given, and the trace it writes as it runs."""
+    """An engine with these options and those in ENGINE, and the trace it writes as it runs, with logits or without."""
     files = model if isinstance(model, ModelFiles) else None
     path = str(files.path if files else model)
-    given = {"kernels": "native", "device": "cpu", **options}
+    given = {**ENGINE, **options}
     setup = resolve_engine(EngineConfig.from_options(model=path, **given), files)
     workers: list[Worker] = []
 
@@ -149,6 +152,8 @@ def make_engine(
     if given["kernels"] == "native" and not isinstance(runner._forward, GraphedForward):
         assert isinstance(runner._forward, ReplayedForward)
         assert runner._forward.program is not None, "the forward is not recorded"
+    if not logits:
+        return core, Trace()
     tap = TappedSampler(runner._sampler)
     runner._sampler = tap  # type: ignore[assignment]
     return core, tap.trace

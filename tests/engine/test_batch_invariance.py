@@ -1,4 +1,4 @@
-"""A request has the same logits, to the bit, and the same tokens in any batch: native kernels, replayed.
+"""A request has the same logits, to the bit, and the same tokens in any batch: native kernels, replayed; or a GPU's.
 
 Alone, in batches of up to 64, in chunks of any size, after preemption and swap, with prefix hits, in any row and any
 blocks, on one and two threads, greedy and seeded (issue "the fastest engine on a CPU", item 5).
@@ -40,6 +40,8 @@ from tests.engine.random_schedules import (
 from tests.models.packed_writer import Packing, write_packed
 from tests.worker.lagging_streams import LaggingStreams
 from tests.worker.recalls import recall_steps
+
+pytestmark = pytest.mark.usefixtures("on_the_device")
 
 MAX_MODEL_LEN = 384
 VOCAB = 160  # ids below are in every tiny model
@@ -190,8 +192,11 @@ def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
     core.shutdown()
 
 
-def test_steps_launched_ahead_change_no_bits(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_launched_ahead_change_no_bits(
+    llama: Path, on_the_device: DeviceUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU: the host gets a step's tokens late, and has launched the next steps by then."""
+    on_the_device.must_be_a_cpu("a GPU does this itself, in all other tests")
     late: list[LaggingStreams] = []
 
     def lagging() -> LaggingStreams:
@@ -334,9 +339,14 @@ def test_adapters_with_drafts(llama: Path, adapters: tuple[LoraRef, ...]) -> Non
 
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_steps_padded_for_graphs_change_no_bits(
-    llama: Path, adapters: tuple[LoraRef, ...], has_drafts: bool, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    adapters: tuple[LoraRef, ...],
+    has_drafts: bool,
+    on_the_device: DeviceUnderTest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, with steps launched ahead: whatever is in the rows that fill a batch up."""
+    on_the_device.must_be_a_cpu("a GPU does this itself, in all other tests")
     options, watched = {**MODES["bf16"], **LORA}, adapted(tiny_watched(), adapters)
     expected = adapted_reference(llama, adapters, "bf16")
     recalls = recall_steps(monkeypatch)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-_WAITS = {
+WAITS = {
     "item",
     "tolist",
     "numpy",
@@ -42,7 +42,7 @@ class SyncWatch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         is_cast = name == "to" and all(isinstance(given, torch.dtype) for given in (*args[1:], *kwargs.values()))
         if not self._is_paused and not is_cast:
-            assert name not in _WAITS, f"{name} waits for the device"
+            assert name not in WAITS, f"{name} waits for the device"
             if name in ("__getitem__", "__setitem__"):
                 index = args[1] if isinstance(args[1], tuple) else (args[1],)
                 for part in index:
