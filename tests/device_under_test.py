@@ -1,12 +1,13 @@
 """The device whose numbers are tested, and ops that carry what tests make on the CPU to it and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.sampling.logprobs import LogprobTensors
 from pagoda.kernels.select import select_ops
@@ -31,6 +32,10 @@ class DeviceUnderTest:
         """Skip the test elsewhere."""
         if self.device.type != "cpu":
             pytest.skip(why)
+
+    def must_check_indices(self) -> None:
+        """Skip the test where the host would have to wait for that, and an index that is wrong ends the process."""
+        self.must_be_a_cpu("on a GPU, indices are not checked")
 
     def ops(self, kernels: str = "torch") -> Ops:
         """Return ops on it, whose bits do not depend on the batch.   kernels: on the CPU; a GPU has its own.
@@ -66,6 +71,21 @@ class CarriedOps:
 
     def __init__(self, ops: Any, device: torch.device) -> None:
         self._ops, self._device = ops, device
+
+    def make_low_rank_table(self, *args: Any, **kwargs: Any) -> FillableLowRank:
+        """A table whose weights are on the device."""
+        table = self._ops.make_low_rank_table(*args, **kwargs)
+        fill = table.fill
+
+        def fill_there(slot: int, pieces: Sequence[LowRankPiece]) -> None:
+            fill(slot, [self._piece_there(piece) for piece in pieces])
+
+        table.fill = fill_there
+        return table
+
+    def _piece_there(self, piece: LowRankPiece) -> LowRankPiece:
+        bias = None if piece.bias is None else piece.bias.to(self._device)
+        return replace(piece, a=piece.a.to(self._device), b=piece.b.to(self._device), bias=bias)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._ops, name)

@@ -103,6 +103,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
         return _move(name, args, kwargs)
     if name == "copy_":
         return _copy(args, kwargs)
+    if name == "__setitem__" and not _tensors(args[1]) and isinstance(args[2], torch.Tensor):
+        return _copy((args[0][args[1]], args[2]), {})
     if on_gpu:
         _check_devices(name, given)
         if name in WAITS:

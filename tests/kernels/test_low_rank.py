@@ -8,6 +8,7 @@ from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from tests.device_under_test import DeviceUnderTest
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 1e-5, BF16: 2e-2, F16: 2e-3}
@@ -123,5 +124,13 @@ def test_refuses_what_does_not_fit(fast: Ops, reference: ReferenceOps) -> None:
         ):
             with pytest.raises(ValueError, match=words.replace("[", r"\[").replace("]", r"\]")):
                 table.fill(slot, pieces)
+
+
+def test_refuses_adapters_that_the_table_does_not_have(
+    fast: Ops, reference: ReferenceOps, device_under_test: DeviceUnderTest
+) -> None:
+    device_under_test.must_check_indices()
+    for ops in (fast, reference):
+        table = ops.make_low_rank_table(3, 30, 20, F32)
         with pytest.raises(InvariantBroken, match="element 1 is 3, allowed are 0 to 2"):
             ops.add_low_rank(torch.zeros(2, 30), torch.zeros(2, 20), torch.tensor([0, 3], dtype=torch.int32), table)

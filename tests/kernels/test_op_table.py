@@ -18,6 +18,7 @@ from pagoda.kernels.reference_ops import ReferenceOps, implementation
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.ops.declare import DType, Rows, Table, declared_ops, like, op
 from pagoda.ops.forward import FORWARD_OPS, OP_TABLE
+from tests.device_under_test import DeviceUnderTest
 from tests.kernels.paged import Geometry, make_metadata
 
 
@@ -190,8 +191,11 @@ def test_slots_outside_the_cache_are_refused_and_nothing_is_written(native: Nati
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1, -(2**31)])
-def test_ids_and_positions_outside_their_tables_are_refused(fast: Ops, reference: ReferenceOps, bad: int) -> None:
+def test_ids_and_positions_outside_their_tables_are_refused(
+    fast: Ops, reference: ReferenceOps, bad: int, device_under_test: DeviceUnderTest
+) -> None:
     """The same error from every implementation: torch alone would read a row from the end for -1."""
+    device_under_test.must_check_indices()
     table, angles = torch.randn(50, 32), torch.randn(50, 16)
     ids = torch.tensor([0, 49, bad], dtype=INT)
     q, k = torch.randn(3, 4, 32), torch.randn(3, 2, 32)

@@ -9,6 +9,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from tests.device_under_test import DeviceUnderTest
 from tests.kernels.paged import Geometry, make_metadata
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -200,9 +201,15 @@ def test_put_rows(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> Non
     assert torch.equal(got[index], rows)
     others = [row for row in range(9) if row not in (8, 0, 3)]
     assert torch.equal(got[others], x[others])
+
+
+def test_put_rows_refuses_rows_that_are_not_there(fast: Ops, device_under_test: DeviceUnderTest) -> None:
+    device_under_test.must_check_indices()
+    x = draw(9, 33, dtype=F32)
+    before = x.clone()
     with pytest.raises(InvariantBroken, match="put_rows: index: element 1"):
-        fast.put_rows(got, rows, torch.tensor([0, 9, 1]))
-    assert torch.equal(got, want)
+        fast.put_rows(x, draw(3, 33, dtype=F32, seed=1), torch.tensor([0, 9, 1]))
+    assert torch.equal(x, before)
 
 
 def test_rows_to_put_must_fit(native: NativeOps) -> None:
