@@ -109,12 +109,12 @@ def _make_grammars(setup: EngineSetup) -> GrammarBackend:
 def _measure(worker: StepRunner, setup: EngineSetup, capacity: KVCapacity) -> tuple[EngineSetup, KVCapacity]:
     """Size a GPU's KV pools by what the largest steps leave, or check that they fit next to them if bytes were given.
 
-    A number of blocks, which is for tests, is taken as it is.
+    The steps of a model without KV are tried, too. A number of blocks, which is for tests, is taken as it is.
     """
     from pagoda.worker.worker import Worker
 
     config = setup.config
-    if config.debug.num_blocks is not None or not setup.groups:
+    if config.debug.num_blocks is not None:
         return setup, capacity
     assert isinstance(worker, Worker)
     try:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_defaults, fit_whole_prompts, note_given, pipeline_depth
@@ -15,6 +14,7 @@ from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.gpu_setup import fit_dtype, has_gpu
 from pagoda.kernels.attention.backend_memory import BackendMemory
 from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.model_config import read_model
@@ -103,6 +103,8 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         raise ConfigError(f"enable_prompt_embeds: {files.name!r} does not take prompts as embeddings; leave it out")
     config, max_model_len = fit_defaults(config, _max_model_len(config, spec, tasks.plan.max_seq_length), device)
     dtype = _dtype(_asked_dtype(config, device), spec.torch_dtype, device)
+    if device != "cpu":
+        dtype = fit_dtype(dtype, config.model.dtype)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     if kv_dtype not in (dtype, "int8") and device == "cpu" and config.parallel.kernels in ("auto", "native"):
         raise ConfigError(
@@ -110,6 +112,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
             "or int8; take 'auto' or 'int8', or kernels='torch'"
         )
     _check_fp8(config, device)
+    _check_attention(config, model, device, dtype, kv_dtype)
     _check(config, max_model_len)
     config = dataclasses.replace(
         config,
@@ -183,6 +186,17 @@ def attention_in_memory(setup: EngineSetup) -> BackendMemory:
     return memory_of(name)
 
 
+def _check_attention(config: EngineConfig, model: Model, device: str, dtype: str, kv_dtype: str) -> None:
+    """Raise ConfigError if the attention backend that was asked for cannot compute the model."""
+    name = config.parallel.attention_backend
+    if device == "cpu" or name == "auto":
+        return
+    from pagoda.worker.check_attention import check_attention  # imports torch
+    from pagoda.worker.worker_config import DTYPES
+
+    check_attention(name, model, DTYPES[dtype], DTYPES[kv_dtype])
+
+
 def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     """Return the number of KV blocks that will fit.
 
@@ -222,7 +236,7 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
 
 
 def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
-    """Raise CapacityError, with the quantizations that fit, if the weights are larger than a GPU's free memory."""
+    """Raise CapacityError, with the quantizations that fit, if the weights are larger than what a GPU has for them."""
     weights, model = weights_in_memory(setup), setup.config.model
     if weights < free_bytes or setup.config.debug.distributed_executor_backend == "fake":
         return
@@ -234,7 +248,7 @@ def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
                 fits.append(f"quantization={quantization!r}")
     raise CapacityError(
         f"the weights of {setup.files.name!r} take about {weights >> 20} MiB, and the GPU has {free_bytes >> 20} MiB "
-        f"free; {' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
+        f"for them; {' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
     )
 
 
@@ -327,17 +341,8 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, max_seq_length: int | 
 
 def _device_name(config: ParallelConfig) -> str:
     if config.device == "auto":
-        return "cuda" if _has_gpu() else "cpu"
+        return "cuda" if has_gpu() else "cpu"
     return config.device
-
-
-def _has_gpu() -> bool:
-    """Return whether torch can use a GPU. Does not import torch if there is no driver."""
-    if not Path("/dev/nvidiactl").exists():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _dtype(asked: str, checkpoint: str, device: str) -> str:
@@ -353,7 +358,8 @@ def _free_bytes(device: str) -> int:
         return available_memory()
     from pagoda.worker.devices.cuda import CudaDevice
 
-    return CudaDevice().free_bytes()
+    gpu = CudaDevice()
+    return max(0, gpu.free_bytes() - gpu.margin_bytes)
 
 
 def _check(config: EngineConfig, max_model_len: int) -> None:

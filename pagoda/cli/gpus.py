@@ -6,9 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pagoda.cli.console import human_bytes
-
-_BF16_SINCE = (8, 0)
-"""Compute capability from which a GPU multiplies in bfloat16."""
+from pagoda.gpu_setup import BF16_SINCE
 
 _FP8_SINCE = (8, 9)
 """Compute capability from which a GPU multiplies 8-bit floats."""
@@ -65,7 +63,7 @@ def describe_gpus(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
     if len(gpus) > 1:
         lines = [f"{index}: {line}" for index, line in enumerate(lines)]
         lines.append("an engine uses GPU 0; CUDA_VISIBLE_DEVICES chooses another")
-    if any(gpu.capability < _BF16_SINCE for gpu in gpus):
+    if any(gpu.capability < BF16_SINCE for gpu in gpus):
         lines.append("below sm_80 nothing was tested, and there is no bfloat16 arithmetic: take dtype='float16'")
     if any(gpu.capability < _FP8_SINCE for gpu in gpus):
         lines.append("below sm_89 there are no products of 8-bit floats: quantization='fp8' saves memory only")

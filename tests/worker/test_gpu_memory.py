@@ -3,6 +3,7 @@
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.make_random_model import SHAPES, make
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig, ParallelConfig
-from pagoda.base.errors import CapacityError
+from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine_setup import attention_in_memory, fit_cache, resolve_engine
+from pagoda.engine_setup import attention_in_memory, fit_cache, resolve_engine, weights_in_memory
 from pagoda.kernels.attention.backends import memory_of
 from pagoda.kernels.attention.varlen_attention import VarlenAttention
 from pagoda.kernels.torch_ops import TorchOps
@@ -22,8 +25,9 @@ from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.devices.streams import HostStreams
 from pagoda.worker.largest_steps import LargestSteps
 from pagoda.worker.sampler import Sampler
-from tests.engine.driver import request, write_tiny_llama
+from tests.engine.driver import drive, request, write_tiny_llama
 from tests.fake_cuda import FakeCuda
+from tests.models.tiny_encoders import make_encoder, save_encoder
 
 
 class MadeUpGpu(CudaDevice):
@@ -59,7 +63,7 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
         monkeypatch.setattr("pagoda.worker.loaded_model.select_device", select)
         settings = {"device": "cuda", "kernels": "torch", "dtype": "float32", "gpu_memory_utilization": 1.0}
-        return build_engine_core(EngineConfig.from_options(model=folder, **settings, **options))
+        return build_engine_core(EngineConfig.from_options(**{"model": folder, **settings, **options}))
 
     return make
 
@@ -77,16 +81,17 @@ def test_the_cache_gets_what_the_largest_step_leaves(engine_on) -> None:
 
 def test_a_cache_of_a_given_size_must_fit_next_to_the_largest_step(engine_on) -> None:
     given = MadeUpGpu(2**20)
-    engine_on(given, max_model_len=64, kv_cache_memory=2**19).shutdown()
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 100}
+    engine_on(given, **sizes, kv_cache_memory=2**19).shutdown()
     assert given.runs == 1
     left = "the weights and the largest step leave 0.5 MiB; set kv_cache_memory=524288 or less"
     with pytest.raises(CapacityError, match=f"kv_cache_memory=1048576 does not fit .* {re.escape(left)}"):
-        engine_on(MadeUpGpu(2**19), max_model_len=64, kv_cache_memory=2**20)
+        engine_on(MadeUpGpu(2**19), **sizes, kv_cache_memory=2**20)
 
 
 def test_too_little_is_refused_with_what_would_fit(engine_on) -> None:
     with pytest.raises(CapacityError, match=r"one sequence of max_model_len=256 .*set max_model_len=\d+ or less"):
-        engine_on(MadeUpGpu(2**16), max_model_len=256)
+        engine_on(MadeUpGpu(2**16), max_model_len=256, max_num_seqs=4, max_num_batched_tokens=100)
     full = torch.OutOfMemoryError("full")
     with pytest.raises(CapacityError, match=r"no step fits .*max_num_seqs=3 and max_num_batched_tokens=99; .*\(full\)"):
         engine_on(MadeUpGpu(full), max_num_seqs=3, max_num_batched_tokens=99)
@@ -156,8 +161,10 @@ def test_steps_that_do_not_fit_are_made_smaller(engine_on, caplog: pytest.LogCap
 def test_an_attention_backend_leaves_less_to_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All of its memory before anything is loaded; after the largest steps, what they did not show."""
     FakeCuda(monkeypatch, total=8 << 30)
-    folder, free = write_tiny_llama(tmp_path), 6 << 30
-    options = {"model": folder, "device": "cuda", "max_model_len": 64, "gpu_memory_utilization": 1.0}
+    shape, free = replace(SHAPES["tiny"], head_dim=64), 6 << 30
+    make(shape, tmp_path, seed=1)
+    options = {"model": tmp_path, "device": "cuda", "max_model_len": 64, "gpu_memory_utilization": 1.0}
+    options |= {"dtype": "bfloat16"}
 
     def pools(backend: str) -> tuple[int, int]:
         setup = resolve_engine(EngineConfig.from_options(**options, attention_backend=backend))
@@ -167,11 +174,63 @@ def test_an_attention_backend_leaves_less_to_the_cache(monkeypatch: pytest.Monke
 
     own, library, memory = pools("auto"), pools("flashinfer"), memory_of("flashinfer")
     assert memory.total > memory.at_start > memory.later > 0
-    block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # K and V of two layers, two heads of 16, blocks of 16 tokens in float32
+    block_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * 64 * 16 * 2  # K and V of 16 tokens
     assert own[0] - library[0] == pytest.approx(memory.total, abs=block_bytes)
     assert own[1] - library[1] == pytest.approx(memory.later, abs=block_bytes)
     assert pools("varlen") == own
     assert memory_of("varlen") == VarlenAttention.memory
+
+
+def test_what_a_backend_lacks_is_said_before_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    FakeCuda(monkeypatch)
+    config = EngineConfig.from_options(
+        model=write_tiny_llama(tmp_path), device="cuda", dtype="bfloat16", attention_backend="flashinfer"
+    )
+    with pytest.raises(ConfigError, match="'flashinfer' has no heads of size 16, which this model has .*; take"):
+        resolve_engine(config)
+
+
+def test_a_gpu_without_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCuda(monkeypatch, capability=(7, 5))
+    make(SHAPES["tiny"], tmp_path, seed=1)
+
+    def dtype_of(**options: object) -> str:
+        return resolve_engine(EngineConfig.from_options(model=tmp_path, device="cuda", **options)).dtype
+
+    assert dtype_of() == "float16"
+    assert "dtype is float16 in place of the model's bfloat16, which this GPU does not have" in caplog.text
+    assert dtype_of(dtype="float32") == "float32"
+    with pytest.raises(ConfigError, match=r"dtype='bfloat16' needs .* 8.0 or later \(this one has 7.5\); take"):
+        dtype_of(dtype="bfloat16")
+    FakeCuda(monkeypatch, capability=(8, 0))
+    assert dtype_of() == "bfloat16"
+
+
+def test_what_is_planned_leaves_the_margin_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = FakeCuda(monkeypatch, total=8 << 30)
+    card.free = 1 << 30
+    options = {"model": write_tiny_llama(tmp_path), "device": "cuda", "max_model_len": 64}
+    setup = resolve_engine(EngineConfig.from_options(**options, gpu_memory_utilization=1.0))
+    _, capacity = fit_cache(setup)
+    left = (1 << 30) - int((8 << 30) * 0.02) - weights_in_memory(setup)
+    assert left - 2 * capacity.block_bytes < capacity.pool_bytes <= left
+
+
+def test_a_model_without_kv_tries_its_largest_step(
+    monkeypatch: pytest.MonkeyPatch, engine_on, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_encoder(make_encoder("bert"), tmp_path / "bert")
+    gpu = MadeUpGpu(2**20)
+    engine_on(gpu, model=folder).shutdown()
+    assert gpu.runs == 1
+    full = torch.OutOfMemoryError("full")
+    core = engine_on(MadeUpGpu(full, 2**20), model=folder)
+    assert "they are lowered to " in caplog.text
+    answers = drive(core, [request(0, [5, 6, 7], PoolingParams(task="embed"))])
+    assert len(answers.pooled["r0"]) == 96
+    core.shutdown()
 
 
 def test_largest_steps() -> None:

@@ -36,6 +36,12 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
+    @property
+    def margin_bytes(self) -> int:
+        """What `free_bytes_beside` keeps free."""
+        _, total = torch.cuda.mem_get_info(self.device)
+        return int(total * _MARGIN)
+
     def free_bytes_beside(self, run: Callable[[], object]) -> int:
         """Return the bytes that stay free at the moment at which `run` takes most, less a margin; log the plan.
 
@@ -49,7 +55,7 @@ class CudaDevice:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         unused, total = torch.cuda.mem_get_info(self.device)
-        margin = int(total * _MARGIN)
+        margin = self.margin_bytes
         kept = torch.cuda.memory_allocated(self.device) - before  # of the peak, and not free any more
         held = torch.cuda.memory_reserved(self.device) - before - kept  # by graphs, and by pieces between tensors
         others = total - unused - before - kept - held
