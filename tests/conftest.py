@@ -4,10 +4,11 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+
+from pagoda.gpu_setup import has_gpu
 
 if TYPE_CHECKING:
     from tests.device_under_test import DeviceUnderTest
@@ -19,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # Triton decides while it is imported whether kernels are compiled for a GPU or interpreted.
-if not Path("/dev/nvidiactl").exists():
+if not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -33,7 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("cpu", "cuda", "simulated"),
         default="cpu",
         help="cuda: run the tests of numbers and those marked gpu, and no others; without a GPU this is an error. "
-        "simulated: run the tests of numbers on a GPU that the CPU simulates, with kernels in Triton's interpreter",
+        "simulated: run the tests of numbers on a GPU that the CPU simulates",
+    )
+    parser.addoption(
+        "--kernels",
+        choices=("auto", "native", "torch", "triton"),
+        default="auto",
+        help="of the engines under test. auto: Triton's on a GPU (in its interpreter where that is simulated). torch: "
+        "much faster than an interpreter, to see on a simulated GPU that tensors are where they belong",
     )
 
 
@@ -77,10 +85,11 @@ def device_under_test(pytestconfig: pytest.Config) -> "DeviceUnderTest":
 
     from tests.device_under_test import DeviceUnderTest
 
-    if pytestconfig.getoption("--device") != "cpu":
-        name = torch.cuda.get_device_name()
-        return DeviceUnderTest(torch.device("cuda"), name, "float32", os.environ.get("KK", "triton"))
-    return DeviceUnderTest(torch.device("cpu"), "CPU", "float32", "auto")
+    kernels = pytestconfig.getoption("--kernels")
+    if pytestconfig.getoption("--device") == "cpu":
+        return DeviceUnderTest(torch.device("cpu"), "CPU", "float32", kernels)
+    name = torch.cuda.get_device_name()
+    return DeviceUnderTest(torch.device("cuda"), name, "float32", "triton" if kernels == "auto" else kernels)
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,14 @@ class DeviceUnderTest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the settings of an engine on it, whose bits do not depend on the batch."""
-        invariant = {} if self.device.type == "cpu" else {"batch_invariant": True}
-        return {"device": self.device.type, "dtype": self.dtype, "kernels": self.kernels, **invariant}
+        """Return the settings of an engine on it, whose bits do not depend on the batch if the kernels can do that."""
+        options = {"device": self.device.type, "dtype": self.dtype, "kernels": self.kernels}
+        return {**options, "batch_invariant": True} if self._is_invariant else options
+
+    @property
+    def _is_invariant(self) -> bool:
+        """Whether bits that do not depend on the batch must be asked for, and can be."""
+        return self.device.type != "cpu" and self.kernels != "torch"
 
     def must_be_a_cpu(self, why: str) -> None:
         """Skip the test elsewhere."""
@@ -38,7 +43,7 @@ class DeviceUnderTest:
         self.must_be_a_cpu("on a GPU, indices are not checked")
 
     def ops(self, kernels: str = "torch") -> Ops:
-        """Return ops on it, whose bits do not depend on the batch.   kernels: on the CPU; a GPU has its own.
+        """Return ops on it, with bits as `options` says.   kernels: on the CPU; a GPU has its own.
 
         The native kernels are tested on a CPU, and skipped elsewhere.
         """
@@ -46,7 +51,8 @@ class DeviceUnderTest:
             return select_ops(kernels, self.device, 1)
         if kernels == "native":
             pytest.skip("the native kernels run on a CPU")
-        return select_ops(self.kernels if kernels == "torch" else kernels, self.device, 1, batch_invariant=True)
+        chosen = self.kernels if kernels == "torch" else kernels
+        return select_ops(chosen, self.device, 1, batch_invariant=self._is_invariant)
 
 
 def moved(value: Any, device: torch.device) -> Any:
