@@ -49,7 +49,7 @@ class PrepareOps(Protocol):
         ...
 
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
-        """The prepared weights of all experts, of one shape and without bias, as one argument of `moe`.
+        """The prepared weights of all experts, of one shape and form and without bias, as one argument of `moe`.
 
         Give each expert to `prepare_linear` or `prepare_quantized_linear` first: so only one is loaded at a time.
         """

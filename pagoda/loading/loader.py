@@ -164,9 +164,14 @@ class Filler:
         return self._prepared(path, matrix, shard_of(matrix, 0, 1), 0)
 
     def _experts(self, path: str, matrix: Matrix) -> ExpertWeights:
-        shard = shard_of(matrix, 0, 1)
+        """Prepare the experts in one form: if a part of one is stored as floats, all are read as floats."""
+        shard, experts = shard_of(matrix, 0, 1), range(matrix.num_experts)
+        stored = (
+            piece.name for expert in experts for piece in weight_pieces(self._naming, path, matrix, shard, expert)
+        )
+        keep_codes = all(self._weights.has_codes(name) for name in stored)
         return self._ops.prepare_experts(
-            [self._prepared(path, matrix, shard, expert) for expert in range(matrix.num_experts)]
+            [self._prepared(path, matrix, shard, expert, keep_codes) for expert in experts]
         )
 
     def _tied(self, table_path: str, matrix: Matrix, table: Parameter[Tensor]) -> LinearWeight:
@@ -202,12 +207,14 @@ class Filler:
             weight -= rows(picked.minus)
         return self._ops.prepare_linear(weight.to(self._dtype), None)
 
-    def _prepared(self, path: str, matrix: Matrix, shard: MatrixShard, expert: int) -> LinearWeight:
+    def _prepared(
+        self, path: str, matrix: Matrix, shard: MatrixShard, expert: int, keep_codes: bool = True
+    ) -> LinearWeight:
         bias = None
         if shard.bias:
             bias = self._stacked(list(bias_pieces(self._naming, path, matrix, shard)))
         pieces = list(weight_pieces(self._naming, path, matrix, shard, expert))
-        codes = self._codes(pieces) if matrix.quantizable else None
+        codes = self._codes(pieces) if matrix.quantizable and keep_codes else None
         if codes is not None:
             return self._ops.prepare_quantized_linear(codes, self._dtype, bias)
         return self._prepare(matrix, self._stacked(pieces), bias)

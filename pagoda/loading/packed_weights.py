@@ -31,6 +31,9 @@ class PackedWeights:
         else:
             out.copy_(self._read(stem, region).dequantize())
 
+    def has_codes(self, name: str) -> bool:
+        return packed_stem(name, self._weights) is not None
+
     def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
         stem = packed_stem(name, self._weights)
         return None if stem is None else self._read(stem, region)

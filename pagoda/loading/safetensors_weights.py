@@ -56,6 +56,9 @@ class SafetensorsWeights:
             raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
         out.copy_(_part_of(self.mapped(name), region))
 
+    def has_codes(self, name: str) -> bool:
+        return False
+
     def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
         return None
 

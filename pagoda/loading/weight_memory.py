@@ -134,14 +134,15 @@ def _gguf_form(files: ModelFiles, naming: Naming) -> _StoredForm:
 
 
 def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) -> _StoredForm:
-    """Of AWQ and GPTQ: codes where all parts of a matrix are stored as codes."""
+    """Of AWQ and GPTQ: codes where all parts of a matrix, and of all experts of a layer, are stored as codes."""
     names, stored = read_headers(files.path), packed_format(files)
     assert stored is not None
     naming = choose_naming(architecture, files, names, model)
     form = Form.Q4 if stored.symmetric else Form.Q4_ZERO, stored.kernel_group
 
     def form_of(path: str, matrix: Matrix) -> tuple[Form, int] | None:
-        pieces = weight_pieces(naming, path, matrix, shard_of(matrix, 0, 1))
+        shard, experts = shard_of(matrix, 0, 1), range(max(1, matrix.num_experts))
+        pieces = (piece for expert in experts for piece in weight_pieces(naming, path, matrix, shard, expert))
         return form if all(packed_stem(piece.name, names) for piece in pieces) else None
 
     return form_of

@@ -9,6 +9,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.loading.code_forms import code_form
 from pagoda.loading.dequantize import dequantize
 from pagoda.loading.gguf_codes import read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor
@@ -33,6 +34,10 @@ class Weights(Protocol):
 
         Values are converted once. Raises ConfigError for a tensor that cannot be read.
         """
+        ...
+
+    def has_codes(self, name: str) -> bool:
+        """Return whether a matrix is stored as codes and scales, which `read_codes` returns."""
         ...
 
     def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
@@ -71,6 +76,9 @@ class GGUFWeights:
             dequantize(self._bytes(tensor, region), tensor.type, out)
         except NotImplementedError:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
+
+    def has_codes(self, name: str) -> bool:
+        return name in self._file.tensors and code_form(self._file.tensors[name].type) is not None
 
     def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
         tensor = self._file.tensors[name]

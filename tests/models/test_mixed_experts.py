@@ -1,0 +1,74 @@
+"""Experts of one layer of which AWQ or GPTQ left some as floats: all of them are held as floats."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+
+from pagoda.kernels.native.build import NativeUnavailable
+from pagoda.kernels.native.library import load
+from pagoda.kernels.select import select_ops
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_files import identify
+from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.worker.forward_pass import EagerForward
+from tests.loading.test_weight_memory import held
+from tests.models.packed_writer import Packing, write_packed
+from tests.models.paged_runner import PagedRunner
+from tests.models.tiny import VOCAB, make_model, save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+PROMPT = torch.randint(3, VOCAB, (5,), generator=torch.Generator().manual_seed(5)).tolist()
+LEFT_OUT = ("mlp.gate", "layers.1.mlp.experts.2", "layers.2.mlp.experts.0.up_proj")
+PACKINGS = {
+    "awq": Packing("awq", keep=LEFT_OUT),
+    "gptq": Packing("gptq", group=64, symmetric=True, keep=LEFT_OUT),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "kernels"),
+    [
+        ("awq", "torch"),
+        ("awq", "native"),
+        ("awq", "triton"),
+        ("gptq", "torch"),
+        ("gptq", "native"),
+        pytest.param("gptq", "triton", marks=pytest.mark.slow),
+    ],
+)
+def test_one_expert_of_floats(
+    method: str,
+    kernels: str,
+    tmp_path: Path,
+    without_triton: Callable[[str], NoReturn],
+    without_native: Callable[[str], NoReturn],
+) -> None:
+    """The whole of an expert in one layer; in another a part of one, whose experts stay codes in `down_proj`."""
+    if kernels == "triton" and find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    if kernels == "native":
+        try:
+            load()
+        except NativeUnavailable as error:
+            without_native(str(error))
+    packed, values = tmp_path / "packed", tmp_path / "values"
+    write_packed(save(make_model("qwen3-moe-renormalized"), tmp_path / "floats"), PACKINGS[method], packed, values)
+    ops = select_ops(kernels, CPU, 1)
+    model, exact = (load_model(identify(folder), ops, torch.float32, CPU) for folder in (packed, values))
+    with torch.inference_mode():
+        ours, theirs = (
+            PagedRunner(EagerForward(each, ops), 1, 16, torch.float32, block_size=16).logits([(0, 0, PROMPT)])
+            for each in (model, exact)
+        )
+    if kernels == "native":  # its products with codes quantise the input
+        assert 0 < (ours - theirs).norm() < 0.25 * theirs.norm()
+    else:
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    prepared = PreparedAs("float32", None, kernels == "native", num_positions=64, tiled=kernels == "triton")
+    assert weight_memory(identify(packed), prepared) == held(model)
