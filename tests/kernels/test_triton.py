@@ -315,3 +315,33 @@ def test_low_rank(triton_ops: Any, reference: Any, dtype: torch.dtype) -> None:
     y = before.clone()
     triton_ops.add_low_rank(y, x, adapters, tables[0])
     assert torch.equal(y[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_low_rank_has_the_same_bits_in_any_batch(triton_ops: Any, dtype: torch.dtype) -> None:
+    """Whatever the neighbours' adapters are, and the larger ones that the table has or has not."""
+    rows, size, tokens = 150, 131, 10
+    slots = {
+        1: [LowRankPiece(draw(40, size) / 8, draw(rows, 40, seed=1) / 6)],
+        2: [
+            LowRankPiece(draw(5, size, seed=2) / 8, draw(60, 5, seed=3), 0, draw(60, seed=4)),
+            LowRankPiece(draw(17, size, seed=5) / 8, draw(30, 17, seed=6), 100),
+        ],
+        4: [LowRankPiece(draw(1, size, seed=7) / 8, draw(1, 1, seed=8), rows - 1)],
+    }
+    together = triton_ops.make_low_rank_table(5, rows, size, dtype)
+    alone = {slot: triton_ops.make_low_rank_table(5, rows, size, dtype) for slot in slots}
+    for slot, pieces in slots.items():
+        together.fill(slot, pieces)
+        alone[slot].fill(slot, pieces)
+    adapters = torch.tensor([0, 1, 2, 3, 4] * 2, dtype=torch.int32, device=DEVICE)
+    token_ids = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+    x, before = draw(tokens, size, dtype=dtype, seed=9), draw(tokens, rows, dtype=dtype, seed=10)
+    for op, given in ((triton_ops.add_low_rank, x), (triton_ops.add_low_rank_embedding, token_ids)):
+        got = before.clone()
+        op(got, given, adapters, together)
+        for row, slot in enumerate(adapters.tolist()):
+            single, at = before[row : row + 1].clone(), slice(row, row + 1)
+            op(single, given[at], adapters[at], alone.get(slot, together))
+            assert torch.equal(single[0], got[row]), (row, slot)
+            assert torch.equal(got[row], before[row]) == (slot not in slots)

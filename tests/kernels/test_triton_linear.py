@@ -44,6 +44,20 @@ def coded(kind: str, out_features: int, in_features: int, seed: int = 0) -> Quan
     return QuantizedWeight(codes, scales, minima, in_features, group, bits, zeros).to(DEVICE)
 
 
+def drawn(kind: str, out_features: int, in_features: int, seed: int = 0) -> QuantizedWeight | Fp8Weight:
+    """Return a random weight of a kind: of KINDS, "fp8" or "widened fp8"."""
+    if "fp8" in kind:
+        return quantize_fp8(draw(out_features, in_features, seed=seed) / 4)
+    return coded(kind, out_features, in_features, seed)
+
+
+def prepared(ops: Any, kind: str, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype) -> Any:
+    """Prepare a weight; for the reference, widened fp8 is a weight of floats, whose input is not rounded."""
+    if kind == "widened fp8" and ops.name == "reference":
+        return ops.prepare_linear(weight.dequantize())
+    return ops.prepare_quantized_linear(weight, dtype)
+
+
 def check(ops: Any, reference: Any, weight: QuantizedWeight | Fp8Weight, rows: int, dtype: torch.dtype,
           with_bias: bool) -> torch.Tensor:  # fmt: skip
     out_features, in_features = weight.dequantize().shape
@@ -79,17 +93,29 @@ def test_a_long_sum_is_divided(triton_ops: Any, reference: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["int4 with minima", "int4 of 128 with zeros", pytest.param("int6", marks=pytest.mark.slow)]
+    ("kind", "dtype"),
+    [
+        ("int8", BF16),
+        ("int8", F32),
+        ("int4", BF16),
+        ("int4 with minima", BF16),
+        ("int4 of 128 with zeros", BF16),
+        pytest.param("int6", BF16, marks=pytest.mark.slow),
+        ("fp8", BF16),
+        ("widened fp8", BF16),
+        pytest.param("widened fp8", F32, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_codes_have_the_same_bits_in_any_batch(make_triton_ops, reference: Any, kind: str) -> None:
-    ops = make_triton_ops(batch_invariant=True)
-    x, weight = draw(67, 150, dtype=BF16), coded(kind, 45, 150)
-    ours = ops.prepare_quantized_linear(weight, BF16)
-    got = ops.linear(x, ours)
-    torch.testing.assert_close(
-        got.float(), reference.logits(x, reference.prepare_quantized_linear(weight, F32)), atol=0.1, rtol=2e-2
-    )
-    assert torch.equal(got, torch.cat([ops.linear(x[:3], ours), ops.linear(x[3:], ours)]))
+def test_codes_have_the_same_bits_in_any_batch(make_triton_ops, reference: Any, kind: str, dtype: torch.dtype) -> None:
+    """In one tile of rows or in two, and in other places of them."""
+    ops = make_triton_ops(batch_invariant=True, multiplies_fp8=kind != "widened fp8")
+    x, weight = draw(67, 150, dtype=dtype), drawn(kind, 45, 150)
+    ours, theirs = prepared(ops, kind, weight, dtype), prepared(reference, kind, weight, F32)
+    for multiply in (ops.linear, ops.logits):
+        got = multiply(x, ours)
+        torch.testing.assert_close(got.float(), reference.logits(x, theirs), atol=0.1, rtol=2e-2)
+        assert torch.equal(got, torch.cat([multiply(x[:3], ours), multiply(x[3:], ours)]))
 
 
 def test_quantised_floats(triton_ops: Any, reference: Any) -> None:
@@ -146,23 +172,32 @@ def test_every_e4m3_is_read_and_written(make_triton_ops) -> None:
 SLOW_KINDS = ("int4", "int4 with minima", "int4 of 64 with zeros", "int6")
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
-def test_quantised_experts(triton_ops: Any, reference: Any, kind: str) -> None:
-    hidden, inner, experts, top_k, tokens = 72, 48, 5, 2, 9
-
-    def weights(out_features: int, in_features: int) -> list[QuantizedWeight | Fp8Weight]:
-        if kind == "fp8":
-            return [quantize_fp8(draw(out_features, in_features, seed=e) / 4) for e in range(experts)]
-        return [coded(kind, out_features, in_features, e) for e in range(experts)]
-
-    stacks = weights(2 * inner, hidden), weights(hidden, inner)
-    ours, theirs = (
-        [ops.prepare_experts([ops.prepare_quantized_linear(weight, dtype) for weight in stack]) for stack in stacks]
-        for ops, dtype in ((triton_ops, BF16), (reference, F32))
+@pytest.mark.parametrize("tokens", [9, pytest.param(67, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["int8", "fp8", "widened fp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)]
+)
+def test_quantised_experts(make_triton_ops, reference: Any, kind: str, tokens: int) -> None:
+    """Values, and the same bits in any batch; of 67 tokens, those of one expert are in two tiles."""
+    ops = make_triton_ops(multiplies_fp8=kind != "widened fp8")
+    hidden, inner, experts, top_k = 72, 48, 5, 2
+    stacks = (
+        [drawn(kind, out_features, in_features, e) for e in range(experts)]
+        for out_features, in_features in ((2 * inner, hidden), (hidden, inner))
     )
+    ours, theirs = zip(
+        *(
+            [by.prepare_experts([prepared(by, kind, weight, dtype) for weight in stack])
+             for by, dtype in ((ops, BF16), (reference, F32))]
+            for stack in stacks
+        ),
+        strict=True,
+    )  # fmt: skip
     x, router = draw(tokens, hidden, dtype=BF16, seed=2) / 4, draw(tokens, experts, seed=3)
-    got, want = (ops.moe(x, router, *stack, top_k, True) for ops, stack in ((triton_ops, ours), (reference, theirs)))
-    torch.testing.assert_close(got, want, atol=2e-2, rtol=3e-2)
+    router[:, 1] += 9  # all tokens choose it
+    got = ops.moe(x, router, *ours, top_k, True)
+    torch.testing.assert_close(got[:9], reference.moe(x[:9], router[:9], *theirs, top_k, True), atol=2e-2, rtol=3e-2)
+    split = [ops.moe(x[rows], router[rows], *ours, top_k, True) for rows in (slice(3), slice(3, None))]
+    assert torch.equal(got, torch.cat(split))
 
 
 def test_what_cannot_be_prepared(triton_ops: Any) -> None:
