@@ -1,5 +1,6 @@
 """Writes transformers models as GGUF as llama.cpp's converter does, with the gguf package's own table of names."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -20,9 +21,15 @@ _ARCHITECTURES = {
 }
 
 
-def write_gguf(model: PreTrainedModel, path: Path, kind: GGMLQuantizationType, **metadata: object) -> PreTrainedModel:
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    kind: GGMLQuantizationType | Callable[[str], GGMLQuantizationType],
+    **metadata: object,
+) -> PreTrainedModel:
     """Write `model` with its matrices as `kind`, and put the values that reading gives back into `model` itself.
 
+    kind: of all matrices, or of the one of a name. Values that become Q4_K or Q6_K are only near those put back.
     metadata: further keys ("__" for "."), without the architecture's prefix; `factors` is the tensor rope_freqs.weight.
     """
     factors = metadata.pop("factors", None)
@@ -45,14 +52,16 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: GGMLQuantizationType, *
         state.pop("lm_head.weight", None)
     for key, tensor in state.items():
         is_router = key.endswith("mlp.gate.weight")
-        stored_as = kind if tensor.dim() > 1 and not is_router else GGMLQuantizationType.F32
+        stored_as = GGMLQuantizationType.F32
+        if tensor.dim() > 1 and not is_router:
+            stored_as = kind(key) if callable(kind) else kind
         tensor.copy_(torch.from_numpy(_round_trip(tensor.numpy(), stored_as)))
         values = tensor.numpy()
         if ".mlp.experts." in key:
             for part, matrices in _expert_parts(key, values).items():
                 stored = names.get_name(part)
                 assert stored is not None, part
-                writer.add_tensor(f"{stored}.weight", quants.quantize(matrices, stored_as), raw_dtype=stored_as)
+                writer.add_tensor(f"{stored}.weight", _quantize(matrices, stored_as), raw_dtype=stored_as)
             continue
         if name == "llama" and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
@@ -61,7 +70,7 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: GGMLQuantizationType, *
             values = values + 1
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
-        writer.add_tensor(stored, quants.quantize(values, stored_as), raw_dtype=stored_as)
+        writer.add_tensor(stored, _quantize(values, stored_as), raw_dtype=stored_as)
     if isinstance(factors, np.ndarray):
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
@@ -106,7 +115,46 @@ def _expert_parts(key: str, values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _round_trip(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    return quants.dequantize(quants.quantize(values, kind), kind).astype(np.float32)
+    return quants.dequantize(_quantize(values, kind), kind).astype(np.float32)
+
+
+def _quantize(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Quantise along the last dimension, Q4_K and Q6_K as well, which the gguf package only reads."""
+    pack = {GGMLQuantizationType.Q4_K: _q4_k, GGMLQuantizationType.Q6_K: _q6_k}.get(kind)
+    return quants.quantize(values, kind) if pack is None else pack(values).reshape(*values.shape[:-1], -1)
+
+
+def _q4_k(values: np.ndarray) -> np.ndarray:
+    """Blocks of two float16 factors, 8 scales and 8 minima of 6 bits, and 256 codes."""
+    groups = values.reshape(-1, 8, 32)
+    least = np.maximum(-groups.min(-1), 0)
+    step = (groups.max(-1) + least) / 15
+    factors = np.stack((step.max(-1), least.max(-1)), -1).astype(np.float16).clip(np.float16(1e-7)) / np.float16(63)
+    of_step, of_least = factors.astype(np.float32)[..., None].swapaxes(0, 1)
+    scales, minima = (np.round(of / by).clip(0, 63) for of, by in ((step, of_step), (least, of_least)))
+    shifted = groups + (of_least * minima)[..., None]
+    codes = np.round(shifted / (of_step * scales.clip(1))[..., None]).clip(0, 15).astype(np.uint8)
+    s, m = (np.split(of.astype(np.uint8), 2, axis=1) for of in (scales, minima))
+    packed = (s[0] | s[1] >> 4 << 6, m[0] | m[1] >> 4 << 6, (s[1] & 15) | (m[1] & 15) << 4)
+    pairs = codes.reshape(-1, 4, 2, 32)
+    return np.concatenate(
+        (factors.view(np.uint8), *packed, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)), axis=1
+    )
+
+
+def _q6_k(values: np.ndarray) -> np.ndarray:
+    """Blocks of 256 codes, their low four bits first, 16 signed scales, and a float16 factor."""
+    groups = values.reshape(-1, 16, 16)
+    largest = np.abs(groups).max(-1)
+    factor = (largest.max(-1, keepdims=True) / (31 * 127)).astype(np.float16)
+    unit = factor.astype(np.float32).clip(1e-8)
+    scales = np.round(largest / 31 / unit).clip(1, 127) * np.where(np.arange(16) % 2, -1, 1)
+    codes = np.round(groups / (unit * scales)[..., None]).clip(-32, 31) + 32
+    quarters = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = (quarters[:, :, :2] & 15) | (quarters[:, :, 2:] & 15) << 4
+    high = (quarters >> 4 << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8)
+    parts = (low, high, scales.astype(np.int8).view(np.uint8), factor.view(np.uint8))
+    return np.concatenate([part.reshape(len(groups), -1) for part in parts], axis=1)
 
 
 def _interleave(values: np.ndarray, heads: int) -> np.ndarray:

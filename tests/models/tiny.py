@@ -107,10 +107,14 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def make_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """A model in float32 whose every parameter, norms and biases included, is random and matters."""
+def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A model in float32 whose every parameter, norms and biases included, is random and matters.
+
+    changes: of the settings called `name`.
+    """
     torch.manual_seed(seed)
     config = CONFIGS[name]()
+    config.update(changes)
     kind = getattr(transformers, "Gemma3ForConditionalGeneration", None) if name == "gemma3-multimodal" else None
     kind = kind or transformers.AutoModelForCausalLM
     model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
