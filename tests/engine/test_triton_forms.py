@@ -4,20 +4,25 @@ With --batch-invariant; in Triton's interpreter where there is no GPU, and there
 That the values are right is tested with the kernels.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from benchmarks.make_random_model import SHAPES, make
+from pagoda.base.sampling_params import SamplingParams
 from tests.device_under_test import DeviceUnderTest
-from tests.engine.test_batch_invariance import GREEDY, KINDS, VOCAB, check, reference, watched_requests
+from tests.engine.lora_adapters import EVERYTHING, write_adapter
+from tests.engine.random_schedules import Script, Watched, differences, make_engine, play
+from tests.engine.test_batch_invariance import GREEDY, KINDS, LORA, VOCAB, check, reference, watched_requests
 from tests.models.gguf_writer import write_gguf
 from tests.models.packed_writer import Packing, write_packed
 
@@ -54,6 +59,46 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return made
 
 
+def options_on(device_under_test: DeviceUnderTest) -> dict[str, object]:
+    return {**device_under_test.options, "kernels": "triton", "batch_invariant": True, "dtype": "bfloat16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_small_pool(
+    form: str,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    without_triton: Callable[[str], NoReturn],
+    device_under_test: DeviceUnderTest,
+) -> None:
+    """Prompts in chunks, preempted and begun again, and found in the prefix cache; with an adapter and without."""
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    name, settings = FORMS[form]
+    model = models(name)
+    options = {**options_on(device_under_test), **settings}
+    adapter = None
+    if name == "llama":
+        adapter = write_adapter(tmp_path, model, 5, 1, EVERYTHING)
+        options |= LORA
+    head, *tails = (np.random.default_rng(4).integers(3, VOCAB, length).tolist() for length in (16, 5, 6))
+    params = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
+    watched = [Watched(head + tail, params, 10 * i) for i, tail in enumerate(tails)]
+    watched.append(Watched(tails[0], params, 100, adapter))
+    expected = reference(model, watched, options)
+    counts: Counter[str] = Counter()
+    pool = {"max_model_len": 48, "block_size": 8, "num_blocks": 7, "max_num_batched_tokens": 11, "max_num_seqs": 4}
+    core, trace = make_engine(model, counts, {**options, **pool})
+    play(core, trace, Script(watched, [0, 0, 2], {}, set()))
+    stats = core.make_stats()
+    core.shutdown()
+    assert not differences(expected, trace, watched)
+    assert counts["chunks"] > 3
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_schedules(
@@ -67,8 +112,7 @@ def test_schedules(
         without_triton("Triton is not installed")
     name, settings = FORMS[form]
     model = models(name)
-    options = {**device_under_test.options, "kernels": "triton", "batch_invariant": True, "dtype": "bfloat16"}
-    options |= settings
+    options = {**options_on(device_under_test), **settings}
     watched = [replace(each, params=replace(GREEDY, max_tokens=3)) for each in watched_requests(VOCAB, [2, 37, 70])]
     watched[0] = replace(watched[0], params=replace(KINDS[2], max_tokens=3))
     expected = reference(model, watched, options)
