@@ -5,15 +5,15 @@
            [--vllm-python PYTHON]
 
 Each part takes less than 8 minutes, or is stopped, and appends one JSON line to FOLDER/results.jsonl; parts that are
-there already are left out, so an interrupted run continues. A part that failed has a line with "failed" and the reason;
-the next run tries it again, after the others. The most telling parts come first (--list prints the order). With
---budget a run takes at most so long, and leaves parts that need more than the rest of it to the next run: by our
-estimate, three runs of --budget 540 give all figures that have targets. Without a GPU only `compile` and `host` run.
-What the parts are:
+there already are left out, so an interrupted run continues. A part that failed has a line with "failed" and the reason,
+and its output is in FOLDER/failures.txt; the next run tries it again, after the others. The most telling parts come
+first (--list prints the order). With --budget a run takes at most so long, and leaves parts that need more than the
+rest of it to the next run: by our estimate, three runs of --budget 540 give all figures that have targets. Without a
+GPU only `compile` and `host` run. What the parts are:
 
     compile                 registers, spills and shared memory of all kernels, compiled for sm_80 and sm_90
     host                    what a step costs the host, with a device that computes nothing
-    kernels:FILE            the tests of numbers, on the GPU
+    tests:FILE              the tests of numbers, on the GPU; with :slow, those that are marked so
     ceilings                the memory bandwidth and the bfloat16 products per second that the card reaches
     SHAPE:WORKLOAD          output tokens per second, from `pagoda bench throughput`; with the shares of the ceilings
     SHAPE:idleN             share of the time without a kernel running, while N sequences decode
@@ -46,18 +46,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # as a script it sees its own folder only
 
 from benchmarks.gpu_shares import ModelBytes, Result, shares_of_ceilings  # noqa: E402
+from benchmarks.gpu_tests import FILES, NO_TESTS, command_of  # noqa: E402
 
 LIMIT_S = 470
 WITHOUT_GPU = ("compile", "host")
 
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b", "qwen3-30b-a3b")
 WORKLOADS = ("nano256", "decode1", "decode8", "decode64", "decode256", "prefill8k", "prefix64", "chat")
-KERNEL_TESTS = ("tests/kernels/test_triton.py", "tests/kernels/test_triton_linear.py",
-                "tests/kernels/test_shared_prefix.py", "tests/kernels/test_ops.py", "tests/kernels/test_attention.py",
-                "tests/kernels/test_bidirectional.py", "tests/kernels/test_device_blocks.py",
-                "tests/kernels/test_sampling.py", "tests/kernels/test_constraints.py", "tests/kernels/test_moe.py",
-                "tests/kernels/test_low_rank.py", "tests/kernels/test_linear.py", "tests/kernels/test_int4_products.py",
-                "tests/worker/test_gpu_memory.py", "tests/engine/test_batch_invariance.py")  # fmt: skip
 IDLE_BATCHES = (1, 64, 256)
 VARIANTS = {
     "": [],
@@ -92,10 +87,10 @@ class Bench:
         shapes = (REHEARSED,) if self.is_rehearsal else SHAPES
         workloads = (REHEARSED, "decode1") if self.is_rehearsal else WORKLOADS
         small, common = shapes[0], workloads[0]
-        tests = KERNEL_TESTS[:1] if self.is_rehearsal else KERNEL_TESTS
+        tests = FILES[:1] if self.is_rehearsal else FILES
         found: dict[str, Callable[[], Result]] = {
             "ceilings": self.measure_ceilings,
-            f"kernels:{Path(tests[0]).stem}": partial(self.kernel_tests, tests[0]),
+            f"tests:{tests[0]}": partial(self.tests, tests[0], False),
             f"{small}:{common}": partial(self.throughput, small, common, ""),
         }
         if not self.is_rehearsal:
@@ -117,26 +112,38 @@ class Bench:
             for workload in (common, "decode64", "prefill8k"):
                 for variant in ("flashinfer", "varlen"):
                     found[f"{small}:{workload}:{variant}"] = partial(self.throughput, small, workload, variant)
-        for path in tests:
-            found.setdefault(f"kernels:{Path(path).stem}", partial(self.kernel_tests, path))
+        for is_slow in (False,) if self.is_rehearsal else (False, True):
+            for file in tests:
+                name = f"tests:{file}:slow" if is_slow else f"tests:{file}"
+                found.setdefault(name, partial(self.tests, file, is_slow))
         return {**found, "host": self.host, "compile": self.compile_report}
 
     def measure(self, name: str, part: Callable[[], Result]) -> Result:
-        """Run a part and append its line to the results: what it found, or "failed" with the reason."""
+        """Run a part and append its line to the results: what it found, or "failed" with the reason.
+
+        What a command that failed had printed is appended to failures.txt.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.ends_s = time.monotonic() + self.limit_s
         found: Result
         try:
             found = part()
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
+            self._keep(name, error.output)
             found = {"failed": f"it took longer than {self.limit_s:.0f} s"}
         except subprocess.CalledProcessError as error:
+            self._keep(name, error.output)
             said = (error.output or "").strip().splitlines()
             found = {"failed": f"{error}{': ' if said else ''}{said[-1] if said else ''}"}
         except Exception as error:  # one part must not end the others
             found = {"failed": f"{type(error).__name__}: {error}"}
         append_result(self.results, {"part": name, "at": time.strftime("%Y-%m-%d %H:%M"), **found})
         return found
+
+    def _keep(self, name: str, output: str | bytes | None) -> None:
+        said = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+        with (self.folder / "failures.txt").open("a") as failures:
+            failures.write(f"==== {name}\n{said}\n")
 
     def run(self, command: list[str], environment: dict[str, str] | None = None) -> str:
         """See `run`; stopped at the end of the part's time."""
@@ -185,9 +192,14 @@ class Bench:
         lines = self.run([sys.executable, "-m", "benchmarks.host_step", *steps]).splitlines()
         return {"host": [json.loads(line) for line in lines]}
 
-    def kernel_tests(self, path: str) -> Result:
+    def tests(self, file: str, is_slow: bool) -> Result:
         only = ["-k", "norms"] if self.is_rehearsal else []
-        said = self.run([sys.executable, "-m", "pytest", "-q", "--device", self.device, path, *only])
+        try:
+            said = self.run([*command_of(file, self.device, is_slow), *only])
+        except subprocess.CalledProcessError as error:
+            if error.returncode != NO_TESTS:
+                raise
+            return {"tests": "none"}
         return {"tests": said.splitlines()[-1]}
 
     def model(self, shape: str) -> Path:
@@ -228,7 +240,7 @@ def estimated_s(name: str) -> float:
     kind = name.rpartition(":")[2]
     if name in ("ceilings", "host", "compile"):
         return {"ceilings": 30, "host": 60, "compile": 300}[name]
-    if name.startswith("kernels:"):
+    if name.startswith("tests:"):
         return 150
     making = {"llama-3.1-8b": 160, "qwen3-30b-a3b": 400}.get(name.partition(":")[0], 30)
     working = 200 if kind in ("vllm", "transformers") else 120 if kind in ("nano256", "chat") else 60

@@ -1,6 +1,7 @@
 """benchmarks/gpu.py: what it computes from what it measures. Its parts are tried with --rehearse."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from benchmarks import gpu
 from benchmarks.gpu import Bench, Result, append_result, estimated_s, main, read_results
 from benchmarks.gpu_idle import busy_us, longest_gaps_us
 from benchmarks.gpu_shares import ModelBytes, shares_of_ceilings
+from benchmarks.gpu_tests import FILES
 from benchmarks.host_step import measure
 from benchmarks.make_random_model import SHAPES, make
 
@@ -107,10 +109,26 @@ def test_every_part_starts_and_leaves_its_figures(tmp_path: Path, monkeypatch: p
     assert list(found) == list(Bench(tmp_path, "cuda").parts())
     assert not [name for name, result in found.items() if "failed" in result]
     assert found["qwen3-0.6b:decode8"]["share_of_bandwidth"] == pytest.approx((10 * 64 + 32 * 120) / 2 / 4e3)
-    assert found["kernels:test_moe"]["tests"] == "4 passed in 1 s"
+    assert found["tests:kernels/test_moe"]["tests"] == "4 passed in 1 s"
     assert found["qwen3-0.6b:nano256:vllm"]["tok_s"] == 1.0
     kept = [path.parent.name for path in (tmp_path / "models").glob("*/model.safetensors")]
     assert kept == ["qwen3-0.6b"], "the models of earlier parts take the disk's room"
+
+
+def test_every_file_with_tests_of_numbers_is_a_part() -> None:
+    """But for those that need a downloaded model. Which are is read off their text: collecting tests takes long."""
+    tests = Path(__file__).parent
+    uses = r"\b(device_under_test|on_the_device|make_triton_ops|triton_ops|pytest\.mark\.gpu)\b"
+    of_kernels = re.compile(rf"{uses}|\bfast\b")
+    found = set[str]()
+    for path in tests.rglob("test_*.py"):
+        pattern = of_kernels if path.parent.name == "kernels" else re.compile(uses)
+        if pattern.search(path.read_text()):
+            found.add(path.relative_to(tests).with_suffix("").as_posix())
+    assert set(FILES) <= found
+    others = {"test_benchmarks_gpu", "test_conftest", "kernels/test_carried_ops"}
+    downloaded = {"parity/test_beam_search", "parity/test_perplexity", "parity/test_smollm2"}
+    assert found - set(FILES) == others | downloaded
 
 
 @pytest.fixture
@@ -193,6 +211,7 @@ def test_what_could_not_be_measured_is_marked_and_tried_again(
     assert run_parts(parts) == ["status", "output", "ceilings", "works", "SystemExit: 3 parts failed"]
     results = {found["part"]: found for found in read_results(bench.results)}
     assert str(results["status"]["failed"]).endswith("returned non-zero exit status 3.: no library")
+    assert (tmp_path / "failures.txt").read_text() == "==== status\nno library\n\n"
     assert str(results["output"]["failed"]).startswith("JSONDecodeError")
     assert "works: {" in (said := capsys.readouterr().out)
     assert "output: JSONDecodeError" in said[said.index("Not measured:") :]
@@ -208,13 +227,15 @@ def test_a_part_is_stopped_with_what_it_started(tmp_path: Path) -> None:
     """Its time is for all of its commands. A grandchild that holds the output open delays nothing."""
     begin_s, bench = time.monotonic(), Bench(tmp_path, "cuda", limit_s=3.0)
     start = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid"
-    hangs = f"{start}, file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True); import time; time.sleep(60)"
+    hangs = f"{start}, file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True); print('begun', flush=True); "
+    hangs += "import time; time.sleep(60)"
 
     def part() -> Result:
         bench.run([sys.executable, "-c", "import time; time.sleep(1.5)"])
         return {"said": bench.run([sys.executable, "-c", hangs])}
 
     assert bench.measure("slow", part) == {"failed": "it took longer than 3 s"}
+    assert "==== slow\nbegun\n" in (tmp_path / "failures.txt").read_text()
     assert time.monotonic() - begin_s < 20
     wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
 
@@ -258,10 +279,11 @@ def test_without_a_gpu_the_rest_is_marked(
 
 def test_a_rehearsal_has_a_part_of_every_kind() -> None:
     def kinds(device: str) -> set[str]:
-        return {name.rpartition(":")[2].rstrip("0123456789") for name in Bench(Path(), device).parts()}
+        names = [name for name in Bench(Path(), device).parts() if not name.startswith("tests:") or device == "cpu"]
+        return {name.rpartition(":")[2].rstrip("0123456789") for name in names}
 
-    missing = kinds("cuda") - kinds("cpu")
-    assert {name for name in missing if not name.startswith("test_")} == {
+    assert f"tests:{FILES[0]}" in Bench(Path(), "cpu").parts()
+    assert kinds("cuda") - kinds("cpu") == {
         "nano", "prefill8k", "prefix", "chat", "transformers", "vllm", "flashinfer", "varlen"
     }  # fmt: skip
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import IDLE_BATCHES, KERNEL_TESTS
+from benchmarks.gpu import IDLE_BATCHES
 from benchmarks.gpu import SHAPES as MEASURED
 from benchmarks.gpu import WORKLOADS as RUN
+from benchmarks.gpu_tests import FILES
 from benchmarks.make_random_model import SHAPES, config_of
 from benchmarks.workload import WORKLOADS
 
@@ -26,11 +27,10 @@ def test_its_parts() -> None:
     kinds = [config_of(SHAPES[shape])["model_type"] for shape in MEASURED]
     assert kinds == ["qwen3", "llama", "llama", "qwen3_moe"]
     listed = run("--list").stdout.split()
-    assert listed[:3] == ["ceilings", "kernels:test_triton", "qwen3-0.6b:nano256"]
+    assert listed[:3] == ["ceilings", "tests:kernels/test_triton", "qwen3-0.6b:nano256"]
     assert listed[-2:] == ["host", "compile"]
-    assert all((SCRIPT.parents[1] / path).is_file() for path in KERNEL_TESTS)
     num_variants = 3 * len(("invariant", "eager", "flashinfer", "varlen")) + len(("transformers", "vllm"))
-    num_parts = 3 + len(KERNEL_TESTS) + len(MEASURED) * len(RUN) + len(IDLE_BATCHES) + num_variants
+    num_parts = 3 + 2 * len(FILES) + len(MEASURED) * len(RUN) + len(IDLE_BATCHES) + num_variants
     assert len(listed) == len(set(listed)) == num_parts
     assert run("--list", "--only", "llama-3.1-8b:decode").stdout.split() == [
         f"llama-3.1-8b:decode{batch}" for batch in (1, 8, 64, 256)
