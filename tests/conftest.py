@@ -93,6 +93,12 @@ def device_under_test(pytestconfig: pytest.Config) -> "DeviceUnderTest":
 
 
 @pytest.fixture(scope="session")
+def on(device_under_test: "DeviceUnderTest") -> "DeviceUnderTest":
+    """The device under test, for tests that hand it on to most of what they call."""
+    return device_under_test
+
+
+@pytest.fixture(scope="session")
 def without_triton() -> Callable[[str], NoReturn]:
     """What a test does that needs Triton where it is not installed: skip, and in CI (CI=true) fail."""
     return lambda why: _give_up(f"CI must have Triton, and this test needs it: {why}", why)

@@ -7,16 +7,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pagoda.base.model_spec import ModelSpec
-from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, summarize_weights
 from pagoda.loading.model_files import identify
 from pagoda.worker.forward_pass import EagerForward
+from tests.device_under_test import DeviceUnderTest
 from tests.models.gguf_writer import write_gguf
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import VOCAB, make_model, save
 
-CPU = torch.device("cpu")
 PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
 CASES = [
@@ -38,19 +37,19 @@ CASES = [
 ]
 
 
-def logits(path: Path) -> torch.Tensor:
+def logits(path: Path, on: DeviceUnderTest) -> torch.Tensor:
     with torch.inference_mode():
-        ops = select_ops("torch", CPU, 1)
-        model = EagerForward(load_model(identify(path), ops, torch.float32, CPU), ops)
-        return PagedRunner(model, 1, 40, torch.float32).logits([(0, 0, PROMPT)])
+        ops = on.ops()
+        model = EagerForward(load_model(identify(path), ops, torch.float32, on.device), ops)
+        return PagedRunner(model, 1, 40, torch.float32, device=on.device).logits([(0, 0, PROMPT)])
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_same_bits_from_gguf_and_safetensors(name: str, kind: Kind, tmp_path: Path):
+def test_same_bits_from_gguf_and_safetensors(name: str, kind: Kind, tmp_path: Path, on: DeviceUnderTest):
     model = make_model(name)
     write_gguf(model, tmp_path / "model.gguf", kind)
     folder = save(model, tmp_path / "folder")
-    assert torch.equal(logits(tmp_path / "model.gguf"), logits(folder))
+    assert torch.equal(logits(tmp_path / "model.gguf", on), logits(folder, on))
     spec = read_architecture(identify(tmp_path / "model.gguf"))[1].spec
     other = read_architecture(identify(folder))[1].spec
     assert shapes(spec) == shapes(other)
@@ -71,14 +70,14 @@ def shapes(spec: ModelSpec) -> tuple[object, ...]:
     )
 
 
-def test_llama3_rope_from_frequency_factors(tmp_path: Path):
+def test_llama3_rope_from_frequency_factors(tmp_path: Path, on: DeviceUnderTest):
     """llama.cpp stores Llama 3's scaling as a tensor of divisors."""
     model = make_model("llama-rope-llama3")
     folder = save(model, tmp_path / "folder")
     plain = 1.0 / 500.0 ** (torch.arange(0, 32, 2).float() / 32)
     factors = plain / model.model.rotary_emb.inv_freq
     write_gguf(model, tmp_path / "model.gguf", Kind.F32, factors=factors.numpy())
-    torch.testing.assert_close(logits(tmp_path / "model.gguf"), logits(folder), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(tmp_path / "model.gguf", on), logits(folder, on), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +95,11 @@ def test_llama3_rope_from_frequency_factors(tmp_path: Path):
         ),
     ],
 )
-def test_rope_scaling_from_metadata(name: str, metadata: dict[str, object], tmp_path: Path):
+def test_rope_scaling_from_metadata(name: str, metadata: dict[str, object], tmp_path: Path, on: DeviceUnderTest):
     model = make_model(name)
     folder = save(model, tmp_path / "folder")
     write_gguf(model, tmp_path / "model.gguf", Kind.F32, **metadata)
-    assert torch.equal(logits(tmp_path / "model.gguf"), logits(folder))
+    assert torch.equal(logits(tmp_path / "model.gguf", on), logits(folder, on))
 
 
 def test_the_memory_of_weights_is_known_without_reading_them(tmp_path: Path):

@@ -36,11 +36,6 @@ def reference(name: str) -> PreTrainedModel:
     return make_model(name)
 
 
-@pytest.fixture
-def on(device_under_test: DeviceUnderTest) -> DeviceUnderTest:
-    return device_under_test
-
-
 def load(
     folder: Path,
     on: DeviceUnderTest,
