@@ -51,8 +51,11 @@ class DeviceUnderTest:
             return select_ops(kernels, self.device, 1)
         if kernels == "native":
             pytest.skip("the native kernels run on a CPU")
-        chosen = self.kernels if kernels == "torch" else kernels
+        chosen = self.kernels if kernels in ("auto", "torch") else kernels
         return select_ops(chosen, self.device, 1, batch_invariant=self._is_invariant)
+
+
+ON_CPU = DeviceUnderTest(torch.device("cpu"), "CPU", "float32", "auto")
 
 
 def moved(value: Any, device: torch.device) -> Any:

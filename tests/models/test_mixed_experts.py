@@ -10,11 +10,12 @@ import torch
 
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
-from pagoda.kernels.select import select_ops
+from pagoda.kernels.torch_ops import TorchOps
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.worker.forward_pass import EagerForward
+from tests.device_under_test import DeviceUnderTest
 from tests.loading.test_weight_memory import held
 from tests.models.packed_writer import Packing, write_packed
 from tests.models.paged_runner import PagedRunner
@@ -22,7 +23,6 @@ from tests.models.tiny import VOCAB, make_model, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
 PROMPT = torch.randint(3, VOCAB, (5,), generator=torch.Generator().manual_seed(5)).tolist()
 LEFT_OUT = ("mlp.gate", "layers.1.mlp.experts.2", "layers.2.mlp.experts.0.up_proj")
 PACKINGS = {
@@ -48,6 +48,7 @@ def test_one_expert_of_floats(
     tmp_path: Path,
     without_triton: Callable[[str], NoReturn],
     without_native: Callable[[str], NoReturn],
+    on: DeviceUnderTest,
 ) -> None:
     """The whole of an expert in one layer; in another a part of one, whose experts stay codes in `down_proj`."""
     if kernels == "triton" and find_spec("triton") is None:
@@ -59,16 +60,17 @@ def test_one_expert_of_floats(
             without_native(str(error))
     packed, values = tmp_path / "packed", tmp_path / "values"
     write_packed(save(make_model("qwen3-moe-renormalized"), tmp_path / "floats"), PACKINGS[method], packed, values)
-    ops = select_ops(kernels, CPU, 1)
-    model, exact = (load_model(identify(folder), ops, torch.float32, CPU) for folder in (packed, values))
+    ops = on.ops(kernels)
+    model, exact = (load_model(identify(folder), ops, torch.float32, on.device) for folder in (packed, values))
     with torch.inference_mode():
         ours, theirs = (
-            PagedRunner(EagerForward(each, ops), 1, 16, torch.float32, block_size=16).logits([(0, 0, PROMPT)])
+            PagedRunner(EagerForward(each, ops), 1, 16, torch.float32, 16, on.device).logits([(0, 0, PROMPT)])
             for each in (model, exact)
         )
     if kernels == "native":  # its products with codes quantise the input
         assert 0 < (ours - theirs).norm() < 0.25 * theirs.norm()
     else:
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
-    prepared = PreparedAs("float32", None, kernels == "native", num_positions=64, tiled=kernels == "triton")
+    is_tiled = kernels != "native" and type(ops) is not TorchOps  # "torch" is of a CPU; a GPU has its own
+    prepared = PreparedAs("float32", None, kernels == "native", num_positions=64, tiled=is_tiled)
     assert weight_memory(identify(packed), prepared) == held(model)
