@@ -109,6 +109,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
         _check_devices(name, given)
         if name in WAITS:
             _check_capture(name)
+    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+        return func(*_held(args), **_held(kwargs))
     device, is_pinned, plain = _device_of(kwargs, bool(on_gpu))
     made = func(*_held(args), **_held(plain))
     if is_pinned:
@@ -173,8 +175,14 @@ def _move(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     elif name == "cuda":
         device, rest = CUDA, []
         plain.pop("device", None)
+    # By position: the device or a tensor, the dtype (None for the same), non_blocking and copy.
+    flags = [value for value in rest if isinstance(value, bool)]
+    if len(flags) > 1:
+        plain["copy"] = flags[1]
     kept = []
     for value in rest:
+        if value is None or isinstance(value, bool):
+            continue
         if isinstance(value, (str, torch.device)):
             device = torch.device(value)
         elif isinstance(value, torch.Tensor):

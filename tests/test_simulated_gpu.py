@@ -35,6 +35,8 @@ def test_values_and_memory_are_a_cpus() -> None:
     assert (values.device.type, index.tolist()) == ("cuda", [2, 2])
     assert made.cpu().device.type == "cpu"
     assert torch.ones(2).to("cuda", torch.float16).dtype == torch.float16
+    assert torch.ones(2, device=CUDA).to("cpu", None, False, True).tolist() == [1, 1]
+    assert torch.empty(2, device="meta").device.type == "meta"  # how transformers sets a model up
     assert torch.empty_like(values).isnan().all()
     out = torch.empty(2, device="cuda")
     assert torch.add(values, values, out=out) is out
