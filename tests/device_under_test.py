@@ -42,13 +42,14 @@ class DeviceUnderTest:
         """Skip the test where the host would have to wait for that, and an index that is wrong ends the process."""
         self.must_be_a_cpu("on a GPU, indices are not checked")
 
-    def ops(self, kernels: str = "torch") -> Ops:
-        """Return ops on it, with bits as `options` says.   kernels: on the CPU; a GPU has its own.
+    def ops(self, kernels: str = "torch", threads: int = 1) -> Ops:
+        """Return ops on it, with bits as `options` says.
 
-        The native kernels are tested on a CPU, and skipped elsewhere.
+        kernels: on the CPU; in place of "torch" and "auto" (native on a CPU), a GPU has its own. Tests of the native
+        kernels are skipped there.   threads: of the native kernels.
         """
         if self.device.type == "cpu":
-            return select_ops(kernels, self.device, 1)
+            return select_ops(kernels, self.device, threads)
         if kernels == "native":
             pytest.skip("the native kernels run on a CPU")
         chosen = self.kernels if kernels in ("auto", "torch") else kernels

@@ -5,10 +5,10 @@ import torch
 
 from pagoda.base.pooling import PoolingKind
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
-from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.worker.forward_pass import EagerForward, ReplayedForward
 from tests.cached_models import cached_model
+from tests.device_under_test import DeviceUnderTest
 from tests.models.tiny_encoders import states
 
 TEXTS = [
@@ -24,7 +24,7 @@ TEXTS = [
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_vectors_are_those_of_sentence_transformers(kernels: str) -> None:
+def test_vectors_are_those_of_sentence_transformers(kernels: str, on: DeviceUnderTest) -> None:
     from sentence_transformers import SentenceTransformer
 
     files = cached_model("minilm-l6")
@@ -32,11 +32,11 @@ def test_vectors_are_those_of_sentence_transformers(kernels: str) -> None:
     tokenizer = load_tokenizer(files)
     rows = [list(tokenizer.encode(text)) for text in TEXTS]
     assert rows == [theirs.tokenizer(text)["input_ids"] for text in TEXTS]
-    ops = select_ops(kernels, torch.device("cpu"), 1)
-    model = load_model(files, ops, torch.float32, torch.device("cpu"))
+    ops = on.ops(kernels)
+    model = load_model(files, ops, torch.float32, on.device)
     plan = model.pooling
     assert (plan.kind, plan.normalize, plan.max_seq_length) == (PoolingKind.MEAN, True, 256)
     forward = ReplayedForward(model, ops) if kernels == "native" else EagerForward(model, ops)  # type: ignore[arg-type]
-    pooled = torch.stack([part.mean(0) for part in states(forward, rows)])
-    ours = torch.nn.functional.normalize(model.embed(forward.ops, pooled), dim=1)  # type: ignore[arg-type]
+    pooled = torch.stack([part.mean(0) for part in states(forward, rows, on.device)]).to(on.device)
+    ours = torch.nn.functional.normalize(forward.embed(pooled, torch.float32).cpu(), dim=1)
     torch.testing.assert_close(ours, theirs.encode(TEXTS, convert_to_tensor=True), atol=1e-5, rtol=1e-5)

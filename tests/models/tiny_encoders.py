@@ -20,7 +20,9 @@ from transformers import (
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.worker.forward_pass import EagerForward
+from tests.device_under_test import moved
 
+CPU = torch.device("cpu")
 VOCAB = 131
 _SHAPE = {
     "vocab_size": VOCAB,
@@ -116,7 +118,12 @@ def batch_of(
     )
 
 
-def states(model: EagerForward, rows: Sequence[Sequence[int]], **more: object) -> list[torch.Tensor]:
-    """The final hidden states of each text, computed in one batch."""
+def states(
+    model: EagerForward, rows: Sequence[Sequence[int]], device: torch.device = CPU, **more: object
+) -> list[torch.Tensor]:
+    """The final hidden states of each text, computed in one batch.
+
+    device: where the model is; results are on the CPU.   more: of `batch_of`.
+    """
     batch = batch_of(rows, model.model.num_token_types, **more)  # type: ignore[arg-type]
-    return list(model.forward(batch, []).split([len(row) for row in rows]))
+    return list(model.forward(moved(batch, device), []).cpu().split([len(row) for row in rows]))
