@@ -33,6 +33,15 @@ class DeviceUnderTest:
         """Whether bits that do not depend on the batch must be asked for, and can be."""
         return self.device.type != "cpu" and self.kernels != "torch"
 
+    def engine(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of an engine on it that on a CPU has these."""
+        return dict(options) if self.device.type == "cpu" else {**options, **self.options}
+
+    def must_promise_bits(self) -> None:
+        """Skip the test with torch's kernels on a GPU: there, bits depend on the batch."""
+        if self.device.type != "cpu" and not self._is_invariant:
+            pytest.skip("the bits of torch's kernels depend on the batch")
+
     def must_be_a_cpu(self, why: str) -> None:
         """Skip the test elsewhere."""
         if self.device.type != "cpu":

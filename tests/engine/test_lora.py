@@ -17,6 +17,7 @@ from pagoda.engine.inputs.adapters import AdapterUses
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.worker.adapters import AdapterStore
 from pagoda.worker.worker import Worker
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 from tests.worker.recalls import recall_steps
@@ -49,8 +50,8 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), **OPTIONS) as llm:
+def llm(model: Path, on: DeviceUnderTest) -> Iterator[LLM]:
+    with LLM(str(model), **on.engine(OPTIONS)) as llm:
         yield llm
 
 
@@ -91,8 +92,13 @@ def test_each_prompt_of_a_call_has_its_own_adapter(
 
 
 def test_adapters_in_steps_padded_for_graphs(
-    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    folders: dict[str, Path],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    on: DeviceUnderTest,
 ) -> None:
+    on.must_be_a_cpu("a GPU has graphs, in all other tests")
     recalls = recall_steps(monkeypatch)
     with LLM(str(model), **OPTIONS) as llm:
         for names in (["a", "", "b"], ["a", "c"], ["b", "b"]):
@@ -109,7 +115,9 @@ def test_the_least_recently_used_adapter_makes_room(llm: LLM, folders: dict[str,
     assert list(store_of(llm)._slots) == [digests["a"], digests["c"]]
 
 
-def test_outputs_name_the_adapter_that_the_caller_gave(llm: LLM, folders: dict[str, Path], model: Path) -> None:
+def test_outputs_name_the_adapter_that_the_caller_gave(
+    llm: LLM, folders: dict[str, Path], model: Path, on: DeviceUnderTest
+) -> None:
     given = [ask(folders["a"], "of mine"), None]
     assert [output.lora_request for output in llm.generate([PROMPT, PROMPT], GREEDY, lora_request=given)] == given
     assert {id(delta.lora_request) for delta in llm.stream(PROMPT, GREEDY, lora_request=given[0])} == {id(given[0])}
@@ -117,14 +125,15 @@ def test_outputs_name_the_adapter_that_the_caller_gave(llm: LLM, folders: dict[s
     assert [one.lora_request for one in beams[0].sequences] == [given[0]] * 2
 
     async def main() -> list[object]:
-        async with AsyncLLM(str(model), **OPTIONS) as llm:
+        async with AsyncLLM(str(model), **on.engine(OPTIONS)) as llm:
             return [output.lora_request async for output in llm.generate(PROMPT, GREEDY, lora_request=given[0])]
 
     assert {id(one) for one in asyncio.run(main())} == {id(given[0])}
 
 
-def test_embeddings_with_adapters(llm: LLM, folders: dict[str, Path], model: Path) -> None:
+def test_embeddings_with_adapters(llm: LLM, folders: dict[str, Path], model: Path, on: DeviceUnderTest) -> None:
     """Each prompt with its own, in one batch with others; the same vectors as alone, and as AsyncLLM gives."""
+    on.must_promise_bits()
     adapters = [ask(folders["a"]), None, ask(folders["b"]), ask(folders["c"]), ask(folders["a"])]
     alone = [llm.embed(PROMPT, lora_request=adapter)[0].outputs.embedding for adapter in adapters]
     assert len({tuple(vector) for vector in alone}) == 4
@@ -136,7 +145,7 @@ def test_embeddings_with_adapters(llm: LLM, folders: dict[str, Path], model: Pat
     assert raw[-1].tolist() == alone[3]
 
     async def main() -> list[list[float]]:
-        async with AsyncLLM(str(model), **OPTIONS) as llm:
+        async with AsyncLLM(str(model), **on.engine(OPTIONS)) as llm:
             found = await asyncio.gather(*(llm.embed(PROMPT, lora_request=adapter) for adapter in adapters))
             return [output.outputs.embedding for output in found]
 
@@ -145,7 +154,10 @@ def test_embeddings_with_adapters(llm: LLM, folders: dict[str, Path], model: Pat
         llm.embed([PROMPT] * 3, lora_request=adapters[:2])
 
 
-def test_streams_and_beams_use_adapters(llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]) -> None:
+def test_streams_and_beams_use_adapters(
+    llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]], on: DeviceUnderTest
+) -> None:
+    on.must_promise_bits()
     deltas = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["b"]))
     assert [token for delta in deltas for token in delta.outputs[0].token_ids] == expected["b"]
     params = BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True)
@@ -227,14 +239,14 @@ def test_an_adapter_is_unloaded_after_the_rows_that_use_it(
 
 
 def test_async_requests_finish_when_their_adapter_and_its_files_are_removed(
-    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
+    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path, on: DeviceUnderTest
 ) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(folders["c"], folder)
     given = LoRARequest("mine", 3, str(folder))
 
     async def test() -> None:
-        async with AsyncLLM(str(model), **OPTIONS) as llm:
+        async with AsyncLLM(str(model), **on.engine(OPTIONS)) as llm:
 
             async def collect(number: int) -> list[int]:
                 outputs = llm.generate(PROMPT, GREEDY, str(number), lora_request=given)
