@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.fake_cuda import FakeCuda
-from tests.worker.sync_watch import WAITS
+from tests.worker.sync_watch import COPIES, WAITS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -112,6 +112,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
         return func(*_held(args), **_held(kwargs))
     device, is_pinned, plain = _device_of(kwargs, bool(on_gpu))
+    if name in COPIES and device.type == "cuda":
+        _check_capture(name)
     made = func(*_held(args), **_held(plain))
     if is_pinned:
         _pin(made)

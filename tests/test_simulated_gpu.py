@@ -85,6 +85,7 @@ def test_a_graph_is_not_captured_of_what_needs_the_host() -> None:
     for waits in (
         lambda: ours * ours.sum().item(),
         lambda: ours + torch.ones(3).to(CUDA),
+        lambda: ours * torch.tensor(2.0, device=CUDA),
         lambda: ours.cpu(),
         lambda: ours[ours.nonzero()[0]],
     ):

@@ -178,6 +178,7 @@ class Worker:
         """Execute one step. Raises WorkerDied before `start` and after `shutdown`."""
         return self.launch(output).result()
 
+    @torch.inference_mode()  # as steps, which may have made the tables that this writes to
     def load_adapter(self, lora: LoraRef) -> None:
         """Read an adapter, so that the first step that uses it need not. Raises PagodaError if it cannot be used."""
         if self._adapters is None:
@@ -191,6 +192,7 @@ class Worker:
                 raise RequestError(f"the adapter {lora.name!r} cannot be loaded: {error}", "lora_request") from error
             raise
 
+    @torch.inference_mode()
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no row uses it. Ignore one that is not loaded."""
         if self._adapters is not None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -236,6 +237,23 @@ def test_an_adapter_is_unloaded_after_the_rows_that_use_it(
     llm.remove_lora(7)  # of an idle engine, at once
     assert digest not in store._slots
     assert tokens(llm, PROMPT, ask(folders["a"])) == expected["a"]
+
+
+def test_tables_that_a_step_made_are_written_between_steps(
+    model: Path, folders: dict[str, Path], without_triton: Callable[[str], NoReturn], on: DeviceUnderTest
+) -> None:
+    """Those of Triton's kernels are tensors that change in place."""
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    with LLM(str(model), **on.engine({**OPTIONS, "kernels": "triton", "num_blocks": 16})) as llm:
+        store = store_of(llm)
+        one = SamplingParams(temperature=0, max_tokens=1)
+        llm.generate("a", one, lora_request=ask(folders["a"]))
+        for number, name in ((2, "b"), (3, "c")):
+            llm.add_lora(LoRARequest(name, number, str(folders[name])))
+        assert len(store._slots) == 2
+        llm.remove_lora(3)
+        assert len(store._slots) == 1
 
 
 def test_async_requests_finish_when_their_adapter_and_its_files_are_removed(

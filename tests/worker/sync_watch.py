@@ -30,6 +30,10 @@ WAITS = {
 }
 
 
+COPIES = {"tensor", "as_tensor"}
+"""Functions that make a tensor of the host's numbers, and with a device wait until it is there."""
+
+
 class SyncWatch(TorchFunctionMode):
     """Within it, calls that would wait raise AssertionError. `allowed()`: what a device does without the host."""
 
@@ -43,6 +47,7 @@ class SyncWatch(TorchFunctionMode):
         is_cast = name == "to" and all(isinstance(given, torch.dtype) for given in (*args[1:], *kwargs.values()))
         if not self._is_paused and not is_cast:
             assert name not in WAITS, f"{name} waits for the device"
+            assert name not in COPIES or kwargs.get("device") is None, f"{name} copies to the device"
             if name in ("__getitem__", "__setitem__"):
                 index = args[1] if isinstance(args[1], tuple) else (args[1],)
                 for part in index:

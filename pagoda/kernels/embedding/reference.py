@@ -8,4 +8,4 @@ def embedding(token_ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) 
     rows = table[token_ids.long()]
     if scale == 1.0:
         return rows
-    return rows * torch.tensor(scale, dtype=table.dtype, device=table.device)
+    return rows * torch.tensor(scale, dtype=table.dtype)  # of no dimension, on the host: a GPU need not wait for it

@@ -1,0 +1,72 @@
+"""A decode step of every architecture can be captured as a graph: on a simulated GPU, on Triton's kernels."""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from pagoda.kernels.batch import ForwardBatch, KVLayer
+from pagoda.kernels.select import select_ops
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_files import identify
+from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.graphed_forward import CudaCapture
+from tests.device_under_test import ON_CPU
+from tests.models.paged_runner import PagedRunner
+from tests.models.tiny import CONFIGS, make_model, save
+from tests.simulated_gpu import CUDA, SimulatedGpu, simulated_gpu
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUICK = {"llama-tied-biased", "mixtral-window", "gemma3-multimodal"}
+
+
+@pytest.fixture
+def gpu(without_triton: Callable[[str], NoReturn]) -> Iterator[SimulatedGpu]:
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    with simulated_gpu() as made:
+        yield made
+
+
+class CapturedForward:
+    """A forward whose first step is captured as well, and replayed for what it returns."""
+
+    def __init__(self, forward: EagerForward) -> None:
+        self._forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        out, replay = CudaCapture()(lambda: self._forward.forward(batch, kv))
+        out.zero_()
+        replay()
+        return out
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out, replay = CudaCapture()(lambda: self._forward.compute_logits(hidden))
+        out.zero_()
+        replay()
+        return out
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
+def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
+    files = identify(save(make_model(name), tmp_path))
+
+    def logits(kernels: str, device: torch.device) -> torch.Tensor:
+        ops = select_ops(kernels, device, 1)
+        forward = EagerForward(load_model(files, ops, torch.float32, device), ops)
+        model = CapturedForward(forward) if device == CUDA else forward
+        runner = PagedRunner(model, 2, 8, torch.float32, device=device)
+        return torch.stack([runner.logits([(0, at, [3 + at]), (1, at, [9 - at])]) for at in range(2)])
+
+    with torch.inference_mode():
+        torch.testing.assert_close(logits("triton", CUDA), logits("torch", ON_CPU.device), atol=2e-4, rtol=2e-4)
+    assert gpu.num_replays == gpu.num_graphs == 4
