@@ -233,6 +233,32 @@ def test_sampled_tokens_are_the_references(triton_ops: Any, kind: str) -> None:
     assert triton_ops.sample(moved_logits, params, best).tolist() == sampling.sample(logits, params).tolist()
 
 
+@pytest.mark.parametrize("spread", [3.0, pytest.param(0.2, marks=pytest.mark.slow)])
+def test_tokens_of_a_vocabulary_of_several_chunks(triton_ops: Any, spread: float) -> None:
+    """Where the rows are nearly flat, more tokens may be drawn than there is room for among the candidates."""
+    from pagoda.kernels.sampling.triton_candidates import CHUNK, find_candidates
+
+    rng = np.random.default_rng(11)
+    vocab, filters = 2 * CHUNK + 905, [(0, 1.0), (50, 1.0), (0, 0.9), (20, 0.95), (5000, 0.999), (0, 0.02), (0, 1.0)]
+    logits = torch.from_numpy(rng.normal(0, spread, (len(filters), vocab)).astype(np.float32))
+    logits[:, 7] = logits[:, CHUNK + 7] = logits.max(-1).values
+    top_k, top_p = (np.array(column) for column in zip(*filters, strict=True))
+    min_p = np.array([0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 0.05], np.float32)
+    uniform = np.array([0.7, 0.99, 0.3, 0.5, 0.6, 0.9, 0.95])
+    one = np.ones(len(logits), np.float32)
+    params = DrawParams(one, top_k.astype(np.int32), top_p.astype(np.float32), min_p, uniform)
+    device, columns = logits.to(DEVICE), tuple(torch.from_numpy(column).to(DEVICE) for column in params.columns)
+    found = find_candidates(device, device.max(-1).values, columns, has_filters=True)
+    assert (found.nums == 0).all() == (spread < 1)
+    for row, num in enumerate(found.nums.tolist()):
+        kept = found.ids[row, :num].long().cpu()
+        assert torch.equal(found.values[row, :num].cpu(), logits[row, kept])
+        assert num == 0 or kept.tolist() == (logits[row] >= logits[row, kept].min()).nonzero()[:, 0].tolist()
+    assert triton_ops.sample(device, params).tolist() == sampling.sample(logits, params).tolist()
+    without = params[[0, 6]]  # without filters
+    assert triton_ops.sample(device[[0, 6]], without).tolist() == sampling.sample(logits[[0, 6]], without).tolist()
+
+
 def test_a_row_without_a_token_gives_nan(triton_ops: Any) -> None:
     logits = draw(3, 100)
     logits[0, 70] = torch.nan

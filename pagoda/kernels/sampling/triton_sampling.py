@@ -1,8 +1,9 @@
 """Sampling in Triton: one program per row finds the kept tokens by searching for their smallest logit.
 
 Nothing is sorted. Float32 logits have an order-preserving 32-bit key, and the kept tokens of a filter are those with a
-key above some cut, with the first few, in order of id, whose key is the cut. Weights are in float64, as in the
-definition. A row's program reads that row alone.
+key above some cut, with the first few, in order of id, whose key is the cut. The search reads a row's few candidates
+(triton_candidates.py) where they suffice, or else the row itself, which takes milliseconds on a GPU. Weights are in
+float64, as in the definition. A row's programs read that row alone.
 """
 
 import numpy as np
@@ -11,10 +12,18 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.triton_candidates import (
+    CHUNK,
+    MOST_CANDIDATES,
+    find_candidates,
+    is_filtered,
+    weight_of,
+)
 from pagoda.kernels.transfer import to_device
 from pagoda.kernels.triton_jit import jit
 
 _BLOCK = 2048
+_BEST_BLOCK = 8192
 _LOWEST_KEY = tl.constexpr(-(2**31))
 _LAST_ID = tl.constexpr(2**31 - 1)
 
@@ -27,11 +36,6 @@ def _key_of(logits):
 
 
 @jit
-def _weight_of(logits, largest, temperature):
-    return tl.exp((logits.to(tl.float64) - largest) / temperature)
-
-
-@jit
 def _amount_above(row, vocab, cut, largest, temperature, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the sum of the weights of all tokens whose key exceeds `cut`, or their number; float64."""
     amount = tl.full([], 0.0, tl.float64)
@@ -40,7 +44,8 @@ def _amount_above(row, vocab, cut, largest, temperature, BY_WEIGHT: tl.constexpr
         logits = tl.load(row + at, mask=at < vocab, other=float("-inf"))
         above = (at < vocab) & (_key_of(logits) > cut)
         if BY_WEIGHT:
-            amount += tl.sum(tl.where(above, _weight_of(logits, largest, temperature), 0.0), 0)
+            if tl.max(above.to(tl.int32), 0) > 0:  # the exponentials are most of the work
+                amount += tl.sum(tl.where(above, weight_of(logits, largest, temperature), 0.0), 0)
         else:
             amount += tl.sum(above.to(tl.int32), 0).to(tl.float64)
     return amount
@@ -68,44 +73,83 @@ def _kept_weights(row, vocab, start, cut, ties, seen, largest, temperature, min_
     key = _key_of(logits)
     is_tie = ((key == cut) & (at < vocab)).to(tl.int64)
     rank = seen + tl.cumsum(is_tie, 0) - is_tie
-    weights = _weight_of(logits, largest, temperature)
+    weights = weight_of(logits, largest, temperature)
     kept = (at < vocab) & ((key > cut) | ((is_tie > 0) & (rank < ties))) & (weights >= min_p)
     return at, tl.where(kept, weights, 0.0), seen + tl.sum(is_tie, 0)
 
 
 @jit
-def _pick(row, vocab, cut, ties, largest, temperature, min_p, uniform, token, BLOCK: tl.constexpr):
-    """Return the first kept id at which the running sum of weights exceeds `uniform` of their total."""
-    total = tl.full([], 0.0, tl.float64)
+def _first_past(row, start, end, cut, ties, largest, temperature, min_p, target, reached, BLOCK: tl.constexpr):
+    """Return the place of the first kept token at which the running sum of weights exceeds `target`.
+
+    reached: the sum before `start`.   -1 if no token is kept.
+    """
     seen = tl.full([], 0, tl.int64)
-    for start in range(0, vocab, BLOCK):
-        at, weights, seen = _kept_weights(row, vocab, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
-        total += tl.sum(weights, 0)
-    target = tl.minimum(uniform * total, total * (1.0 - 1.1102230246251565e-16))
-    reached = tl.full([], 0.0, tl.float64)
-    seen = tl.full([], 0, tl.int64)
-    start = 0
-    is_found = start >= vocab
-    while (start < vocab) & (is_found == 0):
-        at, weights, seen = _kept_weights(row, vocab, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
+    token = tl.full([], -1, tl.int32)
+    is_found = start >= end
+    while (start < end) & (is_found == 0):
+        at, weights, seen = _kept_weights(row, end, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
         is_past = (reached + tl.cumsum(weights, 0) > target) & (weights > 0)
         first = tl.min(tl.where(is_past, at, _LAST_ID), 0)
         last = tl.max(tl.where(weights > 0, at, -1), 0)
         is_found = first < _LAST_ID
         # Rounding may leave the sum slightly below the target to the end: then it is the last kept token.
-        token = tl.where(is_found, first, tl.where(last >= 0, last, token))  # type: ignore[operator]
+        token = tl.where(is_found, first, tl.where(last >= 0, last, token))
         reached += tl.sum(weights, 0)
         start += BLOCK
     return token
 
 
 @jit
-def _sample(
-    logits, stride, vocab, best_values, best_ids, temperatures, top_ks, top_ps, min_ps, uniforms, tokens,
-    BLOCK: tl.constexpr,
+def _target_of(uniform, total):
+    return tl.minimum(uniform * total, total * (1.0 - 1.1102230246251565e-16))
+
+
+@jit
+def _pick(row, size, cut, ties, largest, temperature, min_p, uniform, BLOCK: tl.constexpr):
+    """Return the place of the first kept token at which the running sum of weights exceeds `uniform` of their total."""
+    total = tl.full([], 0.0, tl.float64)
+    seen = tl.full([], 0, tl.int64)
+    for start in range(0, size, BLOCK):
+        at, weights, seen = _kept_weights(row, size, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
+        total += tl.sum(weights, 0)
+    target = _target_of(uniform, total)
+    nothing = tl.full([], 0.0, tl.float64)
+    start = tl.full([], 0, tl.int32)
+    return _first_past(row, start, size, cut, ties, largest, temperature, min_p, target, nothing, BLOCK)
+
+
+@jit
+def _pick_by_chunk(
+    row, vocab, masses, num_chunks, largest, temperature, min_p, uniform,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    draw = tl.program_id(0)
-    row = logits + draw.to(tl.int64) * stride
+    """The same of a whole row of which min_p alone drops tokens; only the chunk with the token is read.
+
+    masses: the sums of the kept weights of its chunks.
+    """
+    chunks = tl.arange(0, CHUNKS)
+    mass = tl.load(masses + chunks, mask=chunks < num_chunks, other=0.0)
+    target = _target_of(uniform, tl.sum(mass, 0))
+    first = tl.min(tl.where((tl.cumsum(mass, 0) > target) & (mass > 0), chunks, CHUNKS), 0)
+    last = tl.max(tl.where(mass > 0, chunks, 0), 0)
+    chunk = tl.minimum(first, last)
+    reached = tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)
+    end = tl.minimum(vocab, (chunk + 1) * CHUNK)
+    no_cut, no_ties = tl.full([], _LOWEST_KEY, tl.int64), tl.full([], 0, tl.int64)
+    return _first_past(
+        row, chunk * CHUNK, end, no_cut, no_ties, largest, temperature, min_p, target, reached, BLOCK
+    )  # fmt: skip
+
+
+@jit
+def _sample(
+    logits, stride, vocab, best_values, best_ids, masses, values, ids, nums, num_chunks,
+    temperatures, top_ks, top_ps, min_ps, uniforms, tokens,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    draw = tl.program_id(0).to(tl.int64)
+    row = logits + draw * stride
     token = tl.load(best_ids + draw).to(tl.int32)
     temperature = tl.load(temperatures + draw).to(tl.float64)
     if temperature > 0:
@@ -114,25 +158,43 @@ def _sample(
         highest = _key_of(best)
         top_k = tl.load(top_ks + draw)
         top_p = tl.load(top_ps + draw).to(tl.float64)
-        cut = tl.full([], _LOWEST_KEY, tl.int64)
-        ties = tl.full([], 0, tl.int64)
-        if (top_k > 0) & (top_k < vocab):
-            wanted = top_k.to(tl.float64)
-            cut = _find_cut(row, vocab, cut, highest, wanted, largest, temperature, False, BLOCK)
-            ties = top_k - _amount_above(row, vocab, cut, largest, temperature, False, BLOCK).to(tl.int64)
-        if top_p < 1:
-            at_cut = _weight_at(cut, largest, temperature)
-            total = _amount_above(row, vocab, cut, largest, temperature, True, BLOCK)
-            total += tl.where(ties > 0, ties.to(tl.float64) * at_cut, 0.0)
-            wanted = top_p * total
-            old_cut, old_ties = cut, ties
-            cut = _find_cut(row, vocab, cut - 1, highest, wanted, largest, temperature, True, BLOCK)
-            above = _amount_above(row, vocab, cut, largest, temperature, True, BLOCK)
-            ties = tl.ceil((wanted - above) / _weight_at(cut, largest, temperature)).to(tl.int64)
-            ties = tl.where(cut == old_cut, tl.minimum(ties, old_ties), ties)
         min_p = tl.load(min_ps + draw).to(tl.float64)
         uniform = tl.load(uniforms + draw)
-        token = _pick(row, vocab, cut, ties, largest, temperature, min_p, uniform, token, BLOCK)
+        masses += draw * num_chunks
+        place = tl.full([], -1, tl.int32)
+        if is_filtered(top_k, top_p, vocab):
+            cut = tl.full([], _LOWEST_KEY, tl.int64)
+            ties = tl.full([], 0, tl.int64)
+            has_top_k = (top_k > 0) & (top_k < vocab)
+            chunks = tl.arange(0, CHUNKS)
+            total = tl.sum(tl.load(masses + chunks, mask=chunks < num_chunks, other=0.0), 0)
+            num, few = tl.load(nums + draw), values + draw * MOST
+            suffices = num >= top_k
+            if has_top_k == 0:
+                suffices = _amount_above(few, num, cut, largest, temperature, True, BLOCK) >= top_p * total
+            row = tl.where(suffices, few, row)
+            size = tl.where(suffices, num, vocab)
+            if has_top_k:
+                wanted = top_k.to(tl.float64)
+                cut = _find_cut(row, size, cut, highest, wanted, largest, temperature, False, BLOCK)
+                ties = top_k - _amount_above(row, size, cut, largest, temperature, False, BLOCK).to(tl.int64)
+            if top_p < 1:
+                if has_top_k:
+                    total = _amount_above(row, size, cut, largest, temperature, True, BLOCK)
+                    total += tl.where(ties > 0, ties.to(tl.float64) * _weight_at(cut, largest, temperature), 0.0)
+                wanted = top_p * total
+                old_cut, old_ties = cut, ties
+                cut = _find_cut(row, size, cut - 1, highest, wanted, largest, temperature, True, BLOCK)
+                above = _amount_above(row, size, cut, largest, temperature, True, BLOCK)
+                ties = tl.ceil((wanted - above) / _weight_at(cut, largest, temperature)).to(tl.int64)
+                ties = tl.where(cut == old_cut, tl.minimum(ties, old_ties), ties)
+            place = _pick(row, size, cut, ties, largest, temperature, min_p, uniform, BLOCK)
+            place = tl.load(ids + draw * MOST + place, mask=suffices & (place >= 0), other=place)
+        else:
+            place = _pick_by_chunk(
+                row, vocab, masses, num_chunks, largest, temperature, min_p, uniform, CHUNK, CHUNKS, BLOCK
+            )  # fmt: skip
+        token = tl.where(place >= 0, place, token)
     tl.store(tokens + draw, token.to(tl.int64))
 
 
@@ -141,27 +203,27 @@ def _weight_at(key, largest, temperature):
     """Return the weight of the tokens with this key."""
     bits = key.to(tl.int32)
     logit = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-    return _weight_of(logit, largest, temperature)
+    return weight_of(logit, largest, temperature)
 
 
 @jit
 def _best_tokens(logits, stride, vocab, values, ids, BLOCK: tl.constexpr):
-    draw = tl.program_id(0)
-    row = logits + draw.to(tl.int64) * stride
-    best = tl.full([], float("-inf"), tl.float32)
-    best_id = tl.full([], 0, tl.int32)
-    nan = tl.full([], 0.0, tl.float32)
+    """Each place of a block keeps its own best until the end, so that nothing but loads is waited for."""
+    draw = tl.program_id(0).to(tl.int64)
+    row = logits + draw * stride
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_ids = tl.zeros([BLOCK], tl.int32)
+    nan = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(row + at, mask=at < vocab, other=float("-inf"))
-        nan += tl.sum(tl.where(value == value, 0.0, value), 0)
-        value = tl.where(value == value, value, float("-inf"))
-        largest = tl.max(value, 0)
-        first = tl.min(tl.where(value == largest, at, _LAST_ID), 0)
-        best_id = tl.where(largest > best, first, best_id)
-        best = tl.maximum(best, largest)
-    tl.store(values + draw, best + nan)
-    tl.store(ids + draw, best_id.to(tl.int64))
+        nan = tl.where(value == value, nan, value)
+        is_better = value > best
+        best_ids = tl.where(is_better, at, best_ids)
+        best = tl.where(is_better, value, best)
+    largest = tl.max(best, 0)
+    tl.store(values + draw, largest + tl.sum(nan, 0))
+    tl.store(ids + draw, tl.min(tl.where(best == largest, best_ids, _LAST_ID), 0).to(tl.int64))
 
 
 @jit
@@ -180,7 +242,7 @@ def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(draws, dtype=torch.float32, device=logits.device)
     ids = torch.empty(draws, dtype=torch.int64, device=logits.device)
     if draws:
-        _best_tokens[(draws,)](logits, logits.stride(0), vocab, values, ids, _BLOCK, num_warps=8)
+        _best_tokens[(draws,)](logits, logits.stride(0), vocab, values, ids, _BEST_BLOCK, num_warps=16)
     return values, ids
 
 
@@ -192,9 +254,15 @@ def sample(
     if not (params.temperature > 0).any():
         return best_ids
     draws, vocab = logits.shape
-    columns = params.on_device or to_device(params.columns, logits.device)
+    columns = params.on_device or tuple(to_device(params.columns, logits.device))
+    has_filters = bool((((params.top_k > 0) & (params.top_k < vocab)) | (params.top_p < 1)).any())
+    found = find_candidates(logits, best_values, columns, has_filters)
     tokens = torch.empty(draws, dtype=torch.int64, device=logits.device)
-    _sample[(draws,)](logits, logits.stride(0), vocab, best_values, best_ids, *columns, tokens, _BLOCK, num_warps=8)
+    num_chunks = found.masses.shape[1]
+    _sample[(draws,)](
+        logits, logits.stride(0), vocab, best_values, best_ids, found.masses, found.values, found.ids, found.nums,
+        num_chunks, *columns, tokens, CHUNK, triton.next_power_of_2(num_chunks), MOST_CANDIDATES, _BLOCK, num_warps=16,
+    )  # fmt: skip
     return tokens
 
 
