@@ -1,7 +1,7 @@
 """Paged attention in Triton: chooses the kernels and their tiles.
 
-Rows with few query vectors (decodes, drafts) go to `triton_decode`, the others to `triton_prefill`. In both, a row's
-context is cut at multiples of `split_tokens`, counted from its first position, whatever the batch is.
+Rows with few query vectors (decodes, drafts) go to `triton_decode`, the others to `triton_prefill`. A decode's context
+is cut at multiples of `split_tokens`, counted from its first position.
 """
 
 import math
@@ -17,6 +17,7 @@ from pagoda.kernels.kv_cache.triton_kv_cache import pages_of, strides_of
 
 _MOST_SPLITS = 64
 _LEAST_SPLIT_TOKENS = 256
+_MANY_PROGRAMS = 512  # more would not be faster: the largest GPUs run about so many at a time
 _MOST_STATES = 256  # of queries of a mixed batch, per split: each has the size of a head in float32
 _STAGES_BYTES = 80 * 1024  # of shared memory, for K and V on their way: the smallest GPUs have 99 KiB per program
 _LOG2_E = math.log2(math.e)
@@ -25,7 +26,7 @@ _LOG2_E = math.log2(math.e)
 def split_tokens_of(max_model_len: int) -> int:
     """Return how much of a context one program reads: so much that the longest has at most 64 splits.
 
-    It follows from the settings alone, so that a request's bits do not depend on the batch.
+    It follows from the settings alone. With --batch-invariant it holds for all steps.
     """
     return max(_LEAST_SPLIT_TOKENS, triton.next_power_of_2(triton.cdiv(max_model_len, _MOST_SPLITS)))
 
@@ -112,8 +113,8 @@ class PagedAttention:
     """`attention` of the op table.
 
     split_tokens: see `split_tokens_of`.   batch_invariant: give a query the same bits in a decode and in a chunk of
-    any length: both kernels then have the same tiles, the softmax of a chunk restarts where a decode's splits do, and
-    a prefix is attended to by each row for itself.
+    any length: both kernels then have the same tiles, the softmax of a chunk restarts where a decode's splits do, a
+    prefix is attended to by each row for itself, and splits are not shorter in a step of a few rows.
     """
 
     def __init__(self, split_tokens: int = _LEAST_SPLIT_TOKENS, batch_invariant: bool = False) -> None:
@@ -149,13 +150,24 @@ class PagedAttention:
             self._run_many(problem, many, most_queries * problem.group if problem.num_rows > 1 else 0)
         return out
 
+    def _split_for(self, of: _Problem) -> int:
+        """Return short splits for a few rows of short contexts, so that they keep more of a GPU busy.
+
+        Of two lengths, because each is compiled for itself.
+        """
+        longest = of.metadata.max_seq_len
+        num_programs = of.num_rows * of.num_kv_heads * triton.cdiv(longest, self._split_tokens)
+        is_few = num_programs < _MANY_PROGRAMS and triton.cdiv(longest, _LEAST_SPLIT_TOKENS) <= _MOST_SPLITS
+        return min(_LEAST_SPLIT_TOKENS, self._split_tokens) if is_few else self._split_tokens
+
     def _run_few(self, of: _Problem, tiles: Tiles, most_queries: int, shared: Tiles | None) -> None:
         """most_queries: rows with more are left out.
 
         shared: the tiles of a prefix that rows share; None if each row attends for itself.
         """
         tokens, num_heads, head_dim = of.q.shape
-        metadata, cache, split_tokens = of.metadata, of.cache, self._split_tokens
+        metadata, cache = of.metadata, of.cache
+        split_tokens = self._split_tokens if self._batch_invariant or shared is not None else self._split_for(of)
         num_splits = triton.cdiv(metadata.max_seq_len, split_tokens)
         # A prompt in the batch may have thousands of tokens, for which there must not be states.
         states_per_row = 0 if metadata.max_query_len <= most_queries else most_queries

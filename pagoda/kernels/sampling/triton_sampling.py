@@ -111,7 +111,7 @@ def _pick(row, size, cut, ties, largest, temperature, min_p, uniform, BLOCK: tl.
     total = tl.full([], 0.0, tl.float64)
     seen = tl.full([], 0, tl.int64)
     for start in range(0, size, BLOCK):
-        at, weights, seen = _kept_weights(row, size, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
+        _, weights, seen = _kept_weights(row, size, start, cut, ties, seen, largest, temperature, min_p, BLOCK)
         total += tl.sum(weights, 0)
     target = _target_of(uniform, total)
     nothing = tl.full([], 0.0, tl.float64)
