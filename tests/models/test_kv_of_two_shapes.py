@@ -8,7 +8,6 @@ import torch
 from pagoda.base.model_spec import ModelSpec
 from pagoda.core.kv_specs import KVGroupKind, KVShape
 from pagoda.kernels.batch import KVLayer
-from pagoda.kernels.select import select_ops
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.kv import place_kv
@@ -24,9 +23,9 @@ from pagoda.ops.batch import KVLayer as AnyKVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 from pagoda.worker.forward_pass import EagerForward
+from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.paged_runner import PagedRunner
 
-CPU = torch.device("cpu")
 HIDDEN, VOCAB = 48, 50
 SPEC = ModelSpec("two", VOCAB, HIDDEN, 1, 2, 4, 2, 16, 64, (0, 0))
 
@@ -61,21 +60,22 @@ class Two(Model):
         return self.norm(ops, x)
 
 
-def made(kernels: str) -> EagerForward:
+def made(kernels: str, on: DeviceUnderTest = ON_CPU) -> EagerForward:
     """A model with random weights."""
     generator = torch.Generator().manual_seed(1)
-    model, ops = Two(), select_ops(kernels, CPU, 1)
+    model, ops = Two(), on.ops(kernels)
     for _, parameter in parameters(model):
         match parameter.declared:
             case Matrix() as matrix:
                 weight = torch.randn(matrix.rows, matrix.columns, generator=generator) * matrix.columns**-0.5
-                parameter.fill(ops.prepare_linear(weight))
+                parameter.fill(ops.prepare_linear(weight.to(on.device)))
             case RotaryTable(rope, head_dim):
-                parameter.fill(build_rotary_tables(rope, head_dim, 64, CPU))
+                parameter.fill(build_rotary_tables(rope, head_dim, 64, on.device))
             case Table(rows, columns):
-                parameter.fill(torch.randn(rows, columns, generator=generator))
+                parameter.fill(torch.randn(rows, columns, generator=generator).to(on.device))
             case vector:
-                parameter.fill(1 + torch.randn(vector.size, generator=generator) * 0.2)
+                weight = 1 + torch.randn(vector.size, generator=generator) * 0.2
+                parameter.fill(weight.to(on.device))
     return EagerForward(model, ops)
 
 
@@ -97,10 +97,12 @@ def alone(layer: KVLayer) -> KVLayer:
     return KVLayer(*copies)
 
 
-def in_chunks(run: EagerForward, kv_dtype: torch.dtype, separate: bool = False) -> torch.Tensor:
+def in_chunks(
+    run: EagerForward, kv_dtype: torch.dtype, separate: bool = False, on: DeviceUnderTest = ON_CPU
+) -> torch.Tensor:
     """The hidden states of TOKENS in row 0, in chunks and among other rows; separate: no layers share memory."""
     tokens = TOKENS
-    runner = PagedRunner(run, 3, 40, kv_dtype, block_size=8)
+    runner = PagedRunner(run, 3, 40, kv_dtype, block_size=8, device=on.device)
     assert not all(layer.k.is_contiguous() for layer in runner.kv)
     if separate:
         runner.kv = [alone(layer) for layer in runner.kv]
@@ -112,10 +114,10 @@ def in_chunks(run: EagerForward, kv_dtype: torch.dtype, separate: bool = False) 
 
 @pytest.mark.parametrize("kernels", ["reference", "torch", "native"])
 @torch.inference_mode()
-def test_chunks_among_other_rows_give_what_the_whole_prompt_gives(kernels: str) -> None:
-    run = made(kernels)
-    whole = PagedRunner(run, 1, 40, torch.float32, block_size=8).hidden([(0, 0, TOKENS)], [23])
-    torch.testing.assert_close(in_chunks(run, torch.float32), whole, rtol=1e-5, atol=1e-5)
+def test_chunks_among_other_rows_give_what_the_whole_prompt_gives(kernels: str, on: DeviceUnderTest) -> None:
+    run = made(kernels, on)
+    whole = PagedRunner(run, 1, 40, torch.float32, 8, on.device).hidden([(0, 0, TOKENS)], [23])
+    torch.testing.assert_close(in_chunks(run, torch.float32, on=on), whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)

@@ -4,24 +4,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pagoda.kernels.batch import ForwardBatch, Input, KVLayer
-from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.select import select_ops
 from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.models.llama import Llama
 from pagoda.ops.declare import Domain
 from pagoda.worker.forward_pass import EagerForward, ReplayedForward
+from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
-
-CPU = torch.device("cpu")
 
 
 class WithEmbeds:
@@ -48,17 +46,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_embeddings_of_tokens_have_the_bits_of_the_tokens(name: str, folders: Callable[[str], Path]) -> None:
-    """Native kernels, recorded; rows of tokens, of embeddings and of both in one batch, in chunks and decoding."""
-    ops = select_ops("native", CPU, 2)
-    assert isinstance(ops, NativeOps)
-    model = load_model(identify(folders(name)), ops, torch.bfloat16, CPU)
+def test_embeddings_of_tokens_have_the_bits_of_the_tokens(
+    name: str, folders: Callable[[str], Path], on: DeviceUnderTest
+) -> None:
+    """On a CPU with native kernels, recorded. Rows of tokens, of embeddings and of both in one batch, in chunks and
+    decoding.
+    """
+    is_cpu = on.device.type == "cpu"
+    ops = on.ops("native" if is_cpu else "auto", threads=2)
+    model = load_model(identify(folders(name)), ops, torch.bfloat16, on.device)
     assert isinstance(model, Llama)
-    replayed = ReplayedForward(model, ops)
+    kind: Any = ReplayedForward if is_cpu else EagerForward
+    plain, other = kind(model, ops), kind(model, ops)
     generator = torch.Generator().manual_seed(1)
 
     def given(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        index = (torch.rand(len(batch.token_ids), generator=generator) < 0.7).nonzero().squeeze(1)
+        index = (torch.rand(len(batch.token_ids), generator=generator) < 0.7).nonzero().squeeze(1).to(on.device)
         values = model.model.embed_tokens(ops, batch.token_ids[index])
         assert isinstance(values, torch.Tensor)
         return index, values
@@ -67,31 +70,32 @@ def test_embeddings_of_tokens_have_the_bits_of_the_tokens(name: str, folders: Ca
     tokens = [rng.integers(3, VOCAB, 24).tolist() for _ in range(4)]
     steps = [[(0, 0, 5), (1, 0, 17)], [(0, 5, 1), (1, 17, 7), (2, 0, 24), (3, 0, 1)], [(0, 6, 18), (3, 1, 1)]]
     logits: list[list[torch.Tensor]] = []
-    for forward in (replayed, WithEmbeds(ReplayedForward(model, ops), given)):
-        runner = PagedRunner(forward, 4, 24, torch.bfloat16, block_size=8)  # type: ignore[arg-type]
+    for forward in (plain, WithEmbeds(other, given)):
+        runner = PagedRunner(forward, 4, 24, torch.bfloat16, 8, on.device)  # type: ignore[arg-type]
         logits.append([runner.logits([(row, at, tokens[row][at : at + n]) for row, at, n in work]) for work in steps])
-    for plain, embedded in zip(*logits, strict=True):
-        assert torch.equal(plain, embedded)
-    assert None not in replayed._programs.values(), "the forward is not recorded"
+    for of_tokens, of_embeddings in zip(*logits, strict=True):
+        assert torch.equal(of_tokens, of_embeddings)
+    if isinstance(plain, ReplayedForward):
+        assert None not in plain._programs.values(), "the forward is not recorded"
 
 
+@pytest.mark.parametrize(("kernels", "block_size"), [("torch", 4), ("native", 8), ("reference", 4)])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gemma3-multimodal"])
 @torch.inference_mode()
-def test_any_embeddings_give_what_transformers_gives(name: str, folders: Callable[[str], Path]) -> None:
+def test_any_embeddings_give_what_transformers_gives(
+    name: str, kernels: str, block_size: int, folders: Callable[[str], Path], on: DeviceUnderTest
+) -> None:
     """`inputs_embeds` is after the model's own embedding: Gemma's factor is not applied to it."""
     theirs = make_model(name)
     hidden = theirs.config.get_text_config().hidden_size
     embeds = torch.randn(23, hidden, generator=torch.Generator().manual_seed(5)) * 2
     expected = theirs(inputs_embeds=embeds[None]).logits[0, -1]
-    for kernels, block_size in (("torch", 4), ("native", 8), ("reference", 4)):
-        ops = select_ops(kernels, CPU, 1)
-        forward = EagerForward(load_model(identify(folders(name)), ops, torch.float32, CPU), ops)
-        runner = PagedRunner(  # type: ignore[arg-type]
-            WithEmbeds(forward, lambda batch: (torch.arange(len(batch.token_ids)), embeds[batch.positions.long()])),
-            1,
-            24,
-            torch.float32,
-            block_size=block_size,
-        )
-        ours = [runner.logits([(0, at, [0] * (end - at))]) for at, end in ((0, 9), (9, 22), (22, 23))]
-        torch.testing.assert_close(ours[-1][0], expected, rtol=1e-4, atol=1e-4)
+    ops, given = on.ops(kernels), embeds.to(on.device)
+    forward = EagerForward(load_model(identify(folders(name)), ops, torch.float32, on.device), ops)
+
+    def all_given(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(len(batch.token_ids), device=on.device), given[batch.positions.long()]
+
+    runner = PagedRunner(WithEmbeds(forward, all_given), 1, 24, torch.float32, block_size, on.device)  # type: ignore[arg-type]
+    ours = [runner.logits([(0, at, [0] * (end - at))]) for at, end in ((0, 9), (9, 22), (22, 23))]
+    torch.testing.assert_close(ours[-1][0], expected, rtol=1e-4, atol=1e-4)
