@@ -66,7 +66,7 @@ class RowsWithAdapters:
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         starts = batch.metadata[0].query_start
-        tokens = self._slots.repeat_interleave((starts[1:] - starts[:-1]).long())
+        tokens = self._slots.to(starts.device).repeat_interleave((starts[1:] - starts[:-1]).long())
         self._tail = tokens[batch.tail.index]
         inputs = {ADAPTERS: Input(tokens), TAIL_ADAPTERS: Input(self._tail, Domain.TAIL)}
         return self._forward.forward(replace(batch, inputs=inputs), kv)

@@ -1,6 +1,7 @@
 """LoRA adapters of every architecture, in one batch, against PEFT."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,18 +10,18 @@ from peft import PeftModel
 from pagoda.core.request import LoraRef
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
-from pagoda.kernels.select import select_ops
 from pagoda.loading.adapters.files import AdapterTargets, digest_of
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import identify
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
 from pagoda.worker.forward_pass import EagerForward, ReplayedForward
+from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.adapters import LINEAR, RowsWithAdapters, add_adapter, logits_of, save_adapters
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import VOCAB, make_model, save
 
-CPU, F32 = torch.device("cpu"), torch.float32
+F32 = torch.float32
 
 # Every architecture, once; and what an adapter's settings may say.
 EVERYTHING = [*LINEAR, "embed_tokens", "lm_head"]
@@ -62,12 +63,12 @@ class Adapted:
         self.theirs = theirs
         self.adapters = save_adapters(self.theirs, folder / "adapters")
 
-    def load(self, ops: Ops, replayed: bool = False) -> tuple[EagerForward, AdapterStore]:
+    def load(self, ops: Ops, device: torch.device, replayed: bool = False) -> tuple[EagerForward, AdapterStore]:
         files = identify(self.path)
         architecture, _ = read_architecture(files)
-        model = load_model(files, ops, F32, CPU)
+        model = load_model(files, ops, F32, device)
         targets = AdapterTargets(architecture, model)
-        store = AdapterStore(model, targets, ops, F32, CPU, AdapterLimits(8, 256))
+        store = AdapterStore(model, targets, ops, F32, device, AdapterLimits(8, 256))
         if replayed:
             assert isinstance(ops, NativeOps)
             return ReplayedForward(model, ops, store.tables), store
@@ -79,13 +80,14 @@ class Adapted:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_a_batch_of_all_adapters_and_none_equals_peft(name: str, tmp_path: Path) -> None:
+def test_a_batch_of_all_adapters_and_none_equals_peft(name: str, tmp_path: Path, on: DeviceUnderTest) -> None:
     adapted = Adapted(name, tmp_path)
-    forward, store = adapted.load(select_ops("auto", CPU, 1))
+    forward, store = adapted.load(on.ops("auto"), on.device)
     users = [None, *adapted.adapters, None, *adapted.adapters]
     slots = [0 if user is None else adapted.slot(store, user) for user in users]
     prompts = [[(7 * row + 3 * at) % (VOCAB - 3) + 3 for at in range(5 + 3 * row)] for row in range(len(users))]
-    runner = PagedRunner(RowsWithAdapters(forward, slots), len(users), 40, F32, block_size=8)  # type: ignore[arg-type]
+    rows: Any = RowsWithAdapters(forward, slots)
+    runner = PagedRunner(rows, len(users), 40, F32, block_size=8, device=on.device)
     runner.hidden([(row, 0, prompt[:-1]) for row, prompt in enumerate(prompts)])
     got = runner.logits([(row, len(prompt) - 1, prompt[-1:]) for row, prompt in enumerate(prompts)])
     plain = [logits_of(adapted.theirs, None, prompt)[-1] for prompt in prompts]
@@ -99,12 +101,12 @@ def test_a_batch_of_all_adapters_and_none_equals_peft(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "gemma3"])
 def test_a_recorded_forward_has_the_bits_of_its_ops(name: str, tmp_path: Path) -> None:
     adapted = Adapted(name, tmp_path)
-    ops = select_ops("auto", CPU, 1)
+    ops = ON_CPU.ops("auto")
     if not isinstance(ops, NativeOps):
         pytest.skip("no native kernels")
     found = []
     for replayed in (False, True):
-        forward, store = adapted.load(ops, replayed)
+        forward, store = adapted.load(ops, ON_CPU.device, replayed)
         slots = [0, adapted.slot(store, "a0"), 0]
         prompts = [[5 + row + at for at in range(4 + row)] for row in range(3)]
         runner = PagedRunner(RowsWithAdapters(forward, slots), 3, 40, F32, block_size=8)  # type: ignore[arg-type]

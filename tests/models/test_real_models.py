@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
-from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.worker.forward_pass import EagerForward
 from tests.cached_models import cached_model, transformers_model
+from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner, generate
 
-CPU = torch.device("cpu")
 TEXTS = [
     "The capital of France is",
     "Water boils at",
@@ -43,16 +42,16 @@ def prompts_of(files: ModelFiles, texts: list[str]) -> list[list[int]]:
     return [list(tokenizer.encode(text)) for text in texts]
 
 
-def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: int) -> list[str]:
+def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: int, on: DeviceUnderTest) -> list[str]:
     """Texts where transformers, given our answer up to some token, would not greedily have given that token next.
 
     None at all means, by induction, that its own greedy answer is the same.
     """
-    ops = select_ops("auto", CPU, 1)
-    model = EagerForward(load_model(files, ops, torch.float32, CPU, num_positions=2048), ops)
+    ops = on.ops("auto")
+    model = EagerForward(load_model(files, ops, torch.float32, on.device, num_positions=2048), ops)
     prompts = prompts_of(files, texts)
     longest = max(len(prompt) for prompt in prompts)
-    runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, block_size=16)
+    runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, 16, on.device)
     wrong = []
     for text, prompt, answer in zip(texts, prompts, generate(runner, prompts, num_tokens, chunk), strict=True):
         scores = transformers_model(files)(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
@@ -62,27 +61,27 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
 
 
 @torch.inference_mode()
-def test_smollm2_answers_as_transformers_does():
-    assert disagreements(cached_model("smollm2-135m"), TEXTS[:4], 24, chunk=5) == []
+def test_smollm2_answers_as_transformers_does(on: DeviceUnderTest):
+    assert disagreements(cached_model("smollm2-135m"), TEXTS[:4], 24, chunk=5, on=on) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [4, 64])
 @torch.inference_mode()
-def test_smollm2_answers_to_many_prompts(chunk: int):
-    assert disagreements(cached_model("smollm2-135m"), TEXTS, 64, chunk) == []
+def test_smollm2_answers_to_many_prompts(chunk: int, on: DeviceUnderTest):
+    assert disagreements(cached_model("smollm2-135m"), TEXTS, 64, chunk, on) == []
 
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_gemma3_270m_answers_as_transformers_does():
-    assert disagreements(cached_model("gemma3-270m"), TEXTS[:6], 32, chunk=7) == []
+def test_gemma3_270m_answers_as_transformers_does(on: DeviceUnderTest):
+    assert disagreements(cached_model("gemma3-270m"), TEXTS[:6], 32, chunk=7, on=on) == []
 
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_gemma3_270m_past_its_window():
+def test_gemma3_270m_past_its_window(on: DeviceUnderTest):
     """A prompt longer than the 512 tokens that most of its layers see."""
     text = " ".join(f"Chapter {n}: {line.strip()} ..." for n, line in enumerate(TEXTS * 4))
     assert len(prompts_of(cached_model("gemma3-270m"), [text])[0]) > 800
-    assert disagreements(cached_model("gemma3-270m"), [text], 16, chunk=300) == []
+    assert disagreements(cached_model("gemma3-270m"), [text], 16, chunk=300, on=on) == []

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from pagoda import LLM, LoRARequest, SamplingParams
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model, transformers_model
+from tests.device_under_test import DeviceUnderTest
 
 pytestmark = pytest.mark.slow
 
@@ -68,9 +69,9 @@ def trained(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Iter
     model.unload()  # other tests share the base model
 
 
-def test_greedy_tokens_are_those_of_peft(files: ModelFiles, trained: Trained) -> None:
+def test_greedy_tokens_are_those_of_peft(files: ModelFiles, trained: Trained, on: DeviceUnderTest) -> None:
     prompts = [trained.ids(text) for text in PROMPTS]
-    options = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 256, "num_blocks": 100}
+    options = {**on.options, "threads": 1, "max_model_len": 256, "num_blocks": 100}
     with LLM(str(files.path), **options, enable_lora=True) as llm:
         adapter = LoRARequest("trained", 1, str(trained.folder))
         adapters = [adapter] * len(prompts) + [None] * len(prompts)
@@ -88,8 +89,11 @@ def test_greedy_tokens_are_those_of_peft(files: ModelFiles, trained: Trained) ->
 
 
 @pytest.mark.parametrize("quantization", ["int8", "gguf"])
-def test_a_quantised_base_has_learnt_the_lesson(files: ModelFiles, trained: Trained, quantization: str) -> None:
-    with LLM(str(files.path), quantization=quantization, max_model_len=256, num_blocks=100, enable_lora=True) as llm:
+def test_a_quantised_base_has_learnt_the_lesson(
+    files: ModelFiles, trained: Trained, quantization: str, on: DeviceUnderTest
+) -> None:
+    options = {**on.options, "dtype": "auto", "quantization": quantization, "max_model_len": 256, "num_blocks": 100}
+    with LLM(str(files.path), **options, enable_lora=True) as llm:
         adapter = LoRARequest("trained", 1, str(trained.folder))
         lesson, plain = llm.generate([PROMPTS[0]] * 2, GREEDY, lora_request=[adapter, None])
     assert "Bernard" in lesson.outputs[0].text
