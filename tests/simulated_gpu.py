@@ -103,7 +103,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
         return _move(name, args, kwargs)
     if name == "copy_":
         return _copy(args, kwargs)
-    if name == "__setitem__" and not _tensors(args[1]) and isinstance(args[2], torch.Tensor):
+    if name == "__setitem__" and _is_view(args[1]) and isinstance(args[2], torch.Tensor):
         return _copy((args[0][args[1]], args[2]), {})
     if on_gpu:
         _check_devices(name, given)
@@ -124,6 +124,12 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if name in _UNINITIALISED and made.numel():
         _fill_with_anything(made)
     return _wrapped(made, {id(tensor.held): tensor for tensor in on_gpu})
+
+
+def _is_view(index: Any) -> bool:
+    """Return whether what it selects is a view of the tensor, into which values may be copied from another device."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts)
 
 
 def _fill_with_anything(made: torch.Tensor) -> None:

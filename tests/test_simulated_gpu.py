@@ -38,6 +38,9 @@ def test_values_and_memory_are_a_cpus() -> None:
     assert torch.ones(2, device=CUDA).to("cpu", None, False, True).tolist() == [1, 1]
     assert torch.empty(2, device="meta").device.type == "meta"  # how transformers sets a model up
     assert torch.empty_like(values).isnan().all()
+    made[0, [0, 2]] = torch.tensor([7, 8], device=CUDA)
+    made[1] = torch.tensor([4, 5, 6])
+    assert made.tolist() == [[7, 1, 8], [4, 5, 6]]
     out = torch.empty(2, device="cuda")
     assert torch.add(values, values, out=out) is out
     assert out.tolist() == [4, 30]
