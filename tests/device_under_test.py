@@ -11,6 +11,8 @@ from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.sampling.logprobs import LogprobTensors
 from pagoda.kernels.select import select_ops
+from pagoda.worker.devices.cuda_streams import CudaStreams
+from pagoda.worker.devices.streams import HostStreams, Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ class DeviceUnderTest:
         """Skip the test with torch's kernels on a GPU: there, bits depend on the batch."""
         if self.device.type != "cpu" and not self._is_invariant:
             pytest.skip("the bits of torch's kernels depend on the batch")
+
+    def streams(self) -> Streams:
+        """Return what moves results and KV blocks between it and the host."""
+        return HostStreams() if self.device.type == "cpu" else CudaStreams(self.device)
 
     def must_be_a_cpu(self, why: str) -> None:
         """Skip the test elsewhere."""

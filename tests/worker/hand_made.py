@@ -99,12 +99,12 @@ class PagedSumModel:
                 assert position == int(metadata.seq_lens[row]) - int(end) + t
                 pages = metadata.block_table[row, : position // size + 1].long()
                 seen = cache.k[pages, 0, :, 0].reshape(-1)[: position + 1]
-                hidden.append(float((seen * torch.arange(3, position + 4)).sum()))
+                hidden.append(float((seen * torch.arange(3, position + 4, device=seen.device)).sum()))
                 if int(batch.token_ids[t]) == self.broken_token:
                     hidden[-1] = float("nan")
-        return torch.tensor(hidden)[batch.tail.index].unsqueeze(1)
+        return torch.tensor(hidden, device=batch.token_ids.device)[batch.tail.index].unsqueeze(1)
 
     def compute_logits(self, ops: ForwardOps, hidden: torch.Tensor) -> torch.Tensor:
         target = torch.nan_to_num(hidden) % VOCAB
-        logits = -(torch.arange(VOCAB) - target).abs()
+        logits = -(torch.arange(VOCAB, device=hidden.device) - target).abs()
         return torch.where(hidden.isnan(), hidden, logits)

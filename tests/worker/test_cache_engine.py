@@ -4,10 +4,10 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
-from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices.streams import HostStreams, Streams
 from pagoda.worker.host_blocks import HostBlocks
+from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.worker.hand_made import step
 from tests.worker.lagging_streams import LaggingStreams
 
@@ -22,8 +22,10 @@ def engine(
     dtype: torch.dtype = torch.float32,
     groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0, 1), shape=KVShape(2, 4, 4)),),
     streams: Streams | None = None,
+    on: DeviceUnderTest = ON_CPU,
 ) -> CacheEngine:
-    cache = CacheEngine(groups, 3, num_blocks=6, num_host_blocks=4, dtype=dtype, device=CPU, streams=streams)
+    make_blocks = on.ops().make_device_blocks
+    cache = CacheEngine(groups, 3, 6, 4, dtype, on.device, streams or on.streams(), make_blocks)
     for number, layer in enumerate(cache.layers):
         for block in range(7):
             for nth, plane in enumerate((layer.k, layer.v, layer.k_scale, layer.v_scale)):
@@ -34,8 +36,12 @@ def engine(
 
 @pytest.mark.parametrize("streams", [HostStreams, LaggingStreams])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_step_moves_out_then_in_then_copies(dtype: torch.dtype, streams: type[HostStreams]) -> None:
-    cache = engine(dtype, streams=streams())
+def test_a_step_moves_out_then_in_then_copies(
+    dtype: torch.dtype, streams: type[HostStreams], on: DeviceUnderTest
+) -> None:
+    if streams is LaggingStreams:
+        on.must_be_a_cpu("a GPU's copies are late by themselves")
+    cache = engine(dtype, streams=streams() if on.device.type == "cpu" else None, on=on)
     before = [plane.clone() for layer in cache.layers for plane in (layer.k, layer.v)]
     # Block 1 is parked, host block 2 does not exist yet when it is swapped in: it is what 2 held. 5 is copied from it.
     cache.apply(
@@ -54,8 +60,8 @@ def test_a_step_moves_out_then_in_then_copies(dtype: torch.dtype, streams: type[
             assert layer.k_scale[:, 0, 0].tolist() == [2, 3, 3, 5, 4, 3, 4]
 
 
-def test_copies_of_one_step_read_before_they_write() -> None:
-    cache = engine()
+def test_copies_of_one_step_read_before_they_write(on: DeviceUnderTest) -> None:
+    cache = engine(on=on)
     cache.copy(pairs((1, 2), (2, 1)))
     assert cache.layers[0].k[:4, 0, 0, 0].tolist() == [0, 2, 1, 3]
 
@@ -78,11 +84,11 @@ def test_pools_start_as_zeros_and_untouched_memory_costs_nothing() -> None:
     assert big.layers[0].k[123_456].abs().sum() == 0
 
 
-def test_groups_of_different_shapes_share_memory_block_by_block() -> None:
+def test_groups_of_different_shapes_share_memory_block_by_block(on: DeviceUnderTest) -> None:
     """What one group writes in a block changes no other block of the other group; whole blocks are moved."""
     wide, narrow = KVShape(1, 8, 4), KVShape(2, 2, 2)
     groups = (KVGroupSpec(layers=(0,), shape=wide), KVGroupSpec(KVGroupKind.WINDOW, 8, (1,), narrow))
-    cache = CacheEngine(groups, 4, 5, 5, torch.float32, CPU)
+    cache = CacheEngine(groups, 4, 5, 5, torch.float32, on.device, on.streams(), on.ops().make_device_blocks)
     first, second = cache.layers
     assert (first.k.shape, first.v.shape) == ((6, 1, 4, 8), (6, 1, 4, 4))
     assert (second.k.shape, second.v.shape) == ((6, 2, 4, 2), (6, 2, 4, 2))
@@ -94,10 +100,9 @@ def test_groups_of_different_shapes_share_memory_block_by_block() -> None:
     assert bool((second.k[1] == 3).all())
 
 
-def test_blocks_that_go_out_may_be_written_at_once() -> None:
+def test_blocks_that_go_out_may_be_written_at_once(on: DeviceUnderTest) -> None:
     """Their copy comes late: what is overwritten meanwhile, on the device, is not what is kept."""
-    streams = LaggingStreams()
-    cache = engine(streams=streams)
+    cache = engine(streams=LaggingStreams() if on.device.type == "cpu" else None, on=on)
     old = cache.layers[1].v[2].clone()
     cache.swap_out(pairs((2, 3)))
     for layer in cache.layers:
@@ -107,14 +112,14 @@ def test_blocks_that_go_out_may_be_written_at_once() -> None:
 
 
 @pytest.mark.parametrize("elements", [1, 2, 3, 4, 8, 12])
-def test_any_number_of_bytes_moves(elements: int) -> None:
-    planes = [torch.randint(-128, 128, (9, count), dtype=torch.int8) for count in (elements, 24, 2 * elements)]
-    before = [plane.clone() for plane in planes]
-    blocks = DeviceBlocks(planes)
-    host = HostBlocks(blocks, 7, HostStreams())
+def test_any_number_of_bytes_moves(elements: int, on: DeviceUnderTest) -> None:
+    before = [torch.randint(-128, 128, (9, count), dtype=torch.int8) for count in (elements, 24, 2 * elements)]
+    planes = [plane.to(on.device, copy=True) for plane in before]
+    blocks = on.ops().make_device_blocks(planes)
+    host = HostBlocks(blocks, 7, on.streams())
     sources, parked, targets = (np.array(ids, np.int32) for ids in ([3, 1, 7, 8], [2, 3, 6, 5], [4, 5, 2, 1]))
     host.store(blocks.read(sources), parked)
     blocks.write(targets, host.load(parked))
-    for plane, old in zip(planes, before, strict=True):
+    for plane, old in zip((plane.cpu() for plane in planes), before, strict=True):
         assert torch.equal(plane[targets], old[sources])
         assert torch.equal(plane[[0, 3, 6, 7, 8]], old[[0, 3, 6, 7, 8]])

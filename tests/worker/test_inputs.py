@@ -1,5 +1,7 @@
 """The batch built by columns against the same built by loops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pagoda.models.base import TOKEN_TYPES
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.pooler import PooledChunk
+from tests.device_under_test import DeviceUnderTest, moved
 from tests.worker.hand_made import i32, row_init, step
 
 CPU = torch.device("cpu")
@@ -25,6 +28,12 @@ def random_table(rng: np.random.Generator, num_groups: int) -> DeviceTable:
     for blocks in table.block_tables:
         blocks[:] = rng.integers(1, 500, blocks.shape)
     return table
+
+
+def built(table: DeviceTable, output: SchedulerOutput, on: DeviceUnderTest, num_token_types: int = 0) -> StepInputs:
+    """Return the inputs that are built on a device, brought back from it."""
+    inputs = build_inputs(table, output, on.device, num_token_types=num_token_types)
+    return replace(inputs, batch=moved(inputs.batch, CPU), draw_logits=moved(inputs.draw_logits, CPU))
 
 
 def check(table: DeviceTable, output: SchedulerOutput, inputs: StepInputs) -> None:
@@ -84,7 +93,7 @@ def asked(inputs: StepInputs) -> list[int]:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("longest", [1, 2, 9])
-def test_batches_of_any_mix(num_groups: int, longest: int) -> None:
+def test_batches_of_any_mix(num_groups: int, longest: int, on: DeviceUnderTest) -> None:
     rng = np.random.default_rng([num_groups, longest])
     for _ in range(10):
         table = random_table(rng, num_groups)
@@ -92,7 +101,7 @@ def test_batches_of_any_mix(num_groups: int, longest: int) -> None:
         spans = [(int(row), int(rng.integers(0, 50)), int(rng.integers(1, longest + 1))) for row in rows]
         samples = [(span[0], i) for i, span in enumerate(spans) if rng.random() < 0.7]
         output = step(1, spans, samples)
-        inputs = build_inputs(table, output, CPU)
+        inputs = built(table, output, on)
         check(table, output, inputs)
         ends = np.cumsum([count for _, _, count in spans])
         assert asked(inputs) == [ends[i] - 1 for _, i in samples]
@@ -101,11 +110,11 @@ def test_batches_of_any_mix(num_groups: int, longest: int) -> None:
         assert inputs.takes_all_logits == (asked(inputs) == inputs.batch.tail.index.tolist())
 
 
-def test_a_model_without_kv_has_rows_all_the_same() -> None:
+def test_a_model_without_kv_has_rows_all_the_same(on: DeviceUnderTest) -> None:
     """One metadata that says where rows begin, in a form that the native kernels take."""
     table = random_table(np.random.default_rng(0), 0)
     for num_rows in (1, 3):
-        batch = build_inputs(table, step(1, [(row, 0, 2 + row) for row in range(num_rows)]), CPU).batch
+        batch = built(table, step(1, [(row, 0, 2 + row) for row in range(num_rows)]), on).batch
         (metadata,) = batch.metadata
         assert metadata.query_start.tolist() == [0, 2, 5, 9][: num_rows + 1]
         assert metadata.seq_lens.tolist() == [2, 3, 4][:num_rows]
@@ -115,35 +124,35 @@ def test_a_model_without_kv_has_rows_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("num_token_types", [1, 2, 3])
-def test_token_types_of_pairs(num_token_types: int) -> None:
+def test_token_types_of_pairs(num_token_types: int, on: DeviceUnderTest) -> None:
     """Type 1 from the second text on, in models that have it; rows are used again without what they had."""
     table = DeviceTable(4, 16, BLOCK, 1)
     pair, single = PoolingParams(pair_start=3), PoolingParams()
     admitted = row_init(2, [5] * 5, [1, 2], None, pooling=pair), row_init(0, [5] * 4, [3], None, pooling=single)
     output = step(1, [(2, 0, 5), (0, 0, 4)], [], admitted=admitted)
     table.apply(output)
-    types = build_inputs(table, output, CPU, num_token_types=num_token_types).batch.inputs[TOKEN_TYPES].tensor
+    types = built(table, output, on, num_token_types).batch.inputs[TOKEN_TYPES].tensor
     assert types.dtype == torch.int32
     second = int(num_token_types > 1)
     assert types.tolist() == [0, 0, 0, second, second, 0, 0, 0, 0]
     again = step(2, [(2, 0, 5)], [], admitted=(row_init(2, [5] * 5, [1, 2], None, pooling=single),))
     table.apply(again)
-    types = build_inputs(table, again, CPU, num_token_types=num_token_types).batch.inputs[TOKEN_TYPES].tensor
+    types = built(table, again, on, num_token_types).batch.inputs[TOKEN_TYPES].tensor
     assert types.tolist() == [0] * 5
 
 
-def test_tensors_are_int32_and_contiguous_whatever_the_scheduler_sent() -> None:
+def test_tensors_are_int32_and_contiguous_whatever_the_scheduler_sent(on: DeviceUnderTest) -> None:
     table = random_table(np.random.default_rng(0), 1)
     spans = np.array([[1, 7, 1], [2, 4, 1]], np.int64)
     output = SchedulerOutput(1, spans[:, 0], spans[:, 1], spans[:, 2], i32(1, 2), i32(0, 1), 2)
-    batch = build_inputs(table, output, CPU).batch
+    batch = built(table, output, on).batch
     metadata = batch.metadata[0]
     for tensor in (batch.token_ids, batch.positions, metadata.query_start, metadata.seq_lens, metadata.block_table):
         assert tensor.dtype == torch.int32
         assert tensor.is_contiguous()
 
 
-def test_one_copy_carries_all_arrays() -> None:
+def test_one_copy_carries_all_arrays(on: DeviceUnderTest) -> None:
     rng = np.random.default_rng(0)
     arrays = [
         rng.integers(-9, 9, shape).astype(dtype)
@@ -151,17 +160,18 @@ def test_one_copy_carries_all_arrays() -> None:
         for dtype in (np.int32, np.int64)
     ]
     arrays.append(np.arange(24, dtype=np.int32).reshape(4, 6)[:, ::2])
-    for array, tensor in zip(arrays, bulk_copy(arrays, CPU), strict=True):
-        assert tensor.shape == array.shape
-        assert (tensor.numpy() == array).all()
-        assert tensor.numpy().dtype == array.dtype
+    for array, tensor in zip(arrays, bulk_copy(arrays, on.device), strict=True):
+        back = tensor.cpu().numpy()
+        assert back.shape == array.shape
+        assert (back == array).all()
+        assert back.dtype == array.dtype
 
 
-def test_forks_share_logits() -> None:
+def test_forks_share_logits(on: DeviceUnderTest) -> None:
     table = random_table(np.random.default_rng(0), 1)
     forks = (RowFork(3, 4, 1, 1), RowFork(3, 5, 2, 2))
     output = step(1, [(9, 5, 1), (3, 0, 4)], [(9, 0), (3, 1), (4, 1), (5, 1)], forks=forks)
-    inputs = build_inputs(table, output, CPU)
+    inputs = built(table, output, on)
     assert asked(inputs) == [0, 4]
     check_tail(table, output, inputs)
     assert inputs.draw_logits is not None
@@ -171,10 +181,10 @@ def test_forks_share_logits() -> None:
     assert inputs.num_logits == 2
 
 
-def test_drafts_draw_at_each_of_their_positions() -> None:
+def test_drafts_draw_at_each_of_their_positions(on: DeviceUnderTest) -> None:
     table = random_table(np.random.default_rng(0), 1)
     output = step(1, [(1, 7, 3), (2, 4, 1), (3, 0, 2)], [(1, 0), (2, 1)], drafts={1: i32(8, 9)})
-    inputs = build_inputs(table, output, CPU)
+    inputs = built(table, output, on)
     assert inputs.num_draws.tolist() == [3, 1]
     assert inputs.draw_rows.tolist() == [1, 1, 1, 2]
     assert inputs.draw_positions.tolist() == [8, 9, 10, 5]
@@ -183,7 +193,7 @@ def test_drafts_draw_at_each_of_their_positions() -> None:
     check_tail(table, output, inputs)
 
 
-def test_prompt_logprobs_and_pooling_ask_for_more_positions() -> None:
+def test_prompt_logprobs_and_pooling_ask_for_more_positions(on: DeviceUnderTest) -> None:
     table = DeviceTable(4, 64, BLOCK, 1)
     wants = SamplingParams(prompt_logprobs=3)
     admitted = (
@@ -193,7 +203,7 @@ def test_prompt_logprobs_and_pooling_ask_for_more_positions() -> None:
     )
     output = step(1, [(0, 2, 4), (1, 0, 3), (2, 0, 4)], [(0, 0)], admitted=admitted)
     table.apply(output)
-    inputs = build_inputs(table, output, CPU)
+    inputs = built(table, output, on)
     assert inputs.num_logits == 1
     assert inputs.prompt_rows == ((0, 2, 3),)  # position 5 is the last: it has no next prompt token
     assert inputs.pooled == (PooledChunk(1, 2, 1, True, True),)  # row 2 is not through its prompt

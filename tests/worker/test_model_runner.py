@@ -10,22 +10,23 @@ from pagoda.base.errors import WorkerDied
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import BlockDelta, RowFork
-from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.sampler import Sampler
+from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 
-CPU = torch.device("cpu")
 BLOCK = 4
 
 
-def runner(broken_token: int = -1) -> ModelRunner:
-    model = PagedSumModel(broken_token)
-    cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, CPU)
-    forward = EagerForward(cast("Any", model), cast("Any", TorchOps()))
-    return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU)
+def runner(on: DeviceUnderTest, broken_token: int = -1) -> ModelRunner:
+    model, ops, streams = PagedSumModel(broken_token), on.ops(), on.streams()
+    make_blocks = ops.make_device_blocks
+    cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, on.device, streams, make_blocks)
+    forward = EagerForward(cast("Any", model), ops)
+    return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, on.device, Sampler(ops), streams=streams)
 
 
 def continued(prompt: list[int], count: int) -> list[int]:
@@ -35,8 +36,8 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_prefill_in_chunks_then_decode_next_to_another() -> None:
-    run = runner()
+def test_prefill_in_chunks_then_decode_next_to_another(on: DeviceUnderTest) -> None:
+    run = runner(on)
     a, b = [3, 1, 4, 1, 5], [9, 2]
     first = run.run(step(1, [(0, 0, 3)], [], admitted=(row_init(0, a, [7, 3]),)))
     assert first.sampled.shape[0] == 0
@@ -53,8 +54,8 @@ def test_prefill_in_chunks_then_decode_next_to_another() -> None:
     assert out.duration_s > 0
 
 
-def test_fork_copy_on_write_and_swap() -> None:
-    run = runner()
+def test_fork_copy_on_write_and_swap(on: DeviceUnderTest) -> None:
+    run = runner(on)
     prompt = [3, 1, 4, 1, 5, 9]
     out = run.run(
         step(1, [(0, 0, 6)], [(0, 0), (1, 0)], admitted=(row_init(0, prompt, [7, 3]),), forks=(RowFork(0, 1, 1, 1),))
@@ -75,10 +76,10 @@ def test_fork_copy_on_write_and_swap() -> None:
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 2, 3])
-def test_drafts_are_accepted_up_to_the_first_that_differs(num_right: int) -> None:
+def test_drafts_are_accepted_up_to_the_first_that_differs(num_right: int, on: DeviceUnderTest) -> None:
     prompt = [3, 1, 4]
     truth = continued(prompt, 6)
-    run = runner()
+    run = runner(on)
     run.run(step(1, [(0, 0, 3), (1, 0, 3)], admitted=(row_init(0, prompt, [1, 2, 3]), row_init(1, prompt, [4, 5, 6]))))
     drafts = np.array(truth[1:4], np.int32)
     drafts[num_right:] = (drafts[num_right:] + 1) % 97
@@ -91,11 +92,11 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(num_right: int) -> Non
     assert out.sampled[:, 0].tolist() == [truth[1 + accepted], truth[2]]
 
 
-def test_drafts_do_not_change_seeded_tokens() -> None:
+def test_drafts_do_not_change_seeded_tokens(on: DeviceUnderTest) -> None:
     params = SamplingParams(temperature=30.0)
 
     def tokens_of(drafts: np.ndarray | None) -> list[int]:
-        run = runner()
+        run = runner(on)
         run.run(step(1, [(0, 0, 3)], admitted=(row_init(0, [3, 1, 4], [1, 2, 3], params, seed=5),)))
         at, got = 3, []
         if drafts is not None:
@@ -114,8 +115,8 @@ def test_drafts_do_not_change_seeded_tokens() -> None:
     assert tokens_of(np.array([plain[0], plain[1] ^ 1, plain[2]], np.int32)) == plain
 
 
-def test_a_row_that_is_not_finite_is_reported_alone() -> None:
-    run = runner(broken_token=66)
+def test_a_row_that_is_not_finite_is_reported_alone(on: DeviceUnderTest) -> None:
+    run = runner(on, broken_token=66)
     out = run.run(
         step(1, [(0, 0, 2), (1, 0, 2)], admitted=(row_init(0, [5, 66], [1]), row_init(1, [5, 6], [2]))),
     )
@@ -124,8 +125,8 @@ def test_a_row_that_is_not_finite_is_reported_alone() -> None:
     assert out.sampled[:, 0].tolist() == [-1, expected_next([5, 6])]
 
 
-def test_a_draft_that_is_rejected_cannot_fail_its_row() -> None:
-    run = runner(broken_token=66)
+def test_a_draft_that_is_rejected_cannot_fail_its_row(on: DeviceUnderTest) -> None:
+    run = runner(on, broken_token=66)
     first = run.run(step(1, [(0, 0, 2)], admitted=(row_init(0, [5, 6], [1, 2]),)))
     truth = continued([5, 6], 3)
     assert first.sampled[0, 0] == truth[0]
@@ -134,7 +135,7 @@ def test_a_draft_that_is_rejected_cannot_fail_its_row() -> None:
     assert out.sampled[0, : out.num_sampled[0]].tolist() == [truth[1]]
 
 
-def test_an_error_while_drafting_costs_no_token() -> None:
+def test_an_error_while_drafting_costs_no_token(on: DeviceUnderTest) -> None:
     class Broken:
         def apply(self, *_: object) -> None:
             pass
@@ -145,7 +146,7 @@ def test_an_error_while_drafting_costs_no_token() -> None:
         def finish_step(self, *_: object) -> dict[int, np.ndarray]:
             raise RuntimeError("injected")
 
-    run = runner()
+    run = runner(on)
     run._drafting.speculator = cast("Any", Broken())
     for number, (start, count) in enumerate(((0, 2), (2, 1)), 1):
         admitted = (row_init(0, [5, 6], [1, 2]),) if number == 1 else ()
@@ -155,8 +156,8 @@ def test_an_error_while_drafting_costs_no_token() -> None:
         assert out.sampled[0, 0] == continued([5, 6], 2)[number - 1]
 
 
-def test_prompt_logprobs_cover_the_chunk_and_name_the_next_token() -> None:
-    run = runner()
+def test_prompt_logprobs_cover_the_chunk_and_name_the_next_token(on: DeviceUnderTest) -> None:
+    run = runner(on)
     prompt = [3, 1, 4, 1, 5]
     params = SamplingParams(temperature=0, prompt_logprobs=1, logprobs=0)
     first = run.run(step(1, [(0, 0, 3)], [], admitted=(row_init(0, prompt, [1, 2], params),)))
@@ -170,22 +171,22 @@ def test_prompt_logprobs_cover_the_chunk_and_name_the_next_token() -> None:
     assert run.run(step(3, [(0, 5, 1)])).prompt_logprobs == {}
 
 
-def test_pooling_gives_the_last_hidden_state_once() -> None:
-    run = runner()
+def test_pooling_gives_the_last_hidden_state_once(on: DeviceUnderTest) -> None:
+    run = runner(on)
     init = row_init(0, [3, 1, 4], [1], None, pooling=PoolingParams(normalize=False))
     assert run.run(step(1, [(0, 0, 2)], [], admitted=(init,))).pooled == {}
     pooled = run.run(step(2, [(0, 2, 1)], [])).pooled
     assert pooled[0].tolist() == [sum((t + 1) * (p + 3) for p, t in enumerate([3, 1, 4]))]
 
 
-def test_warming_up_leaves_no_trace() -> None:
-    run = runner()
+def test_warming_up_leaves_no_trace(on: DeviceUnderTest) -> None:
+    run = runner(on)
     run.warm_up()
     assert run.run(step(1, [(0, 0, 2)], admitted=(row_init(0, [3, 1], [1]),))).sampled[0, 0] == expected_next([3, 1])
 
 
-def test_a_step_without_rows_still_applies_its_events() -> None:
-    run = runner()
+def test_a_step_without_rows_still_applies_its_events(on: DeviceUnderTest) -> None:
+    run = runner(on)
     out = run.run(step(1, [], admitted=(row_init(0, [3, 1], [1], GREEDY),)))
     assert out.sampled.shape[0] == 0
     assert run.run(step(2, [(0, 0, 2)])).sampled[0, 0] == expected_next([3, 1])
@@ -193,4 +194,4 @@ def test_a_step_without_rows_still_applies_its_events() -> None:
 
 def test_events_that_cannot_be_applied_end_the_worker() -> None:
     with pytest.raises(WorkerDied, match="step 7"):
-        runner().run(step(7, [], copies=np.array([[1, 1000]], np.int32)))
+        runner(ON_CPU).run(step(7, [], copies=np.array([[1, 1000]], np.int32)))

@@ -9,9 +9,9 @@ from pagoda.core.scheduler_output import RowFork, RowInit
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import sample as sample_by_definition
 from pagoda.kernels.sampling.reference import uniforms
-from pagoda.kernels.select import select_ops
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.sampler import Sampled, Sampler
+from tests.device_under_test import DeviceUnderTest
 from tests.worker.hand_made import i32, row_init, step
 
 VOCAB = 50
@@ -29,9 +29,10 @@ def make_table(params: list[SamplingParams], histories: list[list[int]], num_pro
     return table
 
 
-def draw(table: DeviceTable, logits: torch.Tensor, rows: list[int] | None = None) -> Sampled:
+def draw(table: DeviceTable, logits: torch.Tensor, on: DeviceUnderTest, rows: list[int] | None = None) -> Sampled:
+    """Sample on a device from logits that are on the CPU, and stay as they are."""
     picked = i32(*(rows if rows is not None else range(len(logits))))
-    return Sampler().sample(logits.clone(), table, picked, table.num_tokens[picked])
+    return Sampler(on.ops()).sample(logits.to(on.device, copy=True), table, picked, table.num_tokens[picked])
 
 
 def edited_by_loops(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
@@ -71,23 +72,23 @@ FEATURES = [
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_features_together_in_one_batch(seed: int) -> None:
+def test_features_together_in_one_batch(seed: int, on: DeviceUnderTest) -> None:
     rng = np.random.default_rng(seed)
     histories = [[*rng.integers(0, VOCAB, 3).tolist(), *rng.integers(0, 12, 3).tolist(), 1, 8] for _ in FEATURES]
     logits = torch.from_numpy(rng.normal(0, 3, (len(FEATURES), VOCAB)).astype(np.float32))
-    got = draw(make_table(FEATURES, histories), logits)
+    got = draw(make_table(FEATURES, histories), logits, on)
     for i, params in enumerate(FEATURES):
         expected = edited_by_loops(logits[i].numpy(), params, histories[i][:3], histories[i][3:])
         assert got.tokens[i] == int(expected.argmax()), params
     assert got.finite.all()
 
 
-def test_bad_words_look_at_the_output_only() -> None:
+def test_bad_words_look_at_the_output_only(on: DeviceUnderTest) -> None:
     params = [SamplingParams(temperature=0, bad_words_token_ids=((8, 9),))] * 2
     logits = torch.zeros(2, VOCAB)
     logits[:, 9] = 1.0
     table = make_table(params, [[1, 1, 8], [1, 1, 1, 8]])
-    assert draw(table, logits).tokens.tolist() == [9, 0]
+    assert draw(table, logits, on).tokens.tolist() == [9, 0]
 
 
 def random_params(rng: np.random.Generator) -> SamplingParams:
@@ -103,21 +104,21 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
     )
 
 
-def test_a_row_alone_in_a_batch_and_after_preemption_gives_the_same() -> None:
+def test_a_row_alone_in_a_batch_and_after_preemption_gives_the_same(on: DeviceUnderTest) -> None:
     rng = np.random.default_rng(11)
     params = [random_params(rng) for _ in range(40)]
     histories = [rng.integers(0, VOCAB, rng.integers(4, 20)).tolist() for _ in params]
     logits = torch.from_numpy(rng.normal(0, 2, (40, VOCAB)).astype(np.float32))
-    together = draw(make_table(params, histories), logits)
+    together = draw(make_table(params, histories), logits, on)
     shuffled = rng.permutation(40).tolist()
-    again = draw(make_table(params, histories), logits[shuffled], shuffled)
+    again = draw(make_table(params, histories), logits[shuffled], on, shuffled)
     assert again.tokens.tolist() == together.tokens[shuffled].tolist()
     for i in range(40):
         # After a preemption the row may be another one, and everything comes from its RowInit.
         table = DeviceTable(3, 64, 16, 1)
         init = row_init(2, histories[i], [1], params[i], num_prompt=3, seed=100 + i, eos=EOS)
         table.apply(step(9, [], admitted=(init,)))
-        alone = Sampler().sample(logits[i : i + 1].clone(), table, i32(2), table.num_tokens[i32(2)])
+        alone = draw(table, logits[i : i + 1], on, [2])
         assert alone.tokens[0] == together.tokens[i]
 
 
@@ -145,10 +146,10 @@ def any_params(rng: np.random.Generator) -> SamplingParams:
 
 @pytest.mark.parametrize("kernels", ["reference", "torch", "native"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_combinations_over_steps(kernels: str, seed: int) -> None:
+def test_random_combinations_over_steps(kernels: str, seed: int, on: DeviceUnderTest) -> None:
     """Drafts accepted and rejected, forks, and rows that another request takes over: each draw is as by loops."""
     rng = np.random.default_rng(seed)
-    sampler = Sampler(select_ops(kernels, torch.device("cpu"), 2))
+    sampler = Sampler(on.ops(kernels, threads=2))
     num_rows, num_steps = 10, 12
     params = [any_params(rng) for _ in range(num_rows)]
     prompts = [rng.integers(0, VOCAB, rng.integers(1, 12)).tolist() for _ in params]
@@ -172,7 +173,7 @@ def test_random_combinations_over_steps(kernels: str, seed: int) -> None:
         rows = i32(*(i for i in range(num_rows) for _ in range(1 + len(drafts[i]))))
         positions = i32(*(len(tokens[i]) + j for i in range(num_rows) for j in range(1 + len(drafts[i]))))
         logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32))
-        got = sampler.sample(logits.clone(), table, rows, positions)
+        got = sampler.sample(logits.to(on.device, copy=True), table, rows, positions)
         assert got.finite.all()
         assert_logprobs_of(logits, got, table.num_logprobs[rows])
         for draw_index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
@@ -216,10 +217,10 @@ def assert_logprobs_of(logits: torch.Tensor, got: Sampled, wanted: np.ndarray) -
         assert np.allclose(np.sort(expected[draw_index])[::-1][:2], values[1:], atol=1e-5)
 
 
-def test_seed_and_position_make_the_token() -> None:
+def test_seed_and_position_make_the_token(on: DeviceUnderTest) -> None:
     table = make_table([SamplingParams(temperature=1.0)] * 2, [[1, 2, 3]] * 2)
-    flat = torch.zeros(1, VOCAB)
-    sampler = Sampler()
+    flat = torch.zeros(1, VOCAB, device=on.device)
+    sampler = Sampler(on.ops())
     by_position = [int(sampler.sample(flat, table, i32(0), i32(p)).tokens[0]) for p in range(40)]
     other_seed = [int(sampler.sample(flat, table, i32(1), i32(p)).tokens[0]) for p in range(40)]
     expected = (uniforms(np.full(40, 100, np.uint64), np.arange(40)) * VOCAB).astype(int).tolist()
@@ -227,35 +228,36 @@ def test_seed_and_position_make_the_token() -> None:
     assert by_position != other_seed
 
 
-def test_sampled_frequencies_follow_temperature_and_top_k() -> None:
+def test_sampled_frequencies_follow_temperature_and_top_k(on: DeviceUnderTest) -> None:
     params = SamplingParams(temperature=0.5, top_k=3)
     table = make_table([params], [[1, 2, 3]])
     logits = torch.full((1, VOCAB), -5.0)
     logits[0, [10, 20, 30, 40]] = torch.tensor([1.0, 0.5, 0.0, -0.5])
     n = 20000
     rows = np.zeros(n, np.int32)
-    tokens = Sampler().sample(logits.expand(n, -1).clone(), table, rows, np.arange(n, dtype=np.int32)).tokens
+    many = logits.expand(n, -1).to(on.device, copy=True)
+    tokens = Sampler(on.ops()).sample(many, table, rows, np.arange(n, dtype=np.int32)).tokens
     weights = np.exp(np.array([2.0, 1.0, 0.0]))
     shares = np.array([(tokens == token).mean() for token in (10, 20, 30)])
     assert np.allclose(shares, weights / weights.sum(), atol=0.012)
     assert shares.sum() == pytest.approx(1.0)
 
 
-def test_rows_that_are_not_finite_fail_alone() -> None:
+def test_rows_that_are_not_finite_fail_alone(on: DeviceUnderTest) -> None:
     params = [SamplingParams(temperature=t) for t in (0.0, 0.0, 1.0, 1.0, 1.0)]
     params.append(SamplingParams(temperature=0, allowed_token_ids=(5,), bad_words_token_ids=((5,),)))
     rng = np.random.default_rng(2)
     logits = torch.from_numpy(rng.normal(0, 2, (6, VOCAB)).astype(np.float32))
-    healthy = draw(make_table(params, [[1, 2, 3]] * 6), logits)
+    healthy = draw(make_table(params, [[1, 2, 3]] * 6), logits, on)
     logits[1, 7] = torch.nan
     logits[3] = torch.nan
     logits[4, 9] = torch.inf
-    got = draw(make_table(params, [[1, 2, 3]] * 6), logits)
+    got = draw(make_table(params, [[1, 2, 3]] * 6), logits, on)
     assert got.finite.tolist() == [True, False, True, False, False, False]
     assert got.tokens[[0, 2]].tolist() == healthy.tokens[[0, 2]].tolist()
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_the_models_own(on: DeviceUnderTest) -> None:
     params = [
         SamplingParams(temperature=0, logprobs=3, logit_bias=((6, 100.0),)),
         SamplingParams(temperature=0),
@@ -263,7 +265,7 @@ def test_logprobs_are_the_models_own() -> None:
     ]
     rng = np.random.default_rng(4)
     logits = torch.from_numpy(rng.normal(0, 2, (3, VOCAB)).astype(np.float32))
-    got = draw(make_table(params, [[1, 2, 3]] * 3), logits)
+    got = draw(make_table(params, [[1, 2, 3]] * 3), logits, on)
     expected = torch.log_softmax(logits.double(), -1).numpy()
     columns = got.logprobs
     assert columns is not None
