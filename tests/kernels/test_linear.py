@@ -10,6 +10,7 @@ from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, quantize_rows
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.ops.tensor import LinearWeight
+from tests.device_under_test import DeviceUnderTest
 
 SHAPES = [(576, 960), (1536, 576), (100, 17), (17, 100), (1, 1), (33, 65), (130, 49)]  # in, out
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -91,9 +92,9 @@ def test_zero_points_in_the_middle_give_the_bits_of_symmetric_codes(native: Any)
     assert torch.equal(ours, theirs)
 
 
-def test_quantize_keeps_values_within_half_a_step() -> None:
+def test_quantize_keeps_values_within_half_a_step(on: DeviceUnderTest) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(50, 200)
+    weight = torch.randn(50, 200).to(on.device)
     weight[3] = 0.0
     packed = quantize(weight)
     step = packed.scales.float().repeat_interleave(64, dim=1)[:, :200]

@@ -1,13 +1,32 @@
 """The batched sampler against its definition, and the definition against brute force."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from pagoda.kernels.sampling import library, reference
 from pagoda.kernels.sampling.draw_params import DrawParams
+from tests.device_under_test import DeviceUnderTest
 
 torch.set_num_threads(1)
+
+Sample = Callable[[torch.Tensor, DrawParams], torch.Tensor]
+
+
+@pytest.fixture
+def sample(on: DeviceUnderTest) -> Sample:
+    """The batched sampler, for logits on the CPU; a GPU has its own."""
+    if on.device.type == "cpu":
+        return library.sample
+    ops = on.ops()
+
+    def sample_there(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
+        moved = logits.to(on.device, copy=True)
+        return ops.sample(moved, params, ops.best_tokens(moved)).cpu()
+
+    return sample_there
 
 
 def columns(rng: np.random.Generator, n: int, vocab: int) -> DrawParams:
@@ -38,12 +57,12 @@ def random_draws(kind: str, n: int, vocab: int) -> tuple[torch.Tensor, DrawParam
 
 @pytest.mark.parametrize("vocab", [2, 7, 127, 128, 129, 1000, 5003])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batched_equals_reference(vocab: int, kind: str) -> None:
+def test_batched_equals_reference(vocab: int, kind: str, sample: Sample) -> None:
     logits, params = random_draws(kind, 48, vocab)
-    assert library.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
+    assert sample(logits, params).tolist() == reference.sample(logits, params).tolist()
 
 
-def test_wide_filters_are_widened_until_exact() -> None:
+def test_wide_filters_are_widened_until_exact(sample: Sample) -> None:
     rng = np.random.default_rng(5)
     n, vocab = 6, 9000
     logits = torch.from_numpy(rng.normal(0, 0.2, (n, vocab)).astype(np.float32))
@@ -52,17 +71,17 @@ def test_wide_filters_are_widened_until_exact() -> None:
     top_p = np.array([0.1, 0.9, 0.999, 0.5, 1.0, 1.0], np.float32)
     uniform = rng.random(n)
     params = DrawParams(one, top_k, top_p, 0 * one, uniform)
-    assert library.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
+    assert sample(logits, params).tolist() == reference.sample(logits, params).tolist()
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_its_neighbours(sample: Sample) -> None:
     rng = np.random.default_rng(3)
     n, vocab = 24, 3001
     logits = torch.from_numpy(rng.normal(0, 2, (n, vocab)).astype(np.float32))
     params = columns(rng, n, vocab)
-    together = library.sample(logits, params)
+    together = sample(logits, params)
     for i in range(n):
-        alone = library.sample(logits[i : i + 1].clone(), params[i : i + 1])
+        alone = sample(logits[i : i + 1].clone(), params[i : i + 1])
         assert alone.item() == together[i].item()
 
 
@@ -88,12 +107,12 @@ def test_definition_of_each_filter_by_hand() -> None:
     assert kept(min_p=1.0) == {2}
 
 
-def test_sampled_shares_follow_the_weights() -> None:
+def test_sampled_shares_follow_the_weights(sample: Sample) -> None:
     logits = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4])).expand(20000, -1)
     n = logits.shape[0]
     uniform = reference.uniforms(np.full(n, 7, np.uint64), np.arange(n))
     one = np.ones(n, np.float32)
-    tokens = library.sample(logits, DrawParams(one, np.zeros(n, np.int32), one, 0 * one, uniform))
+    tokens = sample(logits, DrawParams(one, np.zeros(n, np.int32), one, 0 * one, uniform))
     shares = torch.bincount(tokens, minlength=4) / n
     assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.012)
 
@@ -110,8 +129,8 @@ def test_uniforms_are_a_pure_function_and_look_uniform() -> None:
     assert len(np.unique(reference.uniforms(np.full(10**5, 2**64 - 1, np.uint64), np.arange(10**5)))) == 10**5
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_takes_the_lowest_of_equals(sample: Sample) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0]])
     zero = np.zeros(2, np.float32)
     greedy = DrawParams(zero, zero.astype(np.int32), zero + 1, zero, zero.astype(float))
-    assert library.sample(logits, greedy).tolist() == [1, 0]
+    assert sample(logits, greedy).tolist() == [1, 0]
