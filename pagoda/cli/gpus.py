@@ -1,6 +1,9 @@
 """What `pagoda doctor` and `pagoda plan` say of CUDA GPUs."""
 
+import os
 import re
+import shutil
+import sysconfig
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,15 +67,25 @@ def describe_gpus(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
         lines = [f"{index}: {line}" for index, line in enumerate(lines)]
         lines.append("an engine uses GPU 0; CUDA_VISIBLE_DEVICES chooses another")
     if any(gpu.capability < BF16_SINCE for gpu in gpus):
-        lines.append("below sm_80 nothing was tested, and there is no bfloat16 arithmetic: take dtype='float16'")
+        lines.append("below sm_80 nothing was tested, and there is no bfloat16 arithmetic: float16 takes its place")
     if any(gpu.capability < _FP8_SINCE for gpu in gpus):
         lines.append("below sm_89 there are no products of 8-bit floats: quantization='fp8' saves memory only")
     try:
-        triton = f"Triton {version('triton')}"
+        triton = f"Triton {version('triton')}{_missing_for_triton()}"
     except PackageNotFoundError:
         triton = "no Triton: pip install 'pagoda-llm[cuda]'"
     lines.append(f"driver {driver or 'unknown'}, torch {torch.__version__} for CUDA {torch.version.cuda}, {triton}")
     return "\n".join(lines)
+
+
+def _missing_for_triton() -> str:
+    """Return what is missing of that with which Triton compiles what launches its kernels."""
+    missing: list[str] = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler (gcc or clang)")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing.append("Python's header files (python3-dev)")
+    return f", which needs {' and '.join(missing)}" if missing else ""
 
 
 def driver_version(proc: Path) -> str | None:

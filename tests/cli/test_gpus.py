@@ -1,7 +1,11 @@
 """`pagoda doctor` and `pagoda plan` on a machine with a GPU; the GPU is made up."""
 
+import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -37,13 +41,30 @@ def test_doctor_knows_the_card(monkeypatch: pytest.MonkeyPatch, proc: Path) -> N
 def test_doctor_says_what_an_old_card_lacks(monkeypatch: pytest.MonkeyPatch, proc: Path) -> None:
     FakeCuda(monkeypatch, capability=(7, 5))
     assert "sm_75" in describe_gpus(proc)
-    assert "take dtype='float16'" in describe_gpus(proc)
+    assert "no bfloat16 arithmetic: float16 takes its place" in describe_gpus(proc)
     FakeCuda(monkeypatch, capability=(8, 0))
     said = describe_gpus(proc)
     assert "float16" not in said
     assert "below sm_89 there are no products of 8-bit floats: quantization='fp8' saves memory only" in said
     FakeCuda(monkeypatch, capability=(8, 9))
     assert "below" not in describe_gpus(proc)
+
+
+def test_doctor_says_what_triton_lacks(
+    monkeypatch: pytest.MonkeyPatch, proc: Path, tmp_path: Path, without_triton: Callable[[str], NoReturn]
+) -> None:
+    if find_spec("triton") is None:
+        without_triton("Triton is not installed")
+    FakeCuda(monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    assert "needs" not in describe_gpus(proc)
+    monkeypatch.delenv("CC")
+    assert describe_gpus(proc).endswith(", which needs a C compiler (gcc or clang)")
+    (tmp_path / "Python.h").unlink()
+    assert describe_gpus(proc).endswith("a C compiler (gcc or clang) and Python's header files (python3-dev)")
 
 
 def test_doctor_says_which_of_several_cards_is_used(monkeypatch: pytest.MonkeyPatch, proc: Path) -> None:

@@ -22,8 +22,9 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K, D] -> (int8 [T, K, D], float32 scale [T, K]): symmetric, largest magnitude becomes 127, ties to even."""
     wide = x.float()
     largest = wide.abs().amax(dim=-1)
-    inverse = torch.where(largest > 0, 127.0 / largest, torch.zeros_like(largest))
-    return (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), largest / 127.0
+    limit = torch.full_like(largest, 127.0)  # torch may multiply with the reciprocal of a number
+    inverse = torch.where(largest > 0, limit / largest, 0)
+    return (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), largest / limit
 
 
 QUANTIZERS = {torch.int8: quantize_int8, torch.float8_e4m3fn: quantize_vectors}

@@ -39,9 +39,9 @@ def _write_page(
         first, second = first.to(tl.float32), second.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         limit = 127.0 if pages.dtype.element_ty == tl.int8 else 448.0
-        inverse = tl.where(largest > 0, limit / largest, 0.0)
+        inverse = tl.where(largest > 0, tl.div_rn(limit, largest), 0.0)  # `/` would not be rounded correctly
         # A maximum may ignore NaN; the scale must not.
-        scale = largest / limit + tl.sum(first * 0.0 + second * 0.0, 1)
+        scale = tl.div_rn(largest, limit) + tl.sum(first * 0.0 + second * 0.0, 1)
         tl.store(scales + block * scale_stride + head * BLOCK_SIZE + offset, scale, mask=head < num_heads)
         first = _to_codes(first, inverse, pages.dtype.element_ty)
         second = _to_codes(second, inverse, pages.dtype.element_ty)

@@ -35,7 +35,8 @@ def quantize_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., D] -> (float8_e4m3fn [..., D], float32 scales [...]); a vector with NaN has the scale NaN."""
     wide = x.float()
     largest = wide.abs().amax(dim=-1)
-    # Divide a tensor: for a Python number torch multiplies with the reciprocal, which rounds twice.
-    inverse = torch.where(largest > 0, torch.tensor(LARGEST, device=x.device) / largest, 0)
+    # Divide by tensors, and tensors: with a number torch may multiply with the reciprocal, which rounds twice.
+    limit = torch.full_like(largest, LARGEST)
+    inverse = torch.where(largest > 0, limit / largest, 0)
     codes = (wide * inverse.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
-    return codes.to(torch.float8_e4m3fn), largest / LARGEST
+    return codes.to(torch.float8_e4m3fn), largest / limit

@@ -70,9 +70,9 @@ def _quantize_rows(x, codes, scales, size, x_stride, BLOCK: tl.constexpr):
     inside = at < size
     wide = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(wide), 0), 0.0)
-    inverse = tl.where(largest > 0, 448.0 / largest, 0.0)
+    inverse = tl.where(largest > 0, tl.div_rn(448.0, largest), 0.0)  # `/` would not be rounded correctly
     # A maximum may ignore NaN; the scale must not.
-    tl.store(scales + row, largest / 448.0 + tl.sum(wide * 0.0, 0))
+    tl.store(scales + row, tl.div_rn(largest, 448.0) + tl.sum(wide * 0.0, 0))
     code = to_e4m3(tl.minimum(tl.maximum(wide * inverse, -448.0), 448.0))
     tl.store(codes + row * size + at, code, mask=inside)
 

@@ -7,6 +7,7 @@ row, in order of id. Where they suffice, which whoever draws has to see, the lon
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -124,14 +125,14 @@ def find_candidates(
     draws, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, CHUNK)
     temperatures, top_ks, top_ps, min_ps = columns[:4]
-    made = {"device": logits.device}
-    masses = torch.empty((draws, num_chunks), dtype=torch.float64, **made)
-    counts = torch.empty((draws, num_chunks, _LEVELS), dtype=torch.int32, **made)
+    empty = partial(torch.empty, device=logits.device)
+    masses = empty((draws, num_chunks), dtype=torch.float64)
+    counts = empty((draws, num_chunks, _LEVELS), dtype=torch.int32)
     grid = draws, num_chunks
     rows = logits, logits.stride(0), vocab, best_values, temperatures
     _survey[grid](*rows, top_ks, top_ps, min_ps, masses, counts, CHUNK, _BLOCK, _LEVELS, num_warps=4)
-    values, ids = (torch.empty((draws, MOST_CANDIDATES), dtype=dtype, **made) for dtype in (torch.float32, torch.int32))
-    nums = torch.empty(draws, dtype=torch.int32, **made)
+    values, ids = (empty((draws, MOST_CANDIDATES), dtype=dtype) for dtype in (torch.float32, torch.int32))
+    nums = empty(draws, dtype=torch.int32)
     if has_filters:
         chunks = triton.next_power_of_2(num_chunks)
         _gather[grid](

@@ -44,7 +44,7 @@ def _amount_above(row, vocab, cut, largest, temperature, BY_WEIGHT: tl.constexpr
         logits = tl.load(row + at, mask=at < vocab, other=float("-inf"))
         above = (at < vocab) & (_key_of(logits) > cut)
         if BY_WEIGHT:
-            if tl.max(above.to(tl.int32), 0) > 0:  # the exponentials are most of the work
+            if tl.sum(above.to(tl.int32), 0) > 0:  # type: ignore[operator]  # the exponentials are most of the work
                 amount += tl.sum(tl.where(above, weight_of(logits, largest, temperature), 0.0), 0)
         else:
             amount += tl.sum(above.to(tl.int32), 0).to(tl.float64)
@@ -94,7 +94,7 @@ def _first_past(row, start, end, cut, ties, largest, temperature, min_p, target,
         last = tl.max(tl.where(weights > 0, at, -1), 0)
         is_found = first < _LAST_ID
         # Rounding may leave the sum slightly below the target to the end: then it is the last kept token.
-        token = tl.where(is_found, first, tl.where(last >= 0, last, token))
+        token = tl.where(is_found, first, tl.where(last >= 0, last, token))  # type: ignore[operator]
         reached += tl.sum(weights, 0)
         start += BLOCK
     return token
@@ -222,8 +222,9 @@ def _best_tokens(logits, stride, vocab, values, ids, BLOCK: tl.constexpr):
         best_ids = tl.where(is_better, at, best_ids)
         best = tl.where(is_better, value, best)
     largest = tl.max(best, 0)
-    tl.store(values + draw, largest + tl.sum(nan, 0))
-    tl.store(ids + draw, tl.min(tl.where(best == largest, best_ids, _LAST_ID), 0).to(tl.int64))
+    first = tl.min(tl.where(best == largest, best_ids, _LAST_ID), 0)
+    tl.store(values + draw, largest + tl.sum(nan, 0))  # type: ignore[operator]
+    tl.store(ids + draw, first.to(tl.int64))  # type: ignore[union-attr]
 
 
 @jit
