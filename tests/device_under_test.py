@@ -53,6 +53,11 @@ class DeviceUnderTest:
         if self.device.type != "cpu":
             pytest.skip(why)
 
+    def must_run(self, kernels: str) -> None:
+        """Skip the test if these are the native kernels, and the device is no CPU. It has its own for all others."""
+        if kernels == "native":
+            self.must_be_a_cpu("the native kernels run on a CPU")
+
     def must_check_indices(self) -> None:
         """Skip the test where the host would have to wait for that, and an index that is wrong ends the process."""
         self.must_be_a_cpu("on a GPU, indices are not checked")
@@ -65,8 +70,7 @@ class DeviceUnderTest:
         """
         if self.device.type == "cpu":
             return select_ops(kernels, self.device, threads)
-        if kernels == "native":
-            pytest.skip("the native kernels run on a CPU")
+        self.must_run(kernels)
         chosen = self.kernels if kernels in ("auto", "torch") else kernels
         return select_ops(chosen, self.device, 1, batch_invariant=self._is_invariant)
 
