@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from pagoda import LLM, AsyncLLM, BeamSearchParams, LoRARequest, RequestError, SamplingParams
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 from tests.engine.lora_adapters import write_adapter
 
@@ -63,8 +64,8 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), **OPTIONS) as llm:
+def llm(model: Path, on: DeviceUnderTest) -> Iterator[LLM]:
+    with LLM(str(model), **on.engine(OPTIONS)) as llm:
         yield llm
 
 
@@ -98,24 +99,24 @@ def test_streams_beams_and_truncation(llm: LLM, adapters: Any) -> None:
     assert outputs[0].prompt_token_ids == [0] * 20 + PROMPT[-10:]
 
 
-def test_embeddings_after_a_prompt_adapter(model: Path, adapters: Any) -> None:
+def test_embeddings_after_a_prompt_adapter(model: Path, adapters: Any, on: DeviceUnderTest) -> None:
     from safetensors.torch import load_file
 
     table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     a, of_a = adapters["a"]
-    with LLM(str(model), enable_prompt_embeds=True, **OPTIONS) as llm:
+    with LLM(str(model), enable_prompt_embeds=True, **on.engine(OPTIONS)) as llm:
         output = llm.generate({"prompt_embeds": table[PROMPT]}, GREEDY, lora_request=a)[0]
         assert output.outputs[0].token_ids == of_a
 
 
-def test_loading_by_name(llm: LLM, model: Path, adapters: Any) -> None:
+def test_loading_by_name(llm: LLM, model: Path, adapters: Any, on: DeviceUnderTest) -> None:
     a, of_a = adapters["a"]
     assert llm.add_lora(a)
     assert llm.remove_lora(a.lora_int_id)
     assert not llm.remove_lora(a.lora_int_id)
 
     async def main() -> None:
-        async with AsyncLLM(str(model), **OPTIONS) as other:
+        async with AsyncLLM(str(model), **on.engine(OPTIONS)) as other:
             assert await other.add_lora(a)
             outputs = [output async for output in other.generate(PROMPT, GREEDY, lora_request=a)]
             assert outputs[-1].outputs[0].token_ids == of_a
