@@ -21,6 +21,7 @@ from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 
 OPTIONS: dict[str, Any] = {**SMALL_ENGINE, "dtype": "bfloat16"}
@@ -39,8 +40,8 @@ def table(model: Path) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), enable_prompt_embeds=True, **OPTIONS) as llm:
+def llm(model: Path, on: DeviceUnderTest) -> Iterator[LLM]:
+    with LLM(str(model), enable_prompt_embeds=True, **on.engine(OPTIONS)) as llm:
         yield llm
 
 
@@ -64,19 +65,24 @@ def test_embeddings_of_tokens_give_the_output_of_the_tokens(llm: LLM, table: tor
         assert outputs[6].prompt_token_ids == PROMPT
 
 
-def test_streams_beams_and_pooling(llm: LLM, table: torch.Tensor) -> None:
+def test_streams_and_pooling(llm: LLM, table: torch.Tensor) -> None:
     given: Any = {"prompt_embeds": table[PROMPT]}
     deltas = list(llm.stream(given, GREEDY))
     expected = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
     assert [token for delta in deltas for token in delta.outputs[0].token_ids] == expected
-    search = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
-    of_tokens, of_embeds = llm.beam_search([PROMPT, given], search)
-    assert [one.cum_logprob for one in of_tokens.sequences] == [one.cum_logprob for one in of_embeds.sequences]
-    assert [one.tokens[len(PROMPT) :] for one in of_tokens.sequences] == [one.tokens for one in of_embeds.sequences]
     cut = PoolingParams(truncate_prompt_tokens=20)
     for params in (None, cut):
         pooled = [llm.embed(prompt, pooling_params=params)[0].outputs.embedding for prompt in (PROMPT, given)]
         assert pooled[0] == pooled[1]
+
+
+def test_beams(llm: LLM, table: torch.Tensor, on: DeviceUnderTest) -> None:
+    on.must_promise_bits()
+    given: Any = {"prompt_embeds": table[PROMPT]}
+    search = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    of_tokens, of_embeds = llm.beam_search([PROMPT, given], search)
+    assert [one.cum_logprob for one in of_tokens.sequences] == [one.cum_logprob for one in of_embeds.sequences]
+    assert [one.tokens[len(PROMPT) :] for one in of_tokens.sequences] == [one.tokens for one in of_embeds.sequences]
 
 
 def test_embeddings_of_megabytes_are_decoded_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +111,9 @@ def test_embeddings_of_megabytes_are_decoded_on_a_thread(monkeypatch: pytest.Mon
     assert readers[0] != threading.get_ident()
 
 
-def test_async_llm(model: Path, table: torch.Tensor) -> None:
+def test_async_llm(model: Path, table: torch.Tensor, on: DeviceUnderTest) -> None:
     async def main() -> None:
-        async with AsyncLLM(str(model), enable_prompt_embeds=True, **OPTIONS) as llm:
+        async with AsyncLLM(str(model), enable_prompt_embeds=True, **on.engine(OPTIONS)) as llm:
             found = []
             for prompt in (PROMPT, {"prompt_embeds": table[PROMPT].float().numpy()}):
                 outputs = [output async for output in llm.generate(prompt, GREEDY)]  # type: ignore[arg-type]
@@ -212,7 +218,7 @@ def test_what_is_no_prompt_is_refused_by_name(llm: LLM, name: str) -> None:
     assert caught.value.param == "prompt_embeds"
 
 
-def test_what_has_no_meaning_is_refused(llm: LLM, model: Path, table: torch.Tensor) -> None:
+def test_what_has_no_meaning_is_refused(llm: LLM, model: Path, table: torch.Tensor, on: DeviceUnderTest) -> None:
     given: Any = {"prompt_embeds": table[PROMPT]}
     with pytest.raises(RequestError, match="prompt_logprobs: the prompt, or a prompt adapter, has embeddings"):
         llm.generate(given, SamplingParams(prompt_logprobs=1))
@@ -221,7 +227,7 @@ def test_what_has_no_meaning_is_refused(llm: LLM, model: Path, table: torch.Tens
         llm.generate(both, GREEDY)
     outputs = llm.generate([PROMPT, {"prompt_embeds": np.zeros((2, 5), np.float32)}], GREEDY)
     assert (outputs[0].error, outputs[1].outputs[0].finish_reason) == (None, "error")
-    with LLM(str(model), **OPTIONS) as off, pytest.raises(RequestError, match="set enable_prompt_embeds"):
+    with LLM(str(model), **on.engine(OPTIONS)) as off, pytest.raises(RequestError, match="set enable_prompt_embeds"):
         off.generate(given, GREEDY)
 
 
