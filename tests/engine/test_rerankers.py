@@ -18,6 +18,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.pooling import PoolingParams
 from pagoda.engine_setup import resolve_engine
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import write_byte_llama
 
 NO, YES = "name", "true"  # tokens of the tiny tokenizer
@@ -77,8 +78,8 @@ def reranker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def llm(reranker: Reranker) -> Iterator[LLM]:
-    with LLM(str(reranker.folder), hf_overrides=RERANKER, **OPTIONS) as llm:
+def llm(reranker: Reranker, on: DeviceUnderTest) -> Iterator[LLM]:
+    with LLM(str(reranker.folder), hf_overrides=RERANKER, **on.engine(OPTIONS)) as llm:
         yield llm
 
 
@@ -100,9 +101,11 @@ def test_scores_are_the_probability_of_yes(llm: LLM, reranker: Reranker) -> None
     np.testing.assert_allclose(scores(llm, [("x", "y")], pooling_params=raw), [yes - no], atol=1e-5)
 
 
-def test_asyncllm_gives_the_same_scores(llm: LLM, reranker: Reranker) -> None:
+def test_asyncllm_gives_the_same_scores(llm: LLM, reranker: Reranker, on: DeviceUnderTest) -> None:
+    on.must_promise_bits()
+
     async def main() -> list[float]:
-        async with AsyncLLM(str(reranker.folder), hf_overrides=RERANKER, **OPTIONS) as other:
+        async with AsyncLLM(str(reranker.folder), hf_overrides=RERANKER, **on.engine(OPTIONS)) as other:
             found = await asyncio.gather(*(other.score(*pair, instruction="Find recipes.") for pair in PAIRS))
             return [output.outputs.score for output in found]
 
@@ -122,25 +125,25 @@ def test_a_long_document_is_cut_inside_the_template(llm: LLM, reranker: Reranker
         scores(llm, [("q", "z"), ("q", "z" * 2000)])
 
 
-def test_a_template_of_the_caller(llm: LLM, reranker: Reranker) -> None:
+def test_a_template_of_the_caller(llm: LLM, reranker: Reranker, on: DeviceUnderTest) -> None:
     template = "{{ messages[1].content }}|{{ messages[0].content }}|{{ messages | length }}"
     no, yes = reranker.logits("a document|a query|2").astype(np.float64)
     (found,) = scores(llm, [("a query", "a document")], chat_template=template)
     assert found == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
-    with LLM(str(reranker.folder), hf_overrides=RERANKER, chat_template=template, **OPTIONS) as other:
+    with LLM(str(reranker.folder), hf_overrides=RERANKER, chat_template=template, **on.engine(OPTIONS)) as other:
         assert scores(other, [("a query", "a document")]) == [found]
 
 
-def test_an_output_for_each_token(reranker: Reranker) -> None:
+def test_an_output_for_each_token(reranker: Reranker, on: DeviceUnderTest) -> None:
     overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": [YES]}
-    with LLM(str(reranker.folder), hf_overrides=overrides, **OPTIONS) as one:
+    with LLM(str(reranker.folder), hf_overrides=overrides, **on.engine(OPTIONS)) as one:
         (output,) = one.classify("some text", use_tqdm=False)
         expected = 1 / (1 + np.exp(-reranker.logits("some text")[1].astype(np.float64)))
         np.testing.assert_allclose(output.outputs.probs, [expected], atol=1e-5)
         with pytest.raises(RequestError, match="instruction: this model has no score template"):
             one.score("a", "b", instruction="x")
     both = {**overrides, "classifier_from_token": [NO, YES]}
-    with LLM(str(reranker.folder), hf_overrides=both, **OPTIONS) as two:
+    with LLM(str(reranker.folder), hf_overrides=both, **on.engine(OPTIONS)) as two:
         (output,) = two.classify("some text", use_tqdm=False)
         np.testing.assert_allclose(
             output.outputs.probs, torch.softmax(torch.tensor(reranker.logits("some text")), 0), atol=1e-5
