@@ -18,6 +18,7 @@ from pagoda.core.request import LoraRef
 from pagoda.loading.adapters.files import AdapterTargets, check_adapter, digest_of
 from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import identify
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import drive, request
 from tests.engine.test_pooling import saved
 from tests.models.adapters import LINEAR, add_adapter, save_adapters
@@ -70,7 +71,9 @@ def result_of(model: PeftModel, prompt: list[int], head: str) -> np.ndarray:
         ("llama", "classifier", [{"r": 16, "target_modules": [*LINEAR, "score"]}]),
     ],
 )
-def test_results_are_those_of_peft(tmp_path: Path, name: str, head: str, configs: list[dict[str, object]]) -> None:
+def test_results_are_those_of_peft(
+    tmp_path: Path, name: str, head: str, configs: list[dict[str, object]], on: DeviceUnderTest
+) -> None:
     theirs = adapted(name, head, tmp_path, configs)
     folders = save_adapters(theirs, tmp_path / "adapters")
     refs = {each: LoraRef(each, str(folder), digest_of(folder)) for each, folder in folders.items()}
@@ -80,7 +83,8 @@ def test_results_are_those_of_peft(tmp_path: Path, name: str, head: str, configs
     params = PoolingParams(task=task, use_activation=False)  # type: ignore[arg-type]
     choices = [None, *refs]
     users = [choices[number % len(choices)] for number in range(2 * len(PROMPTS))]
-    core = build_engine_core(resolve_engine(EngineConfig.from_options(model=str(tmp_path / "model"), **options)))
+    config = EngineConfig.from_options(model=str(tmp_path / "model"), **on.engine(options))
+    core = build_engine_core(resolve_engine(config))
     requests = [
         replace(request(number, PROMPTS[number // 2], params), lora=refs[user] if user else None)
         for number, user in enumerate(users)
