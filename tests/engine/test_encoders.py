@@ -16,6 +16,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import RequestStatus
 from pagoda.llm import LLM
 from tests.cached_models import cached_model
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, request
 from tests.models.tiny_encoders import make_encoder, save_encoder, texts
 
@@ -30,9 +31,12 @@ SENTENCES = [
 ]
 
 
-def scheduled(folder: Path, params: list[PoolingParams], chooser: random.Random | None, **options: object) -> Answers:
+def scheduled(
+    on: DeviceUnderTest, folder: Path, params: list[PoolingParams], chooser: random.Random | None, **options: object
+) -> Answers:
     """The results of LENGTHS' texts. chooser: picks when each arrives, and what is aborted next to them."""
-    config = EngineConfig.from_options(model=str(folder), dtype="float32", device="cpu", **options)
+    given = on.engine({"dtype": "float32", "device": "cpu", **options})
+    config = EngineConfig.from_options(model=str(folder), **given)
     core = build_engine_core(resolve_engine(config))
     waiting = [
         request(number, row, given) for number, (row, given) in enumerate(zip(texts(*LENGTHS), params, strict=True))
@@ -73,15 +77,19 @@ CLASSES = [
     ("name", "head", "tasks"),
     [("bert", "", EMBEDDINGS), ("modernbert", "", EMBEDDINGS), ("modernbert", "classifier", CLASSES)],
 )
-def test_random_schedules_change_no_bit(tmp_path: Path, name: str, head: str, tasks: list[PoolingParams]) -> None:
+def test_random_schedules_change_no_bit(
+    on: DeviceUnderTest, tmp_path: Path, name: str, head: str, tasks: list[PoolingParams]
+) -> None:
     """Whatever runs beside a text, in whatever steps, on whatever number of threads; of several tasks at once."""
+    on.must_promise_bits()
     save_encoder(make_encoder(name, head), tmp_path)
     params = [tasks[number % len(tasks)] for number in range(len(LENGTHS))]
-    alone = scheduled(tmp_path, params, None, max_num_seqs=1, threads=1)
+    alone = scheduled(on, tmp_path, params, None, max_num_seqs=1, threads=1)
     assert len(alone.pooled) == len(LENGTHS)
     for seed in range(3):
         chooser = random.Random(seed)
         found = scheduled(
+            on,
             tmp_path,
             params,
             chooser,
@@ -96,11 +104,11 @@ def test_random_schedules_change_no_bit(tmp_path: Path, name: str, head: str, ta
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "modernbert"])
-def test_a_class_per_token(tmp_path: Path, name: str) -> None:
+def test_a_class_per_token(on: DeviceUnderTest, tmp_path: Path, name: str) -> None:
     model = make_encoder(name, "tokens")
     save_encoder(model, tmp_path)
     params = [PoolingParams(task="token_classify", use_activation=number % 2 == 0) for number in range(len(LENGTHS))]
-    found = scheduled(tmp_path, params, None, threads=1)
+    found = scheduled(on, tmp_path, params, None, threads=1)
     for number, row in enumerate(texts(*LENGTHS)):
         with torch.inference_mode():
             logits = model(torch.tensor([row])).logits[0]
@@ -110,11 +118,11 @@ def test_a_class_per_token(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("pooling_type", ["cls", "last", "mean"])
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
-def test_poolings(tmp_path: Path, name: str, pooling_type: str) -> None:
+def test_poolings(on: DeviceUnderTest, tmp_path: Path, name: str, pooling_type: str) -> None:
     model = make_encoder(name)
     save_encoder(model, tmp_path)
     params = [PoolingParams(task="embed")] * len(LENGTHS)
-    found = scheduled(tmp_path, params, None, pooling_type=pooling_type, threads=1)
+    found = scheduled(on, tmp_path, params, None, pooling_type=pooling_type, threads=1)
     take = {PoolingKind.CLS: lambda x: x[0], PoolingKind.LAST: lambda x: x[-1], PoolingKind.MEAN: lambda x: x.mean(0)}
     for number, row in enumerate(texts(*LENGTHS)):
         with torch.inference_mode():
@@ -123,11 +131,11 @@ def test_poolings(tmp_path: Path, name: str, pooling_type: str) -> None:
         np.testing.assert_allclose(found.pooled[f"r{number}"], want, atol=1e-5, rtol=1e-5)
 
 
-def test_minilm_embeds_as_sentence_transformers_does() -> None:
+def test_minilm_embeds_as_sentence_transformers_does(on: DeviceUnderTest) -> None:
     from sentence_transformers import SentenceTransformer
 
     files = cached_model("minilm-l6")
-    with LLM(model="minilm-l6", dtype="float32", threads=1) as llm:
+    with LLM(model="minilm-l6", **on.engine({"dtype": "float32", "threads": 1})) as llm:
         outputs = llm.embed(SENTENCES, truncate_prompt_tokens=-1, use_tqdm=False)
         with pytest.raises(RequestError, match="does not support generate"):
             llm.generate("Hello", SamplingParams(max_tokens=1))
@@ -140,7 +148,9 @@ def test_minilm_embeds_as_sentence_transformers_does() -> None:
 
 
 @pytest.mark.parametrize("activation", ["Sigmoid", "Identity"])
-def test_a_cross_encoder_scores_as_sentence_transformers_does(tmp_path: Path, activation: str) -> None:
+def test_a_cross_encoder_scores_as_sentence_transformers_does(
+    on: DeviceUnderTest, tmp_path: Path, activation: str
+) -> None:
     """Random weights, MiniLM's tokenizer: the second text has token type 1."""
     from sentence_transformers import CrossEncoder
     from transformers import BertConfig, BertForSequenceClassification
@@ -156,7 +166,7 @@ def test_a_cross_encoder_scores_as_sentence_transformers_does(tmp_path: Path, ac
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
         shutil.copy(files.path / name, tmp_path / name)
     pairs = [(SENTENCES[0], other) for other in SENTENCES[1:5]]
-    with LLM(model=str(tmp_path), threads=1) as llm:
+    with LLM(model=str(tmp_path), **on.engine({"threads": 1})) as llm:
         together = [output.outputs.score for output in llm.score(SENTENCES[0], SENTENCES[1:5], use_tqdm=False)]
         alone = [llm.score(*pair, use_tqdm=False)[0].outputs.score for pair in pairs]
         with pytest.raises(RequestError, match="does not support embed"):
