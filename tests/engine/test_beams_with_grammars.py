@@ -12,9 +12,9 @@ from pagoda.engine.engine_core import EngineCore
 from tests.core.plain_beam_search import plain_beam_search
 from tests.engine.byte_llama import EOS, VOCAB
 from tests.engine.driver import drive, request
-from tests.engine.test_structured_output import constrained, engine, model
+from tests.engine.test_structured_output import Engines, constrained, engine, model
 
-__all__ = ["model"]  # a fixture
+__all__ = ["engine", "model"]  # fixtures
 
 PROMPT = [5, 9, 77, 120, 14]
 WIDTH = 4
@@ -42,7 +42,9 @@ def logprobs_after(core: EngineCore, params: SamplingParams, tokens: list[int]) 
 
 @pytest.mark.parametrize("given", GRAMMARS, ids=list(map(str, map(list, GRAMMARS))))
 @pytest.mark.parametrize("options", [BeamSearchOptions(), BeamSearchOptions(0.0, "never")], ids=str)
-def test_a_search_equals_one_over_plain_lists(model: Path, given: dict[str, Any], options: BeamSearchOptions) -> None:
+def test_a_search_equals_one_over_plain_lists(
+    model: Path, given: dict[str, Any], options: BeamSearchOptions, engine: Engines
+) -> None:
     params = constrained(SamplingParams(n=WIDTH, max_tokens=14, logprobs=0, beam_search=options), **given)
     core = engine(model)
     answers = drive(core, [request(0, PROMPT, params, eos=(EOS,))])
@@ -55,7 +57,7 @@ def test_a_search_equals_one_over_plain_lists(model: Path, given: dict[str, Any]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_grammar_of_fewer_outputs_than_beams_gives_them_all(model: Path, asynchronous: bool) -> None:
+def test_a_grammar_of_fewer_outputs_than_beams_gives_them_all(model: Path, asynchronous: bool, engine: Engines) -> None:
     """The sequences that are left end without a token."""
     params = constrained(SamplingParams(n=WIDTH, max_tokens=14, beam_search=BeamSearchOptions()), choice=["yes", "no"])
     core = engine(model, async_scheduling=asynchronous)

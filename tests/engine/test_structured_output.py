@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine_setup import resolve_engine
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarRows
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import EOS, VOCAB, write_byte_llama
 from tests.engine.driver import Answers, drive, make_core, request
 from tests.engine.random_schedules import (
@@ -53,6 +55,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 MAX_MODEL_LEN = 256
+
+Engines = Callable[..., EngineCore]
+"""A model's folder and options give an engine."""
 
 
 def constrained(params: SamplingParams, **given: Any) -> SamplingParams:
@@ -81,11 +86,16 @@ def tokenizer(model: Path) -> Tokenizer:
     return load_folder_tokenizer(model)
 
 
-def engine(model: Path, **options: object) -> EngineCore:
+@pytest.fixture(scope="module")
+def engine(on: DeviceUnderTest) -> Engines:
     base = {"device": "cpu", "kernels": "native", "threads": 1, "block_size": 8, "num_blocks": 120}
     base |= {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    setup = resolve_engine(EngineConfig.from_options(model=str(model), **{**base, **options}))
-    return build_engine_core(setup)
+
+    def build(model: Path, **options: object) -> EngineCore:
+        config = EngineConfig.from_options(model=str(model), **on.engine({**base, **options}))
+        return build_engine_core(resolve_engine(config))
+
+    return build
 
 
 def watched_requests() -> list[Watched]:
@@ -99,8 +109,8 @@ def watched_requests() -> list[Watched]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Trace:
-    return alone(model, watched_requests(), {"max_model_len": MAX_MODEL_LEN, "num_blocks": 100})
+def expected(model: Path, on: DeviceUnderTest) -> Trace:
+    return alone(model, watched_requests(), on.engine({"max_model_len": MAX_MODEL_LEN, "num_blocks": 100}))
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -130,8 +140,9 @@ def test_complete_outputs_are_valid(expected: Trace, tokenizer: Tokenizer) -> No
     assert num_ended > 10
 
 
-def test_random_schedules_give_the_same_bits(model: Path, expected: Trace) -> None:
+def test_random_schedules_give_the_same_bits(model: Path, expected: Trace, on: DeviceUnderTest) -> None:
     """Batches, chunks, forks, preemption, swap, steps in flight, prefix hits, resets and drafts, in random mixtures."""
+    on.must_promise_bits()
     counts: Counter[str] = Counter()
     watched = watched_requests()
     for seed in range(12):
@@ -141,7 +152,7 @@ def test_random_schedules_give_the_same_bits(model: Path, expected: Trace) -> No
             method = ("suffix", "forced", "ngram")[seed // 2 % 3]
             drawn["speculative_config"] = {"method": method, "num_speculative_tokens": 4, "adaptive": seed % 4 == 1}
         script = random_script(rng, watched, 259, 10, 12)
-        core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **drawn})
+        core, trace = make_engine(model, counts, on.engine({"max_model_len": MAX_MODEL_LEN, **drawn}))
         play(core, trace, script)
         stats = core.make_stats()
         core.shutdown()
@@ -152,7 +163,9 @@ def test_random_schedules_give_the_same_bits(model: Path, expected: Trace) -> No
     assert max(each.seed for each in watched) < FIRST_FILLER_SEED
 
 
-def test_torch_kernels_and_the_recorded_forward_agree_on_validity(model: Path, tokenizer: Tokenizer) -> None:
+def test_torch_kernels_and_the_recorded_forward_agree_on_validity(
+    model: Path, tokenizer: Tokenizer, engine: Engines
+) -> None:
     core = engine(model, kernels="torch")
     answers = drive(core, [request(i, [5, 6, 7 + i], KINDS[0], i, eos=(EOS,)) for i in range(3)])
     core.shutdown()
@@ -162,7 +175,7 @@ def test_torch_kernels_and_the_recorded_forward_agree_on_validity(model: Path, t
     assert any(tokens[-1] == EOS for tokens in answers.tokens.values())
 
 
-def test_logprobs_are_over_the_tokens_that_the_grammar_allows(model: Path) -> None:
+def test_logprobs_are_over_the_tokens_that_the_grammar_allows(model: Path, engine: Engines) -> None:
     """Before temperature and penalties; forbidden tokens are -9999.0, which JSON can carry."""
     choice = {"choice": ["aa", "ab"]}
     plain = SamplingParams(temperature=0, max_tokens=4, logprobs=4, presence_penalty=1.5)
@@ -184,8 +197,9 @@ def test_logprobs_are_over_the_tokens_that_the_grammar_allows(model: Path) -> No
 
 
 @pytest.mark.parametrize("method", ["ngram", "forced"])
-def test_logprobs_are_the_same_with_drafts(model: Path, method: str) -> None:
+def test_logprobs_are_the_same_with_drafts(model: Path, method: str, on: DeviceUnderTest, engine: Engines) -> None:
     """One column for each token that was verified, none for rejected drafts; the same values to the bit."""
+    on.must_promise_bits()
     asked = [
         constrained(SamplingParams(temperature=0.8, max_tokens=40, logprobs=3, frequency_penalty=0.5), **JSON),
         constrained(SamplingParams(temperature=0, max_tokens=30, logprobs=2), regex="(ab|ac|d){40}"),
@@ -214,7 +228,7 @@ def test_logprobs_are_the_same_with_drafts(model: Path, method: str) -> None:
     assert values.min() == -9999.0
 
 
-def test_a_request_continues_in_the_middle_of_its_grammar(model: Path, expected: Trace) -> None:
+def test_a_request_continues_in_the_middle_of_its_grammar(model: Path, expected: Trace, engine: Engines) -> None:
     """As after a crash: the journal sends what was emitted, and the new engine's matcher reads it."""
     each = watched_requests()[0]
     tokens = expected.tokens[each.seed]
@@ -233,9 +247,9 @@ def _with_prior(one: Any, tokens: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 3, 4])
-def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int) -> None:
+def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int, engine: Engines) -> None:
     """Right ones are accepted; the others, which the grammar may forbid or not, are taken back."""
-    core = engine(model, num_lookahead_slots=4)
+    core = engine(model, num_lookahead_slots=4, async_scheduling=False)  # the drafts are for the next step
     watched = [watched_requests()[i] for i in (0, 3, 6)]
     for i, each in enumerate(watched):
         core.add_request(request(i, each.prompt, each.params, each.seed))
@@ -278,7 +292,7 @@ def test_a_worker_offers_only_drafts_that_the_grammar_allows(tokenizer: Tokenize
     rows.shutdown()
 
 
-def test_output_that_its_grammar_forbids_ends_with_an_error(model: Path) -> None:
+def test_output_that_its_grammar_forbids_ends_with_an_error(model: Path, engine: Engines) -> None:
     """Only that request: here one that claims to have emitted something else before."""
     core = engine(model)
     wrong = _with_prior(request(0, [5, 6], KINDS[0], eos=(EOS,)), [50, 51])
@@ -289,7 +303,7 @@ def test_output_that_its_grammar_forbids_ends_with_an_error(model: Path) -> None
     assert answers.finishes["r1", 0].status is RequestStatus.FINISHED_STOPPED
 
 
-def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path) -> None:
+def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path, engine: Engines) -> None:
     core = engine(model)
     broken = SamplingParams(max_tokens=4).with_grammar("start: nothing")
     answers = drive(core, [request(0, [5], broken, eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=3))])
@@ -302,7 +316,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path) -> N
 
 @pytest.mark.parametrize("executor", ["real", "fake"])
 def test_a_grammar_that_exceeds_a_limit_while_its_output_grows_ends_its_request_only(
-    model: Path, executor: str
+    model: Path, executor: str, engine: Engines
 ) -> None:
     options = {"distributed_executor_backend": "fake"} if executor == "fake" else {}
     core = engine(model, **options)
@@ -319,7 +333,7 @@ def test_a_grammar_that_exceeds_a_limit_while_its_output_grows_ends_its_request_
 
 
 @pytest.mark.parametrize("method", ["forced", "ngram"])
-def test_forced_tokens_share_a_forward(model: Path, expected: Trace, method: str) -> None:
+def test_forced_tokens_share_a_forward(model: Path, expected: Trace, method: str, engine: Engines) -> None:
     """All of them are accepted, and every token is the one that it would have been."""
     config = {"method": method, "num_speculative_tokens": 8, "adaptive": False}
     core = engine(model, speculative_config=config)
@@ -342,7 +356,7 @@ class PanickingCopy:
         raise PanicException("index out of bounds")
 
 
-def test_a_panic_when_a_row_gets_its_grammar_ends_its_request_only(model: Path) -> None:
+def test_a_panic_when_a_row_gets_its_grammar_ends_its_request_only(model: Path, engine: Engines) -> None:
     """The worker does not die of it: it would be started again, and the request replayed, over and over."""
     core = engine(model)
     backend = core._grammars
@@ -412,7 +426,9 @@ class LimitedBackend:
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])
-def test_limits_that_only_drafts_meet_fail_no_request(model: Path, expected: Trace, method: str | None) -> None:
+def test_limits_that_only_drafts_meet_fail_no_request(
+    model: Path, expected: Trace, method: str | None, engine: Engines
+) -> None:
     """Masks after drafts cost the library work; a row fails only if a new matcher fails without drafts."""
     drafting = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
     core = engine(model, **({"speculative_config": drafting} if method else {}))
@@ -440,15 +456,15 @@ class SlowTokenizer:
         return self.tokenizer
 
 
-def slow_engine(model: Path, tokenizer: Tokenizer) -> tuple[EngineCore, SlowTokenizer]:
+def slow_engine(model: Path, tokenizer: Tokenizer, engine: Engines) -> tuple[EngineCore, SlowTokenizer]:
     core = engine(model)
     slow = SlowTokenizer(tokenizer)
     core._grammars._load_tokenizer = slow  # type: ignore[union-attr]
     return core, slow
 
 
-def test_a_request_waits_for_its_grammar_and_others_do_not(model: Path, tokenizer: Tokenizer) -> None:
-    core, slow = slow_engine(model, tokenizer)
+def test_a_request_waits_for_its_grammar_and_others_do_not(model: Path, tokenizer: Tokenizer, engine: Engines) -> None:
+    core, slow = slow_engine(model, tokenizer, engine)
     ids = ["r0", "r1"]
     core.add_request(request(0, [5], KINDS[4], eos=(EOS,)))
     core.add_request(request(1, [5], SamplingParams(max_tokens=5, ignore_eos=True)))
@@ -466,8 +482,8 @@ def test_a_request_waits_for_its_grammar_and_others_do_not(model: Path, tokenize
     core.shutdown()
 
 
-def test_abort_and_shutdown_while_compiling(model: Path, tokenizer: Tokenizer) -> None:
-    core, slow = slow_engine(model, tokenizer)
+def test_abort_and_shutdown_while_compiling(model: Path, tokenizer: Tokenizer, engine: Engines) -> None:
+    core, slow = slow_engine(model, tokenizer, engine)
     core.add_request(request(0, [5], KINDS[4], eos=(EOS,)))
     core.add_request(request(1, [5], KINDS[0], eos=(EOS,)))
     core.step()
