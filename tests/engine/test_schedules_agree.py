@@ -3,6 +3,7 @@
 SPEC section 10, rule 6.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine_setup import resolve_engine
+from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
 from tests.worker.recalls import recall_steps
 
@@ -27,6 +29,7 @@ BASE = {
     "max_model_len": 128,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 16,
+    "async_scheduling": False,
     "check_invariants": True,
 }
 SCHEDULES: list[dict[str, object]] = [
@@ -49,6 +52,9 @@ SCHEDULES: list[dict[str, object]] = [
     {"scheduling_policy": "priority", "num_blocks": 22},
 ]
 
+Engines = Callable[..., EngineCore]
+"""A model's folder and options give an engine."""
+
 
 @pytest.fixture(scope="module", params=["full", "window", "mixed"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,14 +62,20 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_tiny_llama(folder, 3, window=0 if request.param == "full" else 12, mixed=request.param == "mixed")
 
 
-def engine(model: Path, **options: object) -> EngineCore:
+@pytest.fixture(scope="module")
+def engine(on: DeviceUnderTest) -> Engines:
     """Pools are given as for one KV group; a model with three gets a little more than twice that."""
-    setup = resolve_engine(EngineConfig.from_options(model=str(model), **{**BASE, **options}))
-    if len(setup.groups) > 1:
-        debug = setup.config.debug
-        scaled = replace(debug, num_blocks=debug.num_blocks * 9 // 4, num_host_blocks=(debug.num_host_blocks or 0) * 3)
-        setup = replace(setup, config=replace(setup.config, debug=scaled))
-    return build_engine_core(setup)
+
+    def build(model: Path, **options: object) -> EngineCore:
+        setup = resolve_engine(EngineConfig.from_options(model=str(model), **on.engine({**BASE, **options})))
+        if len(setup.groups) > 1:
+            debug = setup.config.debug
+            num_host_blocks = (debug.num_host_blocks or 0) * 3
+            scaled = replace(debug, num_blocks=debug.num_blocks * 9 // 4, num_host_blocks=num_host_blocks)
+            setup = replace(setup, config=replace(setup.config, debug=scaled))
+        return build_engine_core(setup)
+
+    return build
 
 
 def traffic() -> list[tuple[list[int], SamplingParams, int]]:
@@ -92,7 +104,7 @@ def run(core: EngineCore) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> dict[tuple[str, int], list[int]]:
+def alone(model: Path, engine: Engines) -> dict[tuple[str, int], list[int]]:
     """Each sequence as a request of its own, with the seed of the sequence, nothing else running, nothing cached.
 
     The beams of a search are one request.
@@ -116,7 +128,9 @@ def alone(model: Path) -> dict[tuple[str, int], list[int]]:
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_schedules_agree(model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object]) -> None:
+def test_schedules_agree(
+    model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object], engine: Engines
+) -> None:
     answers = run(engine(model, **options))
     assert answers.tokens == alone
 
@@ -136,13 +150,16 @@ def test_steps_padded_for_graphs_agree(
     alone: dict[tuple[str, int], list[int]],
     options: dict[str, object],
     monkeypatch: pytest.MonkeyPatch,
+    on: DeviceUnderTest,
+    engine: Engines,
 ) -> None:
+    on.must_be_a_cpu("a GPU has graphs, in all other tests")
     recalls = recall_steps(monkeypatch)
     assert run(engine(model, **options)).tokens == alone
     assert recalls.replays > 5
 
 
-def test_pools_so_small_that_they_preempt(model: Path) -> None:
+def test_pools_so_small_that_they_preempt(model: Path, engine: Engines) -> None:
     """The settings above do what they are there for."""
     core = engine(model, num_blocks=22, preemption_mode="recompute")
     run(core)
@@ -153,7 +170,10 @@ def test_pools_so_small_that_they_preempt(model: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
-def test_logprobs_do_not_depend_on_the_schedule(model: Path, max_tokens: int) -> None:
+def test_logprobs_do_not_depend_on_the_schedule(
+    model: Path, max_tokens: int, on: DeviceUnderTest, engine: Engines
+) -> None:
+    on.must_promise_bits()
     prompt = traffic()[1][0]
     params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=3, prompt_logprobs=2)
 
@@ -179,7 +199,7 @@ def test_logprobs_do_not_depend_on_the_schedule(model: Path, max_tokens: int) ->
     assert whole == chunked
 
 
-def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path) -> None:
+def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path, engine: Engines) -> None:
     whole = run(engine(model, kv_cache_dtype="int8"))
     for options in (
         {"max_num_batched_tokens": 17},
@@ -192,7 +212,7 @@ def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path) -> None:
     "options", [{}, {"num_blocks": 22, "preemption_mode": "recompute"}], ids=["roomy", "preempting"]
 )
 def test_neither_right_nor_wrong_drafts_change_the_output(
-    model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object]
+    model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object], engine: Engines
 ) -> None:
     core = engine(model, num_lookahead_slots=3, **options)
     scheduler = core._scheduler  # no part of the engine drafts yet
@@ -248,7 +268,12 @@ def speculative(model: Path, method: str, tmp_path: Path, **more: object) -> dic
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "roomy",
 )
 def test_drafters_change_no_token(
-    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str, options: dict[str, object]
+    model: Path,
+    alone: dict[tuple[str, int], list[int]],
+    tmp_path: Path,
+    method: str,
+    options: dict[str, object],
+    engine: Engines,
 ) -> None:
     core = engine(model, **options, **speculative(model, method, tmp_path))
     answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())])
@@ -262,14 +287,16 @@ def test_drafters_change_no_token(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_controller_changes_no_token(
-    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str
+    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str, engine: Engines
 ) -> None:
     """Its decisions depend on how fast this machine is just now; the tokens do not."""
     answers = run(engine(model, **speculative(model, method, tmp_path, adaptive=True)))
     assert answers.tokens == alone
 
 
-def test_all_drafts_of_an_equal_model_are_accepted(model: Path, alone: dict[tuple[str, int], list[int]]) -> None:
+def test_all_drafts_of_an_equal_model_are_accepted(
+    model: Path, alone: dict[tuple[str, int], list[int]], engine: Engines
+) -> None:
     """It draws with the same random numbers: sampled tokens agree too, not only greedy ones."""
     config = {"model": str(model), "num_speculative_tokens": 4, "adaptive": False}
     core = engine(model, speculative_config=config)
@@ -283,7 +310,7 @@ def test_all_drafts_of_an_equal_model_are_accepted(model: Path, alone: dict[tupl
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_of_an_aborted_request_do_not_reach_the_next_one(
-    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str
+    model: Path, alone: dict[tuple[str, int], list[int]], tmp_path: Path, method: str, engine: Engines
 ) -> None:
     """Rows are given to other requests while drafts for them are on their way."""
     core = engine(model, max_num_seqs=4, **speculative(model, method, tmp_path))
@@ -303,7 +330,10 @@ def test_drafts_of_an_aborted_request_do_not_reach_the_next_one(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_logprobs_are_those_of_verified_tokens(model: Path, tmp_path: Path, method: str) -> None:
+def test_logprobs_are_those_of_verified_tokens(
+    model: Path, tmp_path: Path, method: str, on: DeviceUnderTest, engine: Engines
+) -> None:
+    on.must_promise_bits()
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, min_tokens=24, bad_words_token_ids=((9, 11),))
     prompt = traffic()[1][0]
 
