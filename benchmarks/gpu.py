@@ -18,6 +18,7 @@ GPU only `compile` and `host` run. What the parts are:
     SHAPE:WORKLOAD          output tokens per second, from `pagoda bench throughput`; with the shares of the ceilings
     SHAPE:idleN             share of the time without a kernel running, while N sequences decode
     SHAPE:WORKLOAD:invariant    the same with --batch-invariant
+    SHAPE:WORKLOAD:sampled      the same with tokens drawn as Qwen3's model card says, not the most likely ones
     SHAPE:WORKLOAD:eager        the same with torch's kernels and without graphs
     SHAPE:WORKLOAD:flashinfer, :varlen    the same with --attention-backend, where the library is installed
     SHAPE:WORKLOAD:transformers continuous batching of transformers, on the same card
@@ -57,6 +58,7 @@ IDLE_BATCHES = (1, 64, 256)
 VARIANTS = {
     "": [],
     "invariant": ["--batch-invariant"],
+    "sampled": ["--temperature", "0.6", "--top-p", "0.95", "--top-k", "20"],
     "eager": ["--kernels", "torch"],
     "flashinfer": ["--attention-backend", "flashinfer"],
     "varlen": ["--attention-backend", "varlen"],
@@ -105,7 +107,7 @@ class Bench:
             for workload in sorted(workloads, key=lambda workload: workload != "decode1"):
                 found.setdefault(f"{shape}:{workload}", partial(self.throughput, shape, workload, ""))
         for workload in (common,) if self.is_rehearsal else (common, "decode1", "decode64"):
-            for variant in ("invariant", "eager"):
+            for variant in ("invariant", "sampled", "eager"):
                 part = partial(self.throughput, small, workload, variant)
                 found.setdefault(f"{small}:{workload}:{variant}", part)
         if not self.is_rehearsal:

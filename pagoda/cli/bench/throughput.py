@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pagoda.llm import LLM
 
 WARM_UP_TOKENS = 8
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+"""All tokens that were asked for, and no text, as from the engines compared with."""
 
 
 @engine_options()
@@ -34,6 +36,9 @@ def throughput(
         bool,
         typer.Option("--warm-up", help="Run the workload once before, not measured, with other tokens in its prompts."),
     ] = False,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: always the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the most likely tokens of this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Draw from so many tokens; 0: from all.")] = 0,
     profile: Annotated[bool, typer.Option("--profile", help="Show how much time each part of a step takes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
 ) -> None:
@@ -46,15 +51,16 @@ def throughput(
     from pagoda.cli.session import load, seconds_since_start
 
     items = read_workload(workload)
+    params = replace(GREEDY, temperature=temperature, top_p=top_p, top_k=top_k)
     llm, worker = load_profiled(options) if profile else (load(options), None)
     run_at_once(llm, [WorkItem(list(range(10, 40)), WARM_UP_TOKENS)])
     cold_start_s = seconds_since_start()
     if warm_up:
-        run_at_once(llm, with_other_tokens(items))
+        run_at_once(llm, with_other_tokens(items), params)
     if worker is not None:
         worker.measure()
     begin_s = time.perf_counter()
-    num_output = run_at_arrivals(llm, items) if arrivals else run_at_once(llm, items)
+    num_output = run_at_arrivals(llm, items, params) if arrivals else run_at_once(llm, items, params)
     secs = time.perf_counter() - begin_s
     measured = worker.profile() if worker is not None else None
     rows = breakdown(measured, secs) if measured is not None else []
@@ -83,19 +89,14 @@ def with_other_tokens(items: Sequence[WorkItem]) -> list[WorkItem]:
     return [replace(item, prompt_token_ids=[token ^ 1 for token in item.prompt_token_ids]) for item in items]
 
 
-def fixed_length(num_tokens: int) -> SamplingParams:
-    """Return greedy parameters for a fixed number of tokens and no text, as for the engines compared with."""
-    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-
-
-def run_at_once(llm: "LLM", items: Sequence[WorkItem]) -> int:
+def run_at_once(llm: "LLM", items: Sequence[WorkItem], params: SamplingParams = GREEDY) -> int:
     """All requests together; the number of output tokens. Raises RequestError when one was refused."""
     prompts = [item.prompt_token_ids for item in items]
-    outputs = llm.generate(prompts, [fixed_length(item.max_tokens) for item in items], use_tqdm=False)
+    outputs = llm.generate(prompts, [replace(params, max_tokens=item.max_tokens) for item in items], use_tqdm=False)
     return _count_tokens(outputs)
 
 
-def run_at_arrivals(llm: "LLM", items: Sequence[WorkItem]) -> int:
+def run_at_arrivals(llm: "LLM", items: Sequence[WorkItem], params: SamplingParams = GREEDY) -> int:
     """Each request when its time has come; the number of output tokens."""
     engine = llm.engine
     waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_s))
@@ -105,7 +106,8 @@ def run_at_arrivals(llm: "LLM", items: Sequence[WorkItem]) -> int:
         now_s = time.perf_counter() - begin_s
         while waiting and waiting[0][1].arrival_s <= now_s:
             number, item = waiting.popleft()
-            engine.add_request(f"bench-{number}", item.prompt_token_ids, fixed_length(item.max_tokens))
+            asked = replace(params, max_tokens=item.max_tokens)
+            engine.add_request(f"bench-{number}", item.prompt_token_ids, asked)
         if engine.has_unfinished_requests():
             outputs += engine.step()
         elif waiting:
