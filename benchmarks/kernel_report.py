@@ -205,7 +205,7 @@ def _ops_of_a_layer() -> dict[str, Callable[[], object]]:
 def _attention() -> dict[str, Callable[[], object]]:
     ops: Any = TritonOps(max_model_len=40_960, multiplies_fp8=True)
     steady: Any = TritonOps(max_model_len=40_960, batch_invariant=True, multiplies_fp8=True)
-    q = torch.zeros(64, 16, 128, dtype=BF16)
+    q, k = torch.zeros(64, 16, 128, dtype=BF16), torch.zeros(64, 8, 128, dtype=BF16)
     decode, prefill = metadata_of([1] * 64, 1024, 16), metadata_of([64], 1024, 16)
     cache, int8, fp8 = cache_of(BF16), cache_of(torch.int8), cache_of(FP8)
     shared = replace(decode, shared_prefix=torch.zeros(2, dtype=torch.int32))
@@ -220,6 +220,8 @@ def _attention() -> dict[str, Callable[[], object]]:
         "attention, prefill, int8": lambda: ops.attention(q, int8, prefill, 0.1),
         "attention, prefill, fp8": lambda: ops.attention(q, fp8, prefill, 0.1),
         "attention, prefill, window and soft cap": lambda: ops.attention(q, cache, prefill, 0.1, 512, 50.0),
+        "attention, bidirectional": lambda: ops.bidirectional_attention(q, k, k, prefill, 0.1),
+        "attention, bidirectional, window": lambda: ops.bidirectional_attention(q, k, k, prefill, 0.1, 512),
         "attention, decode, batch-invariant": lambda: steady.attention(q, cache, decode, 0.1),
         "attention, prefill, batch-invariant": lambda: steady.attention(q, cache, prefill, 0.1),
     }

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import torch
 from triton import knobs
 
-from pagoda.kernels.attention import library as torch_attention
 from pagoda.kernels.attention.triton_attention import PagedAttention, split_tokens_of
+from pagoda.kernels.attention.triton_bidirectional import bidirectional_attention
 from pagoda.kernels.constraints import triton_constraints
 from pagoda.kernels.kv_cache.triton_blocks import TritonDeviceBlocks
 from pagoda.kernels.linear import triton_forms
@@ -40,8 +40,7 @@ class TritonOps(TorchOps):
 
     max_model_len: longest sequence; it decides how the context of a decode is split.
     batch_invariant: give a row the same bits in any batch and in chunks of any length. Linear layers are then
-    multiplied by our own kernel, attention has the same tiles in decode and prefill, and bidirectional attention, which
-    is torch's, is computed row by row.
+    multiplied by our own kernel, and attention has the same tiles in decode and prefill.
     multiplies_fp8: see TritonLinear; None asks the GPU.
     """
 
@@ -69,8 +68,7 @@ class TritonOps(TorchOps):
                 assert module is not None
                 setattr(self, op.name, implementation(op, module))
         self.attention = PagedAttention(split_tokens_of(max_model_len), batch_invariant).attention
-        if batch_invariant:
-            self.bidirectional_attention = torch_attention.bidirectional_attention_by_row
+        self.bidirectional_attention = bidirectional_attention
         multiply = TritonLinear(batch_invariant, multiplies_fp8)
         self.linear, self.logits = multiply.linear, multiply.logits
         self.moe = TritonMoE(multiplies_fp8).moe

@@ -90,9 +90,8 @@ def test_schedules(gpu: SimulatedGpu, llama: Path) -> None:
 def test_schedules_with_adapters_and_drafts(gpu: SimulatedGpu, llama: Path, adapters: tuple[LoraRef, ...]) -> None:
     drafting = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3, "adaptive": False}
     options = {**LORA, "speculative_config": drafting}
-    counts = check(llama, adapted(tiny_watched(), adapters), options, [13], adapters)
-
-    assert counts["accepted"] > 0
+    counts = check(llama, adapted(tiny_watched(), adapters), options, [8, 9], adapters)
+    assert not {"chunks", "forks", "beams copied", "preempted", "accepted"} - set(+counts)
 
 
 @pytest.mark.slow

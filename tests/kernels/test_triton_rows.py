@@ -81,14 +81,11 @@ def test_routing(
     assert weights[1].isnan().all()
 
 
-def test_bidirectional_attention_in_any_batch(
-    make_triton_ops: Any, device_under_test: DeviceUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With --batch-invariant each row is computed by itself: rows of one length, too."""
-    ops: Any
-    ops, shape = make_triton_ops(batch_invariant=True), (6, 2, 48, 5, 0.0)
-    monkeypatch.setattr("pagoda.kernels.attention.library.CHUNK_SCORES", 500)  # several chunks of queries
-    rows = rows_of(shape, (40, 7, 40, 40, 1), BF16)
-    ops = CarriedOps(ops, device_under_test.device)
-    together = attend(ops, shape, rows)
-    assert together.equal(torch.cat([attend(ops, shape, [row]) for row in rows]))
+def test_bidirectional_attention_in_any_batch(triton_ops: Any, device_under_test: DeviceUnderTest) -> None:
+    """Rows of several tiles and of one token, in a window and without one."""
+    ops = CarriedOps(triton_ops, device_under_test.device)
+    for window in (5, 0):
+        shape = (6, 2, 48, window, 0.0)
+        rows = rows_of(shape, (40, 7, 40, 90, 1), BF16)
+        together = attend(ops, shape, rows)
+        assert together.equal(torch.cat([attend(ops, shape, [row]) for row in rows]))

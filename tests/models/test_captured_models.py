@@ -1,6 +1,9 @@
-"""A decode step of every architecture can be captured as a graph: on a simulated GPU, on Triton's kernels."""
+"""A decode step of every architecture, and what every encoder computes, can be captured as a graph: it never waits.
 
-from collections.abc import Callable, Iterator, Sequence
+On a simulated GPU, on Triton's kernels.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,14 +17,16 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.graphed_forward import CudaCapture
-from tests.device_under_test import ON_CPU
+from tests.device_under_test import ON_CPU, moved
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, make_model, save
+from tests.models.tiny_encoders import CONFIGS as ENCODERS
+from tests.models.tiny_encoders import batch_of, make_encoder, save_encoder, texts
 from tests.simulated_gpu import CUDA, SimulatedGpu, simulated_gpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUICK = {"llama-tied-biased", "mixtral-window", "gemma3-multimodal"}
+QUICK = {"llama-tied-biased", "gemma3-multimodal", "modernbert"}
 
 
 @pytest.fixture
@@ -54,9 +59,11 @@ class CapturedForward:
         return out
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
-)
+def slow_but_quick(names: Iterable[str]) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_but_quick(CONFIGS))
 def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
 
@@ -70,3 +77,20 @@ def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     with torch.inference_mode():
         torch.testing.assert_close(logits("triton", CUDA), logits("torch", ON_CPU.device), atol=2e-4, rtol=2e-4)
     assert gpu.num_replays == gpu.num_graphs == 4
+
+
+@pytest.mark.parametrize("name", slow_but_quick(ENCODERS))
+def test_encoders(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
+    """Steps of encoders are not captured in serving; one that could be never makes the host wait."""
+    files = identify(save_encoder(make_encoder(name), tmp_path))
+
+    def states(kernels: str, device: torch.device) -> torch.Tensor:
+        ops = select_ops(kernels, device, 1)
+        forward = EagerForward(load_model(files, ops, torch.float32, device), ops)
+        model = CapturedForward(forward) if device == CUDA else forward
+        batch = batch_of(texts(1, 9), forward.num_token_types)
+        return model.forward(moved(batch, device), []).cpu()
+
+    with torch.inference_mode():
+        torch.testing.assert_close(states("triton", CUDA), states("torch", ON_CPU.device), atol=2e-4, rtol=2e-4)
+    assert gpu.num_replays == gpu.num_graphs == 1

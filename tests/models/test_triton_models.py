@@ -98,7 +98,7 @@ CASES = {
     "int8, pages of int8": Case("floats", {"int8"}, OTHER_PAGES, "int8", pages=torch.int8),
     "int8, pages of fp8": Case("floats", {"int8"}, OTHER_PAGES, "int8", pages=torch.float8_e4m3fn),
 }
-QUICK = {"gguf, mixed", "gptq, symmetric", "fp8", "experts, widened fp8", "int8, pages of int8"}
+QUICK = {"gptq, symmetric", "fp8", "experts, widened fp8", "int8, pages of int8"}
 
 
 @pytest.fixture(scope="module")

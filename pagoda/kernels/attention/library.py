@@ -39,36 +39,8 @@ def bidirectional_attention(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """Every token to all tokens of its row, q [T, H, D] -> [T, H * D]; rows of one length are computed together."""
-    groups = [tokens for _, tokens in _rows_by_query_len(metadata)]
-    return _attend_groups(q, k, v, groups, scale, window, softcap)
-
-
-def bidirectional_attention_by_row(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """The same, one row after the other: the shapes of a library's products, and so their bits, are the row's alone."""
-    groups = [row for _, tokens in _rows_by_query_len(metadata) for row in tokens.split(1)]
-    return _attend_groups(q, k, v, groups, scale, window, softcap)
-
-
-def _attend_groups(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    groups: list[torch.Tensor],
-    scale: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    """groups: the tokens, int64 [R, Q], of rows that are computed together."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for tokens in groups:
+    for _, tokens in _rows_by_query_len(metadata):
         length = tokens.shape[1]
         queries = min(length, max(1, CHUNK_SCORES // length))
         for some in tokens.split(max(1, CHUNK_SCORES // (queries * length))):

@@ -4,12 +4,12 @@ Rows with few query vectors (decodes, drafts) go to `triton_decode`, the others 
 is cut at multiples of `split_tokens`, counted from its first position.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
 
+from pagoda.kernels.attention.tile_sizes import LOG2_E, Tiles, decode_tiles, padded_dim, prefill_tiles
 from pagoda.kernels.attention.triton_decode import attend_shared, attend_splits, merge_splits
 from pagoda.kernels.attention.triton_prefill import attend_tiles
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
@@ -19,8 +19,6 @@ _MOST_SPLITS = 64
 _LEAST_SPLIT_TOKENS = 256
 _MANY_PROGRAMS = 512  # more would not be faster: the largest GPUs run about so many at a time
 _MOST_STATES = 256  # of queries of a mixed batch, per split: each has the size of a head in float32
-_STAGES_BYTES = 80 * 1024  # of shared memory, for K and V on their way: the smallest GPUs have 99 KiB per program
-_LOG2_E = math.log2(math.e)
 
 
 def split_tokens_of(max_model_len: int) -> int:
@@ -29,46 +27,6 @@ def split_tokens_of(max_model_len: int) -> int:
     It follows from the settings alone. With --batch-invariant it holds for all steps.
     """
     return max(_LEAST_SPLIT_TOKENS, triton.next_power_of_2(triton.cdiv(max_model_len, _MOST_SPLITS)))
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """vectors: query vectors of a tile.   positions: of the context, loaded at once.   warps: of a program.
-
-    stages: how many chunks of the context are loaded ahead, the current one included.
-    """
-
-    vectors: int
-    positions: int
-    warps: int
-    stages: int
-
-
-def prefill_tiles(head_dim: int, group: int, itemsize: int, is_crowded: bool = False) -> Tiles:
-    """Return the tiles of rows with many queries. A tile has at least the `group` heads of one token.
-
-    is_crowded: registers are scarce, because two results are merged or pages of 8-bit floats are converted.
-    """
-    vectors = 64 if head_dim <= 128 else 32
-    if itemsize == 4:
-        vectors //= 2  # see _tiles
-    tiles = _tiles(max(vectors, triton.next_power_of_2(group)), head_dim, itemsize)
-    if not is_crowded:
-        return tiles
-    return replace(tiles, positions=min(tiles.positions, 32), warps=4 if head_dim <= 128 else 8)
-
-
-def decode_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
-    """Return the tiles of rows with few queries: as small as a matrix product may be."""
-    return _tiles(max(16, triton.next_power_of_2(group)), head_dim, itemsize)
-
-
-def _tiles(vectors: int, head_dim: int, itemsize: int) -> Tiles:
-    positions = 64 if head_dim <= 128 else 32
-    if itemsize == 4:
-        positions = 16  # tensor cores would round float32: products are computed in registers, which hold no more
-    stage_bytes = 2 * positions * _padded(head_dim) * itemsize
-    return Tiles(vectors, positions, 4, min(3, max(1, _STAGES_BYTES // stage_bytes)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +58,7 @@ class _Problem:
         """Return the kernels' constants from GROUP to BLOCK_D."""
         head_dim = self.q.shape[2]
         return (
-            self.group, head_dim, self.metadata.block_size, tiles.vectors, tiles.positions, _padded(head_dim)
+            self.group, head_dim, self.metadata.block_size, tiles.vectors, tiles.positions, padded_dim(head_dim)
         )  # fmt: skip
 
     @property
@@ -135,7 +93,7 @@ class PagedAttention:
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
         out = torch.empty((tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-        problem = _Problem(q, out, cache, metadata, scale * _LOG2_E, softcap, window)
+        problem = _Problem(q, out, cache, metadata, scale * LOG2_E, softcap, window)
         is_crowded = self._batch_invariant or cache.k.dtype == torch.float8_e4m3fn
         many = prefill_tiles(head_dim, problem.group, q.element_size(), is_crowded)
         few = many if self._batch_invariant else decode_tiles(head_dim, problem.group, q.element_size())
@@ -192,7 +150,7 @@ class PagedAttention:
         merge_splits[(of.num_rows, num_heads)](
             of.out, acc, total, top, metadata.query_start, metadata.seq_lens, num_heads, num_splits,
             most_queries, states_per_row, of.window,
-            head_dim, _padded(head_dim), of.window > 0, split_tokens, num_warps=1,
+            head_dim, padded_dim(head_dim), of.window > 0, split_tokens, num_warps=1,
         )  # fmt: skip
 
     def _run_many(self, of: _Problem, tiles: Tiles, longest_skipped: int) -> None:
@@ -205,7 +163,3 @@ class PagedAttention:
             *of.constants(tiles), *of.kinds, self._split_tokens if self._batch_invariant else 0,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))

@@ -2,26 +2,15 @@
 
 import triton.language as tl
 
-from pagoda.kernels.attention.triton_tiles import attend, load_queries, merge
-from pagoda.kernels.triton_jit import jit, jit_for_any
-
-
-@jit
-def _first_tile(query_start, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the first tile of a row: rows follow each other, each with room for all of its query vectors."""
-    return tl.load(query_start + row) * GROUP // BLOCK_M + row
-
-
-@jit
-def _row_of(query_start, num_rows, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the row that a tile belongs to."""
-    low, high = 0, num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = _first_tile(query_start, middle, GROUP, BLOCK_M) <= tile
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
+from pagoda.kernels.attention.triton_tiles import (
+    attend,
+    first_tile_of,
+    load_queries,
+    merge,
+    row_of_tile,
+    store_attended,
+)
+from pagoda.kernels.triton_jit import jit_for_any
 
 
 @jit_for_any("table_stride", "num_rows", "longest_skipped")
@@ -40,10 +29,10 @@ def attend_tiles(
     """
     # The last tiles of a row see most of its context: start with them.
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    row = _row_of(query_start, num_rows, tile, GROUP, BLOCK_M)
+    row = row_of_tile(query_start, num_rows, tile, GROUP, BLOCK_M)
     first_token = tl.load(query_start + row)
     query_len = tl.load(query_start + row + 1) - first_token
-    first_vector = (tile - _first_tile(query_start, row, GROUP, BLOCK_M)) * BLOCK_M
+    first_vector = (tile - first_tile_of(query_start, row, GROUP, BLOCK_M)) * BLOCK_M
     num_vectors = query_len * GROUP
     if (first_vector < num_vectors) & (num_vectors > longest_skipped):
         context = tl.load(seq_lens + row) - query_len
@@ -76,10 +65,7 @@ def attend_tiles(
                     HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED,
                 )  # fmt: skip
                 acc, total, top = merge(acc, total, top, more_acc, more_total, more_top)
-        dim = tl.arange(0, BLOCK_D)
-        head = kv_head * GROUP + (first_vector + tl.arange(0, BLOCK_M)) % GROUP
-        at = ((first_token + query).to(tl.int64) * num_heads + head) * HEAD_DIM
-        inside = (query < query_len)[:, None] & (dim < HEAD_DIM)[None, :]
-        # Vectors past the row's end have seen nothing that counts: avoid 0 / 0.
-        divisor = tl.where(query < query_len, total, 1.0)
-        tl.store(out + at[:, None] + dim[None, :], (acc / divisor[:, None]).to(out.dtype.element_ty), mask=inside)
+        store_attended(
+            out, acc, total, first_token, first_vector, query, query_len, kv_head, num_heads,
+            GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share: the online softmax over a range of a row's context, and merging two results.
+"""What the Triton attention kernels share: tiles, the online softmax over a range of a context, merging.
 
 A tile is up to BLOCK_M query vectors of one row and one KV head: a token's GROUP query heads that share the KV head,
 then those of the next token. Its state is (acc [BLOCK_M, D], total [BLOCK_M], top [BLOCK_M]), all float32: the sum of
@@ -9,6 +9,24 @@ import triton.language as tl
 
 from pagoda.kernels.triton_e4m3 import from_e4m3
 from pagoda.kernels.triton_jit import jit
+
+
+@jit
+def first_tile_of(query_start, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the first tile of a row: rows follow each other, each with room for all of its query vectors."""
+    return tl.load(query_start + row) * GROUP // BLOCK_M + row
+
+
+@jit
+def row_of_tile(query_start, num_rows, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the row that a tile belongs to."""
+    low, high = 0, num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = first_tile_of(query_start, middle, GROUP, BLOCK_M) <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
 
 
 @jit
@@ -24,6 +42,41 @@ def load_queries(
     at = (first_token + query).to(tl.int64) * q_stride + head * HEAD_DIM
     inside = (query < query_len)[:, None] & (dim < HEAD_DIM)[None, :]
     return tl.load(q + at[:, None] + dim[None, :], mask=inside, other=0.0), query
+
+
+@jit
+def store_attended(
+    out, acc, total, first_token, first_vector, query, query_len, kv_head, num_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a tile to out [T, H * D].   query: [BLOCK_M], the query of each vector."""
+    dim = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + (first_vector + tl.arange(0, BLOCK_M)) % GROUP
+    at = ((first_token + query).to(tl.int64) * num_heads + head) * HEAD_DIM
+    inside = (query < query_len)[:, None] & (dim < HEAD_DIM)[None, :]
+    # Vectors past the row's end have seen nothing that counts: avoid 0 / 0.
+    divisor = tl.where(query < query_len, total, 1.0)
+    tl.store(out + at[:, None] + dim[None, :], (acc / divisor[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def soft_capped(scores, softcap):
+    """Return softcap * tanh(scores / softcap); scores are in units of log2(e) before and after."""
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+    return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0)) * 1.4426950408889634
+
+
+@jit
+def weigh(scores, total, top):
+    """Return (the weights of a chunk's scores, the factor of earlier weights, the new total, the new top).
+
+    scores: [BLOCK_M, BLOCK_N], -inf where masked. fma says which product is rounded, so that all kernels agree.
+    """
+    highest = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - shift[:, None])
+    keep = tl.exp2(top - shift)
+    return weights, keep, tl.fma(total, keep, tl.sum(weights, 1)), highest
 
 
 @jit
@@ -71,23 +124,17 @@ def attend(
         if QUANTIZED:
             scores *= k_scale[None, :]
         if SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), with exp2 of a score that is in units of log2(e) already.
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0)) * 1.4426950408889634
+            scores = soft_capped(scores, softcap)
         visible = inside[None, :] & (at[None, :] <= query_at[:, None])
         if WINDOW:
             visible &= at[None, :] > query_at[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores - shift[:, None])
-        keep = tl.exp2(top - shift)
+        weights, keep, total, top = weigh(scores, total, top)
         v, v_scale = _load_pages(v_pages, v_scales, block, offset, v_page_stride, scale_stride, kv_head, dim, inside,
                                  q.dtype, HEAD_DIM, BLOCK_SIZE, QUANTIZED)  # fmt: skip
-        total = tl.fma(total, keep, tl.sum(weights, 1))
         if QUANTIZED:
             weights *= v_scale[None, :]
         acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
-        top = highest
     return acc, total, top
 
 
