@@ -43,10 +43,12 @@ def step_draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.nd
     ends = np.cumsum(num)
     # Distance of each draw from the last position of its sample row: num - 1 .. 0.
     back = np.repeat(ends, num) - 1 - np.arange(ends[-1] if ends.size else 0)
-    shared, logits = np.unique(np.repeat(last, num) - back, return_inverse=True)
-    return Draws(
-        np.repeat(output.sample_rows, num), (np.repeat(positions, num) - back).astype(np.int32), logits, shared, num
-    )
+    rows, positions = np.repeat(output.sample_rows, num), (np.repeat(positions, num) - back).astype(np.int32)
+    logits_index = np.repeat(last, num) - back
+    if not output.forks:
+        return Draws(rows, positions, None, logits_index, num)
+    shared, logits = np.unique(logits_index, return_inverse=True)
+    return Draws(rows, positions, logits, shared, num)
 
 
 def draw_params(table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> DrawParams | None:

@@ -47,12 +47,17 @@ class DryRuns:
         prompt_logprobs(inputs, self._table, self._sampler, logits_of)
 
     @torch.inference_mode()
-    def run_tokens(self, num_tokens: int, start: int) -> None:
-        """Compute a step over this many tokens of one row, all but one of them drafts, and wait for its logits."""
-        row, begin, count = np.zeros(1, np.int32), np.full(1, start, np.int32), np.full(1, num_tokens, np.int32)
-        drafts = {0: np.zeros(num_tokens - 1, np.int32)} if num_tokens > 1 else {}
-        output = SchedulerOutput(0, row, begin, count, row, row, num_tokens, drafts=drafts)
-        self._table.token_ids[0, start : start + num_tokens] = 0
+    def run_tokens(self, num_tokens: int, most: int, start: int) -> None:
+        """Compute a step over this many tokens and wait for its logits.
+
+        most: tokens of a row, all but the first of them drafts.   start: the position of each row's first.
+        """
+        counts = np.diff(np.append(np.arange(0, num_tokens, most), num_tokens)).astype(np.int32)
+        rows = np.arange(len(counts), dtype=np.int32)
+        drafts = {row: np.zeros(count - 1, np.int32) for row, count in enumerate(counts.tolist()) if count > 1}
+        begin = np.full_like(rows, start)
+        output = SchedulerOutput(0, rows, begin, counts, rows, rows, num_tokens, drafts=drafts)
+        self._table.token_ids[rows, start : start + int(counts[0])] = 0
         _, hidden = self._forwarded(output)
         if self._forward.generates:
             self._forward.compute_logits(hidden)[-1, -1].item()
@@ -66,7 +71,4 @@ class DryRuns:
             num_token_types=self._forward.num_token_types,
             decode_inputs=self._forward.decode_inputs,
         )
-        hidden = self._forward.forward(inputs.batch, self._cache.layers)
-        if not inputs.takes_all_logits:
-            hidden = self._forward.select_rows(hidden, inputs.batch.logits_index)
-        return inputs, hidden
+        return inputs, inputs.run(self._forward, self._cache.layers)

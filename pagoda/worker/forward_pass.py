@@ -49,13 +49,13 @@ class ForwardPass(Protocol):
 
     @property
     def decode_inputs(self) -> DecodeInputs | None:
-        """Where the inputs of decode steps belong; None: anywhere."""
+        """Where the inputs of steps of a few tokens per row belong; None: anywhere."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Return the final hidden states of the batch's tail, [num_tail, hidden]; write all tokens' K and V to `kv`.
 
-        Of a batch in `decode_inputs`, only the rows of `logits_index` are returned.
+        What fills a batch in `decode_inputs` up has rows at the end.
         """
         ...
 

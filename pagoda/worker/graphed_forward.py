@@ -1,4 +1,4 @@
-"""GraphedForward: decode steps replayed as CUDA graphs, so that the host launches one thing instead of hundreds."""
+"""GraphedForward: steps of few tokens replayed as CUDA graphs, so that the host launches one thing, not hundreds."""
 
 import logging
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from pagoda.worker.forward_pass import EagerForward
 logger = logging.getLogger("pagoda")
 
 _MOST_GRAPHS = 256
-"""Each takes memory for its result and its launches, which the KV pools leave free. There are 39 numbers of rows."""
+"""Each takes memory for its result and its launches, which the KV pools leave free."""
 
 _Graph = tuple[torch.Tensor, Callable[[], object]]
 
@@ -60,22 +60,32 @@ class CudaCapture:
 class _Size(NamedTuple):
     """What makes steps replays of one graph.   context: tokens."""
 
+    num_tokens: int
     num_rows: int
+    max_query_len: int
     context: int
     has_shared_prefix: bool
     has_adapters: bool
+    num_layers: int
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> "_Size":
         first = batch.metadata[0]
         return cls(
-            batch.token_ids.shape[0], first.max_seq_len, first.shared_prefix is not None, ADAPTERS in batch.inputs
+            batch.token_ids.shape[0],
+            first.seq_lens.shape[0],
+            first.max_query_len,
+            first.max_seq_len,
+            first.shared_prefix is not None,
+            ADAPTERS in batch.inputs,
+            batch.num_layers,
         )
 
 
 class GraphedForward(EagerForward):
-    """Runs batches in its `decode_inputs` as graphs, one for each padded number of rows and length of context.
+    """Runs batches in its `decode_inputs` as graphs, one for each padded number of tokens, of rows, and of context.
 
+    These are steps that only decode, or also verify drafts, or run the first layers to draft.
     Steps whose rows share a prefix that is attended to once have graphs of their own, and so have steps with adapters;
     these are captured again when an adapter has made a table of weights move.
     Graphs read a step's inputs where its one copy to the device puts them, so that nothing is copied again.
@@ -94,10 +104,11 @@ class GraphedForward(EagerForward):
         device: torch.device,
         tables: Mapping[int, FillableLowRank] | None = None,
         capture: Capture | None = None,
+        max_query_len: int = 1,
     ) -> None:
-        """max_rows: of the scheduler's table.   max_model_len: longest sequence, with positions past its end."""
+        """max_rows, max_model_len, max_query_len: see DecodeInputs."""
         super().__init__(model, ops, tables)
-        self._inputs = DecodeInputs(max_rows, max_model_len, device)
+        self._inputs = DecodeInputs(max_rows, max_model_len, device, max_query_len)
         self._capture = capture or CudaCapture()
         self._kv: Sequence[KVLayer] | None = None
         self._adapter_tables = tables if tables is not None else {}
@@ -114,10 +125,8 @@ class GraphedForward(EagerForward):
         return self._inputs
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        # A padded batch returns the rows of its logits; in others there may be fewer logits than rows, or more.
         if not self._inputs.holds(batch):
             return super().forward(batch, kv)
-        num_rows = batch.logits_index.shape[0]
         if kv is not self._kv:
             self._graphs.clear()
             self._kv = kv
@@ -126,14 +135,14 @@ class GraphedForward(EagerForward):
             self._forget_moved_tables()
         if size not in self._graphs:
             self._keep(size, None)
-            return super().forward(batch, kv)[:num_rows]
+            return super().forward(batch, kv)
         graph = self._graphs[size] or self._captured(size, batch, kv)
         if graph is None:
-            return super().forward(batch, kv)[:num_rows]
+            return super().forward(batch, kv)
         self._graphs.move_to_end(size)
         out, replay = graph
         replay()
-        return out[:num_rows]
+        return out
 
     def _captured(self, size: _Size, batch: ForwardBatch, kv: Sequence[KVLayer]) -> _Graph | None:
         """Capture a graph and keep it. If that fails, use none from now on, and return None."""

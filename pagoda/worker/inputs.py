@@ -1,5 +1,6 @@
 """Build the tensors of one forward pass from a SchedulerOutput, with numpy operations and no Python loop over rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 
 from pagoda.base.pooling import PoolingKind
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.batch import ForwardBatch, Input, Tail
+from pagoda.kernels.batch import ForwardBatch, Input, KVLayer, Tail
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.transfer import BulkArrays
 from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
@@ -17,6 +18,7 @@ from pagoda.ops.declare import Domain
 from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.draws import draw_params, step_draws
+from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.pooler import PooledChunk
 from pagoda.worker.prompt_embeds import StepEmbeds
 from pagoda.worker.queries import Queries
@@ -32,12 +34,12 @@ class StepInputs:
     """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
 
     batch: the model's input; its logits_index has the draws' positions, then those of `prompt_rows`, then those of
-        `pooled`, all as indices into the batch's tail. A batch in DecodeInputs has further rows at its end.
+        `pooled`, all as indices into the batch's tail. A batch in DecodeInputs has further tokens at its end.
     draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
     draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
     draw_index: `draw_rows` on the device, int64.   draw_params: None if all draws are greedy.
     num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
-    takes_all_logits: logits_index is every token of the tail in order (except for rows that fill the batch up).
+    takes_all_logits: logits_index is every token of the tail in order (except for those that fill the batch up).
     prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
     pooled: chunks of the prompts to pool.
     logits_adapters: int32, the adapter's slot for each of logits_index; None if no row of the step has an adapter.
@@ -55,6 +57,17 @@ class StepInputs:
     prompt_rows: tuple[tuple[int, int, int], ...]
     pooled: tuple[PooledChunk, ...]
     logits_adapters: torch.Tensor | None = None
+
+    def run(self, forward: ForwardPass, kv: Sequence[KVLayer], num_layers: int = 0) -> torch.Tensor:
+        """Run the forward pass; return the final hidden states of `logits_index`, [num_logits_index, hidden].
+
+        num_layers: number of first layers to run; 0 for all.
+        """
+        batch = replace(self.batch, num_layers=num_layers) if num_layers else self.batch
+        hidden = forward.forward(batch, kv)
+        if self.takes_all_logits:
+            return hidden[: batch.logits_index.shape[0]]
+        return forward.select_rows(hidden, batch.logits_index)
 
 
 def build_inputs(
@@ -75,7 +88,7 @@ def build_inputs(
     pooling: which hidden states pooled rows need.
     num_token_types: of a model that takes token types, else 0.
     embeds: prompt embeddings among the step's tokens.   in_flight: tokens that `table` does not have yet.
-    decode_inputs: where a step that only decodes, and of which nothing else is special, is put, padded.
+    decode_inputs: where a step of a few tokens per row, of which nothing else is special, is put, padded.
     """
     tokens = StepTokens.gather(table, output)
     draws = step_draws(output, tokens.queries.query_start, tokens.queries.seq_lens)
@@ -83,25 +96,26 @@ def build_inputs(
     unknown = in_flight.unknown(tokens.rows, tokens.positions) if in_flight is not None else _NONE
     if device.type == "cuda" and tokens.is_decode:
         tokens = tokens.with_shared_prefixes(output.start)
-    tail = _Tail.of(tokens, np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index)
-    named = _input_arrays(table, tokens, tail, adapters, num_token_types, embeds)
-    is_plain = embeds is None and not num_token_types and draws.logits is None
+    logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
     size = None
-    if decode_inputs is not None and is_plain and tokens.is_decode and tail.index is None:
-        size = decode_inputs.size_of(len(output.rows), int(tokens.queries.seq_lens.max()))
-    num_logits_index = len(tail.logits_index)
+    if decode_inputs is not None and embeds is None and not num_token_types and draws.logits is None:
+        seq_len = int(tokens.queries.seq_lens.max())
+        size = decode_inputs.size_of(len(output.rows), len(tokens.rows), tokens.max_query_len, seq_len)
+    tail = _Tail.of(tokens, logits_index) if size is None else _Tail.whole(tokens, logits_index)
+    named = _input_arrays(table, tokens, tail, adapters, num_token_types, embeds)
     if size is not None:
-        tokens = tokens.padded(*size)
-        tail = _Tail(tokens.queries, None, np.arange(size[0]))
-        named = {name: with_zeros(array, size[0]) for name, array in named.items()}
+        tokens = tokens.padded(size)
+        tail = replace(tail, queries=tokens.queries)
+        named = {name: with_zeros(array, size.num_tokens) for name, array in named.items()}
 
     # What the forward reads comes first: in all padded steps of a size, it is at the same addresses.
     bulk = BulkArrays()
     of_batch, of_slots = bulk.add(tokens.token_ids, tokens.positions), bulk.add(*tokens.slots)
     of_queries = bulk.add(*tokens.queries.arrays)
     of_tail = of_queries if tail.index is None else bulk.add(*tail.queries.arrays)
-    of_index = bulk.add(tail.logits_index, *([] if tail.index is None else [tail.index]))
+    of_tail_index = bulk.add(np.arange(len(tokens.positions)) if tail.index is None else tail.index)
     of_named = bulk.add(*named.values())
+    of_logits_index = bulk.add(tail.logits_index)
     params = draw_params(table, draws.rows, draws.positions)
     of_params = bulk.add(*(params.columns if params is not None else ()))
     of_draws = bulk.add(draws.rows.astype(np.int64), *([] if draws.logits is None else [draws.logits]))
@@ -120,8 +134,6 @@ def build_inputs(
     tail_metadata = metadata
     if tail.index is not None:
         tail_metadata = tail.queries.metadata(bulk[of_slots], bulk[of_tail], table.block_size)
-    # If the tail is the batch, its index counts up, as the index of its logits does.
-    logits_index, tail_index = bulk[of_index][0], bulk[of_index][-1]
     inputs = {
         name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS))
         for name, tensor in zip(named, bulk[of_named], strict=True)
@@ -134,8 +146,8 @@ def build_inputs(
             token_ids,
             positions,
             metadata,
-            Tail(tail_index, tail_metadata),
-            logits_index[:num_logits_index],
+            Tail(bulk[of_tail_index][0], tail_metadata),
+            bulk[of_logits_index][0],
             inputs=inputs,
         ),
         draw_rows=draws.rows,
@@ -145,7 +157,7 @@ def build_inputs(
         draw_params=None if params is None else replace(params, on_device=tuple(bulk[of_params])),
         num_logits=len(draws.logits_index),
         num_draws=draws.num,
-        takes_all_logits=tail.takes_all,
+        takes_all_logits=tail.takes_all_logits,
         prompt_rows=prompt_rows,
         pooled=pooled,
         logits_adapters=bulk[of_logits_adapters][0] if adapters is not None else None,
@@ -157,25 +169,27 @@ class _Tail:
     """The tail of a batch on the host: see ops.batch.Tail.
 
     index: which of the batch's tokens; None: all of them, as in plain decoding.
-    logits_index: which tokens of the tail give logits.
+    logits_index: which tokens of the tail give logits.   takes_all_logits: every one does, in order.
     """
 
     queries: Queries
     index: np.ndarray | None
     logits_index: np.ndarray
+    takes_all_logits: bool
+
+    @classmethod
+    def whole(cls, tokens: StepTokens, logits_index: np.ndarray) -> "_Tail":
+        """Return the tail that is the batch."""
+        return cls(tokens.queries, None, logits_index, _counts_up(logits_index, len(tokens.positions)))
 
     @classmethod
     def of(cls, tokens: StepTokens, logits_index: np.ndarray) -> "_Tail":
         """Return the shortest tail with the tokens `logits_index` of the batch."""
         if _counts_up(logits_index, len(tokens.positions)):
-            return cls(tokens.queries, None, logits_index)
+            return cls(tokens.queries, None, logits_index, True)
         queries, index = tokens.queries.tail(logits_index)
-        return cls(queries, index, np.searchsorted(index, logits_index))
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether `logits_index` is every token of the tail in order."""
-        return self.index is None or _counts_up(self.logits_index, len(self.index))
+        in_tail = np.searchsorted(index, logits_index)
+        return cls(queries, index, in_tail, _counts_up(in_tail, len(index)))
 
 
 def _input_arrays(

@@ -38,7 +38,7 @@ class LargestSteps:
         yield self.prompts()
         if self.samples:
             yield self.mixed()
-            yield self.decodes(min(self.max_rows, self.max_tokens), self.num_drafts)
+            yield self.decodes(min(self.max_rows, self.max_tokens))
 
     def prompts(self) -> SchedulerOutput:
         """Return a step of as many new tokens as there can be, in whole prompts as far as possible."""
@@ -55,10 +55,14 @@ class LargestSteps:
         chunk = min(self.max_len, self.max_tokens - num_decodes)
         return self._step([self.max_len - 1] * num_decodes + [self.max_len - chunk], [1] * num_decodes + [chunk])
 
-    def decodes(self, num_rows: int, num_drafts: int = 0) -> SchedulerOutput:
-        """Return a step that decodes rows at their longest.   num_drafts: of each, as far as tokens go."""
-        num_drafts = min(num_drafts, self.max_len - 1, self.max_tokens // num_rows - 1)
+    def decodes(self, num_rows: int) -> SchedulerOutput:
+        """Return a step that decodes rows at their longest, and verifies as many drafts as there can be."""
+        num_drafts = self.most_drafts(num_rows)
         return self._step([self.max_len - 1 - num_drafts] * num_rows, [1 + num_drafts] * num_rows, num_drafts)
+
+    def most_drafts(self, num_rows: int) -> int:
+        """Return how many drafts each of so many rows can have in a step."""
+        return min(self.num_drafts, self.max_len - 1, self.max_tokens // num_rows - 1)
 
     def _step(self, start: list[int], num_new: list[int], num_drafts: int = 0) -> SchedulerOutput:
         """Return a step of the first rows of the table, all of which sample, and all but the last with logprobs."""

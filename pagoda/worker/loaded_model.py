@@ -63,7 +63,8 @@ def load(config: WorkerConfig) -> LoadedModel:
     tables = store.tables if store is not None else None
     forward: ForwardPass = EagerForward(model, ops, tables)
     if device.device.type == "cuda" and ops.name == "triton" and model.kv_groups:
-        forward = GraphedForward(model, ops, config.max_rows, max_len, device.device, tables)
+        per_row = config.max_drafts + 1
+        forward = GraphedForward(model, ops, config.max_rows, max_len, device.device, tables, max_query_len=per_row)
     elif isinstance(ops, NativeOps):
         forward = ReplayedForward(model, ops, tables)
         # The native kernels have their own threads. torch's threads, woken for a small op in between, would

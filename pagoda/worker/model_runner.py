@@ -81,9 +81,11 @@ class ModelRunner:
         A speculator measures steps over several tokens, so that it knows their cost before the first draft.
         """
         runs = DryRuns(self._forward, self._table, self._cache, self._device, self._sampler)
-        runs.run_tokens(1, 0)
+        runs.run_tokens(1, 1, 0)
         if self._drafting.speculator is not None:
-            self._drafting.speculator.measure_steps(runs.run_tokens, self._table.token_ids.shape[1])
+            # The first step of a size compiles kernels, and the second captures a graph: neither says what it costs.
+            num_trials = 2 if self._forward.decode_inputs is not None else 0
+            self._drafting.speculator.measure_steps(runs.run_tokens, *self._table.token_ids.shape, num_trials)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """As `launch`; return the step's results once they are on the host."""
@@ -142,10 +144,8 @@ class ModelRunner:
         if self._grammars is not None:  # filled while the forward runs
             masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)
         self.times.lap("inputs")
-        hidden = self._forward.forward(inputs.batch, self._cache.layers)
+        hidden = inputs.run(self._forward, self._cache.layers)
         self.times.lap("forward")
-        if not inputs.takes_all_logits:
-            hidden = self._forward.select_rows(hidden, inputs.batch.logits_index)
         drawn, users = self._draw(inputs, output, hidden, masks)
         self.times.lap("sampling")
         failed = self._adapters.failed(output.rows) if self._adapters is not None else {}

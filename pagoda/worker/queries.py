@@ -7,6 +7,7 @@ import torch
 
 from pagoda.kernels.attention.shared_prefix import find_shared_prefix
 from pagoda.kernels.batch import AttentionMetadata, OnHost
+from pagoda.worker.decode_inputs import PaddedSize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,14 +15,14 @@ class Queries:
     """The queries of attention of a step, or of its tail: see AttentionMetadata.
 
     tables: a block table per KV group.   shared: the shared prefix of each group, 0 tokens if it has none; empty if
-    no group has one.   context: the `max_seq_len` of a batch that is recorded, whose replays have other values; else 0.
+    no group has one.   size: of a batch that is recorded, whose replays have other values; else None.
     """
 
     query_start: np.ndarray
     seq_lens: np.ndarray
     tables: list[np.ndarray]
     shared: tuple[np.ndarray, ...] = ()
-    context: int = 0
+    size: PaddedSize | None = None
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -34,24 +35,29 @@ class Queries:
             return self
         return replace(self, shared=tuple(np.array(prefix or (0, 0), np.int32) for prefix in found))
 
-    def padded(self, num_rows: int, context: int, block_size: int) -> "Queries":
-        """Return the same, with one query per row, to be recorded: with more rows, and tables for `context` tokens.
+    def padded(self, size: PaddedSize, block_size: int) -> "Queries":
+        """Return the same, to be recorded: with more rows, and tables for more tokens.
 
-        The further rows have one token in the null block.
+        The further rows have the further tokens, in the null block; some have none.
         """
-        count, num_blocks = len(self.seq_lens), -(-context // block_size)
-        seq_lens = np.ones(num_rows, np.int32)
-        seq_lens[:count] = self.seq_lens
-        tables = [np.zeros((num_rows, num_blocks), np.int32) for _ in self.tables]
+        count, num_blocks = len(self.seq_lens), -(-size.context // block_size)
+        num_tokens, longest = int(self.query_start[-1]), size.max_query_len
+        further = size.num_tokens - num_tokens - longest * np.arange(size.num_rows - count, dtype=np.int32)
+        further = np.clip(further, 0, longest)
+        query_start = np.concatenate([self.query_start, num_tokens + np.cumsum(further, dtype=np.int32)])
+        tables = [np.zeros((size.num_rows, num_blocks), np.int32) for _ in self.tables]
         for table, of_rows in zip(tables, self.tables, strict=True):
             table[:count, : of_rows.shape[1]] = of_rows
-        return Queries(np.arange(num_rows + 1, dtype=np.int32), seq_lens, tables, self.shared, context)
+        return Queries(query_start, np.concatenate([self.seq_lens, further]), tables, self.shared, size)
 
     def metadata(
         self, slots: list[torch.Tensor], tensors: list[torch.Tensor], block_size: int
     ) -> tuple[AttentionMetadata, ...]:
         """slots: of the whole batch, per KV group.   tensors: `arrays`, on the device."""
-        longest, furthest = int(np.diff(self.query_start).max()), self.context or int(self.seq_lens.max())
+        if self.size is None:
+            longest, furthest = int(np.diff(self.query_start).max()), int(self.seq_lens.max())
+        else:
+            longest, furthest = self.size.max_query_len, self.size.context
         query_start, seq_lens, *tables = tensors
         count = len(self.tables)
         shared = tables[count:] if self.shared else [None] * count
@@ -65,7 +71,7 @@ class Queries:
                 longest,
                 furthest,
                 prefix,
-                None if self.context else OnHost(self.query_start, self.seq_lens, on_host),
+                None if self.size is not None else OnHost(self.query_start, self.seq_lens, on_host),
             )
             for of_group, table, prefix, on_host in zip(slots, tables[:count], shared, self.tables, strict=True)
         )

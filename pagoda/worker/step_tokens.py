@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.worker.decode_inputs import PaddedSize
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.queries import Queries
 
@@ -16,7 +17,7 @@ class StepTokens:
     rows: [num_tokens], the table row of each.   token_ids, positions: int32 [num_tokens].
     slots: per KV group, int64 [num_tokens], where their keys and values are written.
     queries: where rows begin, and what they attend to.   block_size: of the KV cache.
-    is_decode: one token per row.
+    max_query_len: most tokens of a row.
     """
 
     rows: np.ndarray
@@ -25,7 +26,12 @@ class StepTokens:
     slots: list[np.ndarray]
     queries: Queries
     block_size: int
-    is_decode: bool
+    max_query_len: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has one token."""
+        return self.max_query_len == 1
 
     @classmethod
     def gather(cls, table: DeviceTable, output: SchedulerOutput) -> "StepTokens":
@@ -37,8 +43,8 @@ class StepTokens:
         query_start = np.zeros(num_rows + 1, np.int32)
         np.cumsum(num_new, out=query_start[1:])
         seq_lens = start + num_new
-        is_decode = int(num_new.max()) == 1
-        if is_decode:
+        max_query_len = int(num_new.max())
+        if max_query_len == 1:
             row_of_token, at_row = rows, np.arange(num_rows)
             positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
         else:
@@ -52,20 +58,21 @@ class StepTokens:
             tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
         token_ids = table.token_ids[row_of_token, positions]
         queries = Queries(query_start, seq_lens, tables)
-        return cls(row_of_token, token_ids, positions, slots, queries, block_size, is_decode)
+        return cls(row_of_token, token_ids, positions, slots, queries, block_size, max_query_len)
 
     def with_shared_prefixes(self, start: np.ndarray) -> "StepTokens":
         """Return the same with the prefixes that rows share.   start: tokens of each row in the cache."""
         return replace(self, queries=self.queries.with_shared_prefixes(start, self.block_size))
 
-    def padded(self, num_rows: int, context: int) -> "StepTokens":
-        """Return a decode's tokens with more rows, of one token each: see Queries.padded. `rows` stay as they are."""
+    def padded(self, size: PaddedSize) -> "StepTokens":
+        """Return the same with more tokens and rows: see Queries.padded. `rows` stay as they are."""
+        further = np.arange(size.num_tokens - len(self.positions), dtype=np.int32) % size.max_query_len
         return replace(
             self,
-            token_ids=with_zeros(self.token_ids, num_rows),
-            positions=with_zeros(self.positions, num_rows),
-            slots=[with_zeros(of_group, num_rows) for of_group in self.slots],
-            queries=self.queries.padded(num_rows, context, self.block_size),
+            token_ids=with_zeros(self.token_ids, size.num_tokens),
+            positions=np.concatenate([self.positions, further]),
+            slots=[with_zeros(of_group, size.num_tokens) for of_group in self.slots],
+            queries=self.queries.padded(size, self.block_size),
         )
 
 

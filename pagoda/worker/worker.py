@@ -230,7 +230,8 @@ def _run_all(runs: DryRuns, steps: LargestSteps, decode_inputs: DecodeInputs | N
     if decode_inputs is None:
         return
     for num_rows in range(min(steps.max_rows, steps.max_tokens), 0, -1):
-        if decode_inputs.size_of(num_rows, steps.max_len) is not None:
+        per_row = 1 + steps.most_drafts(num_rows)
+        if decode_inputs.size_of(num_rows, num_rows * per_row, per_row, steps.max_len) is not None:
             for _ in range(2):
                 runs.run(steps.decodes(num_rows))
             return

@@ -1,5 +1,6 @@
 """Engines on a simulated GPU: in steps of every kind, each tensor is where it must be, and tokens are a CPU's."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -118,3 +119,24 @@ def test_graphs(gpu: SimulatedGpu, tmp_path: Path) -> None:
     assert on_gpu.tokens == on_cpu.tokens
     assert gpu.num_graphs >= 2
     assert gpu.num_replays > 3
+
+
+@pytest.mark.parametrize("method", ["draft_model", pytest.param("layer_skip", marks=pytest.mark.slow)])
+def test_graphs_of_drafts(gpu: SimulatedGpu, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps that verify drafts are captured and replayed, and so are those that a model drafts with."""
+    model = write_tiny_llama(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    script = Script([Watched([5, 6, 7], params, 1)], [0], {}, set())
+    drafting: dict[str, object] = {"method": method, "num_speculative_tokens": 2, "adaptive": False}
+    if method == "draft_model":
+        drafting["model"] = str(model)
+    options: dict[str, object] = {"num_blocks": 40, "speculative_config": drafting}
+    on_cpu, _ = played(model, script, options, "cpu")
+    with caplog.at_level(logging.DEBUG, "pagoda"):
+        on_gpu, _ = played(model, script, {**options, "kernels": "triton"}, "cuda")
+    assert on_gpu.tokens == on_cpu.tokens
+    captured = [record.getMessage() for record in caplog.records if record.msg.startswith("captured a graph")]
+    drafts_with = "num_layers=1" if method == "layer_skip" else "max_query_len=2"  # lacks two tokens if all were right
+    for what in ("max_query_len=3", drafts_with):
+        assert any(what in of_graph for of_graph in captured), captured
+    assert gpu.num_replays > gpu.num_graphs

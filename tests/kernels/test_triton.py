@@ -16,6 +16,8 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.worker.decode_inputs import PaddedSize
+from pagoda.worker.queries import Queries
 from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
 from tests.kernels.test_constraints import random_constraints
 from tests.kernels.test_ops import close
@@ -183,6 +185,49 @@ def test_attention(
     for step in ([(2, 60)], [(1, 8), (2, 17)], [(0, 1), (1, 1), (2, 1)], [(2, 2)]):
         got, want = (paged.step(step, 0.1, window, softcap) for paged in (ours, theirs))
         torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+class FilledUp:
+    """Ops whose attention gets steps as they are captured in graphs: with further tokens, and rows without any."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attention(self, q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, *args: Any) -> torch.Tensor:
+        if metadata.max_query_len > 4:
+            return self._ops.attention(q, cache, metadata, *args)
+        on_host = (getattr(metadata, name).cpu().numpy() for name in ("query_start", "seq_lens", "block_table"))
+        query_start, seq_lens, table = on_host
+        size = PaddedSize(len(q) + 5, len(seq_lens) + 4, 4, 128)
+        padded = Queries(query_start, seq_lens, [table]).padded(size, metadata.block_size)
+        assert padded.seq_lens[len(seq_lens) :].tolist() == [4, 1, 0, 0]
+        arrays = [torch.from_numpy(array).to(DEVICE) for array in padded.arrays]
+        (metadata,) = padded.metadata([metadata.slot_mapping], arrays, metadata.block_size)
+        more = torch.full_like(q[:1], torch.nan).expand(5, -1, -1)
+        return self._ops.attention(torch.cat([q, more]), cache, metadata, *args)[: len(q)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch_invariant"),  # in the tile of a decode is room for the heads of several tokens, or of one
+    [
+        (2, True),
+        (20, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(20, True, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_of_steps_that_are_filled_up(make_triton_ops, heads: int, batch_invariant: bool) -> None:
+    geometry = Geometry(heads, 1, 32, 16, dtype=BF16)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((4, 20, 90))]
+    ops = attention_ops(make_triton_ops, batch_invariant)
+    plain, filled = Rows(ops, geometry, rows), Rows(FilledUp(ops), geometry, rows, seed=1)
+    tolerance = 0.0 if batch_invariant else 2e-2
+    for step in ([(2, 80)], [(1, 9)], [(2, 3), (0, 1), (1, 4)], [(0, 2), (2, 1)]):
+        want, got = plain.step(step, 0.1), filled.step(step, 0.1)
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("window", [0, pytest.param(30, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Workers on a CPU that run decode steps as on a GPU: padded, as "graphs", with results that come late."""
+"""Workers on a CPU that run steps of few tokens as on a GPU: padded, as "graphs", with results that come late."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,9 +39,9 @@ def recall_steps(monkeypatch: pytest.MonkeyPatch) -> Recalls:
         assert isinstance(loaded.device, CpuDevice)
         loaded.device.streams = LaggingStreams()
         tables = loaded.store.tables if loaded.store is not None else None
-        forward = GraphedForward(
-            loaded.model, loaded.ops, config.max_rows, loaded.max_len, loaded.device.device, tables, recalls
-        )
+        sizes = config.max_rows, loaded.max_len, loaded.device.device
+        per_row = config.max_drafts + 1
+        forward = GraphedForward(loaded.model, loaded.ops, *sizes, tables, recalls, per_row)
         return replace(loaded, forward=forward)
 
     monkeypatch.setattr(worker_module, "load", load_graphed)

@@ -20,7 +20,7 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
 from pagoda.worker import graphed_forward, sampler
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.decode_inputs import padded_context, padded_rows
+from pagoda.worker.decode_inputs import DecodeInputs, PaddedSize, padded_context, padded_count
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.streams import Streams
 from pagoda.worker.forward_pass import EagerForward
@@ -132,7 +132,7 @@ def test_of_too_many_graphs_the_least_recently_used_is_dropped(monkeypatch: pyte
         expected = EagerForward(forward.model, forward.ops).forward(
             build_inputs(table, decodes, CPU).batch, cache.layers
         )
-        assert torch.equal(forward.forward(batch, cache.layers), expected)
+        assert torch.equal(forward.forward(batch, cache.layers)[:num_rows], expected)
         return recalls.replays - before
 
     assert [replays_of(n) for n in (1, 1, 2, 2, 1, 4, 1, 4, 4, 2, 4, 1)] == [0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0]
@@ -164,7 +164,9 @@ def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
     ones, slots = np.ones(2, np.int32), np.arange(2) + BLOCK
     for prefix in (None, (4, 2), None, (8, 2), (12, 1)):
         shared = () if prefix is None else (i32(*prefix),)
-        queries = Queries(np.arange(3, dtype=np.int32), ones, [ones[:, None]], shared).padded(2, 64, BLOCK)
+        queries = Queries(np.arange(3, dtype=np.int32), ones, [ones[:, None]], shared).padded(
+            PaddedSize(2, 2, 1, 64), BLOCK
+        )
         arrays = [ones, ones - 1, slots, np.arange(2), *queries.arrays]
         token_ids, positions, of_group, index, *moved = forward.decode_inputs.move(arrays, BLOCK, 1)
         metadata = queries.metadata([of_group], moved, BLOCK)
@@ -275,7 +277,7 @@ def test_batches_of_a_size_are_at_the_same_addresses(num_rows: int) -> None:
             )
         ]  # fmt: skip
         assert all(address % 16 == found[0][0] % 16 for address, *_ in found)
-        assert batch.token_ids.shape[0] == padded_rows(num_rows)
+        assert batch.token_ids.shape[0] == padded_count(num_rows)
         assert batch.logits_index.tolist() == list(range(num_rows))
         assert first.on_host is None
         if sampling is GREEDY:
@@ -320,13 +322,74 @@ def test_steps_with_adapters_have_graphs_until_their_tables_move() -> None:
         batch = build_inputs(table, decodes, CPU, adapters, decode_inputs=forward.decode_inputs).batch
         assert forward.decode_inputs.holds(batch)
         expected = plain.forward(build_inputs(table, decodes, CPU, adapters).batch, cache.layers)
-        assert torch.equal(forward.forward(batch, cache.layers), expected)
+        assert torch.equal(forward.forward(batch, cache.layers)[:3], expected)
         assert forward.num_graphs == (0 if number in (0, 4) else 1)
     assert recalls.replays == 3 + 2
 
 
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_steps_of_several_tokens_per_row(num_layers: int) -> None:
+    """Rows that verify drafts, and ends of prompts: each has its own number of tokens, and some have no logits."""
+    rng, model, ops, recalls = np.random.default_rng(0), PagedSumModel(), TorchOps(), Recalls()
+    cache, plain_cache = (CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU) for _ in range(2))
+    forward = GraphedForward(model, ops, 8, 64, CPU, capture=recalls, max_query_len=4)  # type: ignore[arg-type]
+    plain, table = EagerForward(model, ops), DeviceTable(8, 64, BLOCK, 1)  # type: ignore[arg-type]
+    known = [rng.integers(0, 90, 40).tolist() for _ in range(8)]
+    blocks = [range(1 + 7 * row, 8 + 7 * row) for row in range(8)]
+    admitted = tuple(row_init(row, tokens[:20], blocks[row]) for row, tokens in enumerate(known))
+    table.apply(step(1, [(0, 0, 1)], admitted=admitted))
+    for row, tokens in enumerate(known):
+        table.token_ids[row, :40] = tokens
+    for number in range(60):
+        rows = rng.permutation(8)[: rng.integers(1, 9)].tolist()
+        spans = [(row, int(rng.integers(0, 24)), int(rng.integers(1, 5))) for row in rows]
+        drafts = {row: i32(*known[row][start + 1 : start + count]) for row, start, count in spans if count > 1}
+        samples = [(row, i) for i, row in enumerate(rows) if row in drafts or rng.random() < 0.9]
+        planned = step(2, spans, samples, drafts=drafts if number % 3 else {})
+        inputs = build_inputs(table, planned, CPU, decode_inputs=forward.decode_inputs)
+        assert forward.decode_inputs.holds(inputs.batch)
+        metadata = inputs.batch.metadata[0]
+        assert metadata.query_start[-1] == inputs.batch.token_ids.shape[0]
+        assert int(metadata.query_start.diff().max()) <= metadata.max_query_len
+        got = inputs.run(forward, cache.layers, num_layers)
+        expected = build_inputs(table, planned, CPU).run(plain, plain_cache.layers, num_layers)
+        assert torch.equal(got, expected)
+        assert torch.equal(cache.layers[0].k[1:], plain_cache.layers[0].k[1:])
+    assert 1 < forward.num_graphs < recalls.replays
+    longer = build_inputs(table, step(2, [(0, 3, 5)]), CPU, decode_inputs=forward.decode_inputs)
+    assert not forward.decode_inputs.holds(longer.batch)
+
+
+def test_what_fills_a_step_up() -> None:
+    """Rows as long as any may be, so that few are needed."""
+    inputs = DecodeInputs(100, 64, CPU, max_query_len=4)
+    assert inputs.size_of(3, 3, 1, 10) == PaddedSize(4, 4, 1, 64)
+    assert inputs.size_of(3, 9, 4, 10) == PaddedSize(16, 8, 4, 64)
+    assert inputs.size_of(64, 130, 3, 10) == PaddedSize(144, 80, 4, 64)
+    assert inputs.size_of(100, 400, 4, 10) == PaddedSize(416, 112, 4, 64)
+    assert inputs.size_of(2, 6, 5, 10) is None
+    for num_rows in range(1, 101):
+        for num_tokens in range(num_rows, 4 * num_rows + 1, 3):
+            size = inputs.size_of(num_rows, num_tokens, 4, 10)
+            assert size is not None
+            assert size.num_tokens - num_tokens <= size.max_query_len * (size.num_rows - num_rows)
+            assert size.num_rows <= size.num_tokens
+
+
 def test_sizes() -> None:
-    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 64, 65, 250, 257)] == [1, 2, 4, 4, 8, 8, 16, 64, 80, 256, 288]
-    assert all(padded_rows(n) >= n and padded_rows(padded_rows(n)) == padded_rows(n) for n in range(1, 600))
+    assert [padded_count(n) for n in (1, 2, 3, 4, 5, 8, 9, 64, 65, 250, 257)] == [
+        1,
+        2,
+        4,
+        4,
+        8,
+        8,
+        16,
+        64,
+        80,
+        256,
+        288,
+    ]
+    assert all(padded_count(n) >= n and padded_count(padded_count(n)) == padded_count(n) for n in range(1, 600))
     assert [padded_context(n, 5000) for n in (1, 1024, 1025, 4096, 4097)] == [1024, 1024, 2048, 4096, 5000]
     assert padded_context(3, 64) == 64

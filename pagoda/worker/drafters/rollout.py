@@ -1,7 +1,7 @@
 """roll_out: draw tokens one after the other from a model that drafts, for several rows at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,12 +45,10 @@ class DraftForward:
     ) -> torch.Tensor | None:
         step = SchedulerOutput(0, rows, start, num_new, rows[samples], samples, int(num_new.sum()))
         slots = self.adapters.slots_of(rows) if self.adapters is not None else None
-        inputs = build_inputs(self.table, step, self.device, slots)
-        hidden = self.forward.forward(replace(inputs.batch, num_layers=self.num_layers), self.kv)
+        inputs = build_inputs(self.table, step, self.device, slots, decode_inputs=self.forward.decode_inputs)
+        hidden = inputs.run(self.forward, self.kv, self.num_layers)
         if not len(samples):
             return None
-        if not inputs.takes_all_logits:
-            hidden = self.forward.select_rows(hidden, inputs.batch.logits_index)
         of_logits = inputs.logits_adapters
         return self.forward.compute_logits(
             hidden[: inputs.num_logits], None if of_logits is None else of_logits[: inputs.num_logits]

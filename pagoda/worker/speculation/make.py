@@ -15,6 +15,7 @@ from pagoda.worker.drafters.registry import DraftParts, make_drafter
 from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
 from pagoda.worker.grammar_rows import GrammarRows
+from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.controller import DraftController
 from pagoda.worker.speculation.setup import DraftSetup
@@ -47,7 +48,12 @@ def make_speculator(
         max_rows, max_len = table.token_ids.shape
         model = load_model(setup.files, ops, dtype, device, setup.config.quantization, max_len)
         check_attention(attention_backend, model, dtype, dtype)
-        drafting = ReplayedForward(model, ops) if isinstance(ops, NativeOps) else EagerForward(model, ops)
+        drafting: ForwardPass = EagerForward(model, ops)
+        if device.type == "cuda" and ops.name == "triton":
+            # A row lacks the token that the last step drew, and often the one before it.
+            drafting = GraphedForward(model, ops, max_rows, max_len, device, max_query_len=2)
+        elif isinstance(ops, NativeOps):
+            drafting = ReplayedForward(model, ops)
         own_cache = CacheEngine(model.kv_groups, table.block_size, setup.num_blocks, 0, dtype, device)
         own_table = DeviceTable(max_rows, max_len, table.block_size, len(model.kv_groups))
         draft = DraftForward(drafting, own_table, own_cache.layers, device)

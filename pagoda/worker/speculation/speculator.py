@@ -65,21 +65,27 @@ class Speculator:
         self._num_fruitless = 0  # steps in a row without a draft
         self.no_drafts_until = 0
 
-    def measure_steps(self, run: Callable[[int, int], None], longest: int) -> None:
+    def measure_steps(
+        self, run: Callable[[int, int, int], None], max_rows: int, longest: int, num_trials: int = 0
+    ) -> None:
         """Measure steps before the first request, if the lengths of drafts depend on their cost. It takes about 0.5 s.
 
-        run: computes a step over so many tokens of one row, at this position and after it.   longest: row, in tokens.
+        run: computes a step over so many tokens, at most so many per row, from this position of each on.
+        max_rows: of a step.   longest: row, in tokens.   num_trials: steps of each size that come first, unmeasured.
         """
         if self._controller is None:
             return
         seconds: dict[int, float] = {}
-        start = min(longest // 2, _PROFILED_AT)
+        start, most = min(longest // 2, _PROFILED_AT), self._max_drafts + 1
+        sizes = [count for count in _PROFILED if start + min(count, most) <= longest and count <= most * max_rows]
+        for count in sizes * num_trials:
+            run(count, most, start)
         begin_s = self._now()
-        for count in _PROFILED * _PROFILE_ROUNDS:
-            if start + count > longest or (len(seconds) > 1 and self._now() - begin_s > _PROFILE_S):
+        for count in sizes * _PROFILE_ROUNDS:
+            if len(seconds) > 1 and self._now() - begin_s > _PROFILE_S:
                 continue
             step_s = self._now()
-            run(count, start)
+            run(count, most, start)
             seconds[count] = min(self._now() - step_s, seconds.get(count, float("inf")))
         if len(seconds) > 1:
             self._controller.set_profile(seconds)
