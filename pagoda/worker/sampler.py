@@ -19,7 +19,6 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
 from pagoda.worker.batch_constraints import batch_constraints
 from pagoda.worker.device_table import DeviceTable
-from pagoda.worker.draws import draw_params
 from pagoda.worker.grammar_rows import GrammarMasks
 
 
@@ -75,11 +74,6 @@ class Sampler:
 
     def __init__(self, ops: SamplingOps | None = None) -> None:
         self._ops = ops or TorchOps()
-
-    def sample(self, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
-        """As `draw`, and wait for the tokens."""
-        drawn = self.draw(logits, table, rows, positions, None, draw_params(table, rows, positions))
-        return drawn.on_host([tensor.cpu().numpy() for tensor in drawn.tensors])
 
     def draw(
         self,

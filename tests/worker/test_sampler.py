@@ -10,6 +10,7 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import sample as sample_by_definition
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.draws import draw_params
 from pagoda.worker.sampler import Sampled, Sampler
 from tests.device_under_test import DeviceUnderTest
 from tests.worker.hand_made import i32, row_init, step
@@ -32,7 +33,15 @@ def make_table(params: list[SamplingParams], histories: list[list[int]], num_pro
 def draw(table: DeviceTable, logits: torch.Tensor, on: DeviceUnderTest, rows: list[int] | None = None) -> Sampled:
     """Sample on a device from logits that are on the CPU, and stay as they are."""
     picked = i32(*(rows if rows is not None else range(len(logits))))
-    return Sampler(on.ops()).sample(logits.to(on.device, copy=True), table, picked, table.num_tokens[picked])
+    return sample(Sampler(on.ops()), logits.to(on.device, copy=True), table, picked, table.num_tokens[picked])
+
+
+def sample(
+    sampler: Sampler, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray
+) -> Sampled:
+    """Draw, and wait for the tokens."""
+    drawn = sampler.draw(logits, table, rows, positions, None, draw_params(table, rows, positions))
+    return drawn.on_host([tensor.cpu().numpy() for tensor in drawn.tensors])
 
 
 def edited_by_loops(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
@@ -173,7 +182,7 @@ def test_random_combinations_over_steps(kernels: str, seed: int, on: DeviceUnder
         rows = i32(*(i for i in range(num_rows) for _ in range(1 + len(drafts[i]))))
         positions = i32(*(len(tokens[i]) + j for i in range(num_rows) for j in range(1 + len(drafts[i]))))
         logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32))
-        got = sampler.sample(logits.to(on.device, copy=True), table, rows, positions)
+        got = sample(sampler, logits.to(on.device, copy=True), table, rows, positions)
         assert got.finite.all()
         assert_logprobs_of(logits, got, table.num_logprobs[rows])
         for draw_index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
@@ -221,8 +230,8 @@ def test_seed_and_position_make_the_token(on: DeviceUnderTest) -> None:
     table = make_table([SamplingParams(temperature=1.0)] * 2, [[1, 2, 3]] * 2)
     flat = torch.zeros(1, VOCAB, device=on.device)
     sampler = Sampler(on.ops())
-    by_position = [int(sampler.sample(flat, table, i32(0), i32(p)).tokens[0]) for p in range(40)]
-    other_seed = [int(sampler.sample(flat, table, i32(1), i32(p)).tokens[0]) for p in range(40)]
+    by_position = [int(sample(sampler, flat, table, i32(0), i32(p)).tokens[0]) for p in range(40)]
+    other_seed = [int(sample(sampler, flat, table, i32(1), i32(p)).tokens[0]) for p in range(40)]
     expected = (uniforms(np.full(40, 100, np.uint64), np.arange(40)) * VOCAB).astype(int).tolist()
     assert by_position == expected
     assert by_position != other_seed
@@ -236,7 +245,7 @@ def test_sampled_frequencies_follow_temperature_and_top_k(on: DeviceUnderTest) -
     n = 20000
     rows = np.zeros(n, np.int32)
     many = logits.expand(n, -1).to(on.device, copy=True)
-    tokens = Sampler(on.ops()).sample(many, table, rows, np.arange(n, dtype=np.int32)).tokens
+    tokens = sample(Sampler(on.ops()), many, table, rows, np.arange(n, dtype=np.int32)).tokens
     weights = np.exp(np.array([2.0, 1.0, 0.0]))
     shares = np.array([(tokens == token).mean() for token in (10, 20, 30)])
     assert np.allclose(shares, weights / weights.sum(), atol=0.012)

@@ -10,9 +10,11 @@ from pagoda.core.scheduler_output import NO_INTS, SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.draws import draw_params
 from pagoda.worker.forward_pass import ForwardPass
-from pagoda.worker.inputs import build_inputs
-from pagoda.worker.sampler import Sampler
+from pagoda.worker.inputs import StepInputs, build_inputs
+from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.tokens_in_flight import TokensInFlight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,53 +34,90 @@ class DraftForward:
 
     def compute(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> None:
         """Write the KV of tokens start .. start + num_new - 1 of each row; int32 [num_rows] each."""
-        self._run(rows, start, num_new, NO_INTS)
+        self._run(rows, start, num_new, NO_INTS, None)
 
-    def logits(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> torch.Tensor:
-        """As `compute`; return the logits after the last token of each row, float32 [num_rows, V]."""
-        logits = self._run(rows, start, num_new, np.arange(len(rows), dtype=np.int32))
-        assert logits is not None
-        return logits
+    def logits(
+        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, in_flight: TokensInFlight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `compute`; return the logits after the last token of each row, float32 [num_rows, V].
+
+        Return also `rows` on the device, int64.   in_flight: tokens that `table` does not have yet.
+        """
+        inputs, hidden = self._run(rows, start, num_new, np.arange(len(rows), dtype=np.int32), in_flight)
+        return self.forward.compute_logits(hidden, inputs.logits_adapters), inputs.draw_index
 
     def _run(
-        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, samples: np.ndarray
-    ) -> torch.Tensor | None:
+        self,
+        rows: np.ndarray,
+        start: np.ndarray,
+        num_new: np.ndarray,
+        samples: np.ndarray,
+        in_flight: TokensInFlight | None,
+    ) -> tuple[StepInputs, torch.Tensor]:
         step = SchedulerOutput(0, rows, start, num_new, rows[samples], samples, int(num_new.sum()))
         slots = self.adapters.slots_of(rows) if self.adapters is not None else None
-        inputs = build_inputs(self.table, step, self.device, slots, decode_inputs=self.forward.decode_inputs)
-        hidden = inputs.run(self.forward, self.kv, self.num_layers)
-        if not len(samples):
-            return None
-        of_logits = inputs.logits_adapters
-        return self.forward.compute_logits(
-            hidden[: inputs.num_logits], None if of_logits is None else of_logits[: inputs.num_logits]
-        )
+        decode_inputs = self.forward.decode_inputs
+        inputs = build_inputs(self.table, step, self.device, slots, in_flight=in_flight, decode_inputs=decode_inputs)
+        return inputs, inputs.run(self.forward, self.kv, self.num_layers)
 
 
 def roll_out(
     draft: DraftForward, target: DeviceTable, sampler: Sampler, rows: np.ndarray, start: np.ndarray, most: np.ndarray
 ) -> list[np.ndarray]:
-    """Return most[i] tokens (int32) for each of `rows`, drawn one after the other.
+    """Return most[i] tokens (int32), at least 1, for each of `rows`, drawn one after the other.
 
+    There are fewer if logits are not finite.
     start: int32 [num_rows], first position whose KV `draft` does not have; all tokens up to the end are known.
     Draws use the row's own parameters and random numbers, by position: where both models agree on the probabilities,
     they draw the same tokens. Tokens are written to `target` after its known ones, where a step's drafts belong.
+    They stay on the device until the last is drawn, unless a row's penalties read them.
     """
-    ends = target.num_tokens[rows].copy()
-    drawn_of: list[list[int]] = [[] for _ in range(len(rows))]
-    active = np.arange(len(rows))
-    num_new = ends - start
-    while active.size:
+    drawn = _Drawn(draft, target, rows, most)
+    in_flight = TokensInFlight(len(target.num_tokens), draft.device)
+    for number in range(int(most.max())):
+        active = np.flatnonzero(most > number)
         at = rows[active]
-        drawn = sampler.sample(draft.logits(at, start, num_new), target, at, ends[active])
-        continues = drawn.finite & (most[active] > 1 + ends[active] - target.num_tokens[at])
-        for i, token, finite in zip(active.tolist(), drawn.tokens.tolist(), drawn.finite.tolist(), strict=True):
-            if finite:
-                drawn_of[i].append(token)
-        for table in (target, draft.table):
-            table.token_ids[at, ends[active]] = drawn.tokens
-        active = active[continues]
-        start = ends[active]
-        ends[active] += 1
-        num_new = np.ones(len(active), np.int32)
-    return [np.array(tokens, np.int32) for tokens in drawn_of]
+        ends = target.num_tokens[at] + number
+        begin = ends - 1 if number else start[active]
+        logits, on_device = draft.logits(at, begin, ends - begin, in_flight)
+        tokens = sampler.draw(logits, target, at, ends, None, draw_params(target, at, ends))
+        in_flight.sampled(at, ends, on_device, tokens.tokens)
+        drawn.add(active, tokens)
+        if target.reads_output[at].any():
+            drawn.collect()
+    drawn.collect()
+    return drawn.tokens
+
+
+class _Drawn:
+    """Tokens that are drawn step by step, and collected when the host needs them."""
+
+    def __init__(self, draft: DraftForward, target: DeviceTable, rows: np.ndarray, most: np.ndarray) -> None:
+        self._tables = target, draft.table
+        self._rows = rows
+        self._ends = target.num_tokens[rows]
+        self._tokens = np.zeros((len(rows), int(most.max())), np.int32)
+        self._num_finite = most.copy()  # tokens up to the first whose logits were not
+        self._number = 0  # tokens of each row that have been collected
+        self._pending: list[tuple[np.ndarray, Drawn]] = []
+
+    def add(self, active: np.ndarray, drawn: Drawn) -> None:
+        """Add a token for some of the rows.   active: indices of those."""
+        self._pending.append((active, drawn))
+
+    def collect(self) -> None:
+        """Wait for the tokens, and write them to the tables."""
+        for active, drawn in self._pending:
+            tokens, finite = (tensor.cpu().numpy() for tensor in (drawn.tokens, drawn.finite))
+            self._tokens[active, self._number] = tokens
+            self._num_finite[active] = np.where(
+                finite, self._num_finite[active], np.minimum(self._num_finite[active], self._number)
+            )
+            for table in self._tables:
+                table.token_ids[self._rows[active], self._ends[active] + self._number] = tokens
+            self._number += 1
+        self._pending.clear()
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        return [row[:count] for row, count in zip(self._tokens, self._num_finite.tolist(), strict=True)]

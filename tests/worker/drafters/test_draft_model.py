@@ -10,6 +10,7 @@ from pagoda.worker.drafters.draft_model import DraftModelDrafter
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.tokens_in_flight import TokensInFlight
 
 VOCAB = 16
 MAX_LEN = 1024
@@ -20,14 +21,18 @@ class CountingForward(DraftForward):
 
     def __init__(self, table: DeviceTable) -> None:
         object.__setattr__(self, "table", table)
+        object.__setattr__(self, "device", torch.device("cpu"))
         object.__setattr__(self, "calls", [])
 
     def compute(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> None:
         self.calls.append((rows.tolist(), start.tolist(), num_new.tolist()))  # type: ignore[attr-defined]
 
-    def logits(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> torch.Tensor:
+    def logits(
+        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, in_flight: TokensInFlight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.compute(rows, start, num_new)
-        return torch.nn.functional.one_hot(torch.full((len(rows),), 3), VOCAB).float()
+        logits = torch.nn.functional.one_hot(torch.full((len(rows),), 3), VOCAB).float()
+        return logits, torch.from_numpy(rows.astype(np.int64))
 
 
 def admit(table: DeviceTable, row: int, length: int) -> None:
