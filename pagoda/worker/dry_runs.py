@@ -15,7 +15,7 @@ from pagoda.worker.sampler import Sampler
 class DryRuns:
     """Computes steps without keeping their results.
 
-    Rows without blocks write to the null block, which is never read.
+    Rows without blocks write to the null block, which no sequence reads.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class DryRuns:
         prompt_logprobs(inputs, self._table, self._sampler, logits_of)
 
     @torch.inference_mode()
-    def run_tokens(self, num_tokens: int, most: int, start: int) -> None:
+    def run_tokens(self, num_tokens: int, max_per_row: int, start: int) -> None:
         """Compute a step over this many tokens and wait for its logits.
 
-        most: tokens of a row, all but the first of them drafts.   start: the position of each row's first.
+        max_per_row: tokens, all but the first of them drafts.   start: position of each row's first token.
         """
-        counts = np.diff(np.append(np.arange(0, num_tokens, most), num_tokens)).astype(np.int32)
+        counts = np.diff(np.append(np.arange(0, num_tokens, max_per_row), num_tokens)).astype(np.int32)
         rows = np.arange(len(counts), dtype=np.int32)
         drafts = {row: np.zeros(count - 1, np.int32) for row, count in enumerate(counts.tolist()) if count > 1}
         begin = np.full_like(rows, start)

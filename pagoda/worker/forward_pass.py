@@ -49,13 +49,13 @@ class ForwardPass(Protocol):
 
     @property
     def decode_inputs(self) -> DecodeInputs | None:
-        """Where the inputs of steps of a few tokens per row belong; None: anywhere."""
+        """Where the inputs of steps of few tokens per row belong; None: anywhere."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Return the final hidden states of the batch's tail, [num_tail, hidden]; write all tokens' K and V to `kv`.
 
-        What fills a batch in `decode_inputs` up has rows at the end.
+        A batch in `decode_inputs` ends with padding tokens, and so does the result.
         """
         ...
 

@@ -85,7 +85,7 @@ class _Size(NamedTuple):
 class GraphedForward(EagerForward):
     """Runs batches in its `decode_inputs` as graphs, one for each padded number of tokens, of rows, and of context.
 
-    These are steps that only decode, or also verify drafts, or run the first layers to draft.
+    In these steps each row has few new tokens: decodes, drafts to verify, ends of prompts, drafts of the first layers.
     Steps whose rows share a prefix that is attended to once have graphs of their own, and so have steps with adapters;
     these are captured again when an adapter has made a table of weights move.
     Graphs read a step's inputs where its one copy to the device puts them, so that nothing is copied again.
@@ -113,12 +113,13 @@ class GraphedForward(EagerForward):
         self._kv: Sequence[KVLayer] | None = None
         self._adapter_tables = tables if tables is not None else {}
         self._tables_version = 0
-        self._graphs: OrderedDict[_Size, _Graph | None] = OrderedDict()  # the least recently used first
+        self._graphs: OrderedDict[_Size, _Graph] = OrderedDict()  # the least recently used first
+        self._seen: set[_Size] = set()  # that have come at least once
 
     @property
     def num_graphs(self) -> int:
         """Return how many graphs have been captured."""
-        return sum(graph is not None for graph in self._graphs.values())
+        return len(self._graphs)
 
     @property
     def decode_inputs(self) -> DecodeInputs:
@@ -129,14 +130,15 @@ class GraphedForward(EagerForward):
             return super().forward(batch, kv)
         if kv is not self._kv:
             self._graphs.clear()
+            self._seen.clear()
             self._kv = kv
         size = _Size.of(batch)
         if size.has_adapters:
             self._forget_moved_tables()
-        if size not in self._graphs:
-            self._keep(size, None)
+        if size not in self._seen:
+            self._seen.add(size)
             return super().forward(batch, kv)
-        graph = self._graphs[size] or self._captured(size, batch, kv)
+        graph = self._graphs.get(size) or self._captured(size, batch, kv)
         if graph is None:
             return super().forward(batch, kv)
         self._graphs.move_to_end(size)
@@ -154,18 +156,17 @@ class GraphedForward(EagerForward):
             self._graphs.clear()
             return None
         logger.debug("captured a graph: %s", size)
-        self._keep(size, graph)
-        return graph
-
-    def _keep(self, size: _Size, graph: _Graph | None) -> None:
         self._graphs[size] = graph
         if len(self._graphs) > _MOST_GRAPHS:
-            self._graphs.popitem(last=False)
+            dropped, _ = self._graphs.popitem(last=False)
+            self._seen.discard(dropped)
+        return graph
 
     def _forget_moved_tables(self) -> None:
         """Drop graphs with adapters if tables have moved since they were captured, or there are more of them."""
         version = sum(1 + table.num_moves for table in self._adapter_tables.values())
         if version != self._tables_version:
             self._tables_version = version
-            for size in [size for size in self._graphs if size.has_adapters]:
-                del self._graphs[size]
+            for size in [size for size in self._seen if size.has_adapters]:
+                self._seen.discard(size)
+                self._graphs.pop(size, None)

@@ -34,12 +34,12 @@ class StepInputs:
     """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
 
     batch: the model's input; its logits_index has the draws' positions, then those of `prompt_rows`, then those of
-        `pooled`, all as indices into the batch's tail. A batch in DecodeInputs has further tokens at its end.
+        `pooled`, all as indices into the batch's tail. A batch in DecodeInputs ends with padding tokens.
     draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
     draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
     draw_index: `draw_rows` on the device, int64.   draw_params: None if all draws are greedy.
     num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
-    takes_all_logits: logits_index is every token of the tail in order (except for those that fill the batch up).
+    takes_all_logits: logits_index is every token of the tail in order, padding tokens aside.
     prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
     pooled: chunks of the prompts to pool.
     logits_adapters: int32, the adapter's slot for each of logits_index; None if no row of the step has an adapter.
@@ -61,7 +61,7 @@ class StepInputs:
     def run(self, forward: ForwardPass, kv: Sequence[KVLayer], num_layers: int = 0) -> torch.Tensor:
         """Run the forward pass; return the final hidden states of `logits_index`, [num_logits_index, hidden].
 
-        num_layers: number of first layers to run; 0 for all.
+        num_layers: run only so many of the first layers; 0: all.
         """
         batch = replace(self.batch, num_layers=num_layers) if num_layers else self.batch
         hidden = forward.forward(batch, kv)
@@ -88,7 +88,7 @@ def build_inputs(
     pooling: which hidden states pooled rows need.
     num_token_types: of a model that takes token types, else 0.
     embeds: prompt embeddings among the step's tokens.   in_flight: tokens that `table` does not have yet.
-    decode_inputs: where a step of a few tokens per row, of which nothing else is special, is put, padded.
+    decode_inputs: where a step of few tokens per row is put, padded, if it has no prompt embeddings and no forks.
     """
     tokens = StepTokens.gather(table, output)
     draws = step_draws(output, tokens.queries.query_start, tokens.queries.seq_lens)

@@ -7,6 +7,7 @@ import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+from pagoda.worker.decode_inputs import DecodeInputs, PaddedSize
 
 _PENALIZED_IDS = 4096
 """Distinct tokens of a row. More are possible, but then not in all rows at once."""
@@ -55,9 +56,10 @@ class LargestSteps:
         chunk = min(self.max_len, self.max_tokens - num_decodes)
         return self._step([self.max_len - 1] * num_decodes + [self.max_len - chunk], [1] * num_decodes + [chunk])
 
-    def decodes(self, num_rows: int) -> SchedulerOutput:
-        """Return a step that decodes rows at their longest, and verifies as many drafts as there can be."""
-        num_drafts = self.most_drafts(num_rows)
+    def decodes(self, num_rows: int, num_drafts: int | None = None) -> SchedulerOutput:
+        """Return a step that decodes rows at their longest.   num_drafts: of each row; None: as many as can be."""
+        if num_drafts is None:
+            num_drafts = self.most_drafts(num_rows)
         return self._step([self.max_len - 1 - num_drafts] * num_rows, [1 + num_drafts] * num_rows, num_drafts)
 
     def most_drafts(self, num_rows: int) -> int:
@@ -80,3 +82,19 @@ class LargestSteps:
         return SchedulerOutput(
             0, rows, begin, count, rows, rows, int(count.sum()), admitted=tuple(admitted), drafts=drafts
         )
+
+
+def largest_graphs(steps: LargestSteps, decode_inputs: DecodeInputs) -> set[tuple[int, int]]:
+    """Return the rows, and the drafts of each, of the steps that are captured with most rows and with most tokens."""
+    found: dict[tuple[int, int], PaddedSize] = {}
+    for num_rows in range(1, min(steps.max_rows, steps.max_tokens) + 1):
+        for num_drafts in range(steps.most_drafts(num_rows) + 1):
+            per_row = 1 + num_drafts
+            size = decode_inputs.size_of(num_rows, num_rows * per_row, per_row, steps.max_len)
+            if size is not None:
+                found[num_rows, num_drafts] = size
+    if not found:
+        return set()
+    most_rows = max(at for at in found if not at[1])
+    most_tokens = max(found, key=lambda at: (found[at].num_tokens, at[1], at[0]))
+    return {most_rows, most_tokens}

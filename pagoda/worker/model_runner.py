@@ -84,8 +84,8 @@ class ModelRunner:
         runs.run_tokens(1, 1, 0)
         if self._drafting.speculator is not None:
             # The first step of a size compiles kernels, and the second captures a graph: neither says what it costs.
-            num_trials = 2 if self._forward.decode_inputs is not None else 0
-            self._drafting.speculator.measure_steps(runs.run_tokens, *self._table.token_ids.shape, num_trials)
+            num_warm_up = 2 if self._forward.decode_inputs is not None else 0
+            self._drafting.speculator.measure_steps(runs.run_tokens, *self._table.token_ids.shape, num_warm_up)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """As `launch`; return the step's results once they are on the host."""

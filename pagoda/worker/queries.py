@@ -38,7 +38,7 @@ class Queries:
     def padded(self, size: PaddedSize, block_size: int) -> "Queries":
         """Return the same, to be recorded: with more rows, and tables for more tokens.
 
-        The further rows have the further tokens, in the null block; some have none.
+        Padding tokens belong to padding rows at the end, which write to the null block; some of these have no tokens.
         """
         count, num_blocks = len(self.seq_lens), -(-size.context // block_size)
         num_tokens, longest = int(self.query_start[-1]), size.max_query_len

@@ -65,7 +65,7 @@ class StepTokens:
         return replace(self, queries=self.queries.with_shared_prefixes(start, self.block_size))
 
     def padded(self, size: PaddedSize) -> "StepTokens":
-        """Return the same with more tokens and rows: see Queries.padded. `rows` stay as they are."""
+        """Return the same with padding tokens and rows: see Queries.padded. `rows` stay as they are."""
         further = np.arange(size.num_tokens - len(self.positions), dtype=np.int32) % size.max_query_len
         return replace(
             self,

@@ -18,7 +18,7 @@ from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.dry_runs import DryRuns
 from pagoda.worker.forward_pass import ForwardPass, ReplayedForward
 from pagoda.worker.grammar_rows import GrammarRows
-from pagoda.worker.largest_steps import LargestSteps
+from pagoda.worker.largest_steps import LargestSteps, largest_graphs
 from pagoda.worker.launched_step import LaunchedStep
 from pagoda.worker.loaded_model import LoadedModel, load
 from pagoda.worker.model_runner import ModelRunner
@@ -224,14 +224,11 @@ class Worker:
 
 
 def _run_all(runs: DryRuns, steps: LargestSteps, decode_inputs: DecodeInputs | None) -> None:
-    """Run the largest steps, and the largest that is captured as a graph, until it is: graphs keep their memory."""
+    """Run the largest steps, then the largest that are captured as graphs, until they are, for graphs keep memory."""
     for step in steps:
         runs.run(step)
     if decode_inputs is None:
         return
-    for num_rows in range(min(steps.max_rows, steps.max_tokens), 0, -1):
-        per_row = 1 + steps.most_drafts(num_rows)
-        if decode_inputs.size_of(num_rows, num_rows * per_row, per_row, steps.max_len) is not None:
-            for _ in range(2):
-                runs.run(steps.decodes(num_rows))
-            return
+    for num_rows, num_drafts in largest_graphs(steps, decode_inputs):
+        for _ in range(2):
+            runs.run(steps.decodes(num_rows, num_drafts))

@@ -118,6 +118,6 @@ def test_schedules(
     expected = reference(model, watched, options)
     check(model, watched, expected, options, range(950, 951), VOCAB, most_watched=3, most_fillers=2)
     counts = check(
-        model, watched, expected, options, range(951, 952), VOCAB, most_watched=3, most_fillers=2, draft_model=model
+        model, watched, expected, options, range(954, 955), VOCAB, most_watched=3, most_fillers=2, draft_model=model
     )
     assert counts["drafted"] > 0

@@ -27,7 +27,7 @@ from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe.triton_route import route
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps
-from pagoda.worker.decode_inputs import padded_context, padded_count
+from pagoda.worker.decode_inputs import padded_context, padded_rows
 from tests.kernels.test_constraints import random_constraints
 
 MAX_MODEL_LEN = 40_960
@@ -90,7 +90,7 @@ def batches(count: int) -> Iterator[Rows]:
         num_rows = rng.choice([1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 32, 33, 64, 100])
         longest = rng.choice([rng.randint(700, 2000), rng.randint(700, MAX_MODEL_LEN)])
         if rng.random() < 0.5:
-            yield [1] * padded_count(num_rows), padded_context(longest, MAX_MODEL_LEN)
+            yield [1] * padded_rows(num_rows), padded_context(longest, MAX_MODEL_LEN)
         else:
             yield [rng.choice([1, 1, 5, rng.randint(2, 600)]) for _ in range(num_rows)], longest
 

@@ -59,11 +59,11 @@ class CapturedForward:
         return out
 
 
-def slow_but_quick(names: Iterable[str]) -> list[Any]:
+def mark_slow_except_quick(names: Iterable[str]) -> list[Any]:
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", slow_but_quick(CONFIGS))
+@pytest.mark.parametrize("name", mark_slow_except_quick(CONFIGS))
 def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
 
@@ -79,7 +79,7 @@ def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     assert gpu.num_replays == gpu.num_graphs == 4
 
 
-@pytest.mark.parametrize("name", slow_but_quick(ENCODERS))
+@pytest.mark.parametrize("name", mark_slow_except_quick(ENCODERS))
 def test_encoders(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     """Steps of encoders are not captured in serving; one that could be never makes the host wait."""
     files = identify(save_encoder(make_encoder(name), tmp_path))

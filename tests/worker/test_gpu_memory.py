@@ -21,9 +21,10 @@ from pagoda.engine_setup import attention_in_memory, fit_cache, resolve_engine, 
 from pagoda.kernels.attention.backends import memory_of
 from pagoda.kernels.attention.varlen_attention import VarlenAttention
 from pagoda.kernels.torch_ops import TorchOps
+from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.devices.streams import HostStreams
-from pagoda.worker.largest_steps import LargestSteps
+from pagoda.worker.largest_steps import LargestSteps, largest_graphs
 from pagoda.worker.sampler import Sampler
 from tests.engine.driver import drive, request, write_tiny_llama
 from tests.fake_cuda import FakeCuda
@@ -259,6 +260,25 @@ def test_largest_steps() -> None:
     assert (decodes.start + decodes.num_new).tolist() == [40] * 30
     (only,) = steps(4, samples=False)
     assert all(init.sampling is None for init in only.admitted)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens", "num_drafts", "found"),
+    [
+        (512, 8192, 0, {(512, 0)}),
+        (512, 8192, 4, {(512, 0), (102, 4)}),
+        (256, 500, 4, {(256, 0), (100, 4)}),  # padded to 512 tokens
+        (4, 100, 2, {(4, 0), (4, 2)}),
+        (1000, 8192, 1, {(512, 0), (256, 1)}),
+    ],
+)
+def test_the_largest_graphs(max_rows: int, max_tokens: int, num_drafts: int, found: set[tuple[int, int]]) -> None:
+    """Those with most rows, and with most tokens: the memory of a graph is its own."""
+    steps = LargestSteps(max_rows, max_tokens, 4096, 30, 1, num_drafts)
+    decode_inputs = DecodeInputs(max_rows, 4096, torch.device("cpu"), 1 + num_drafts)
+    assert largest_graphs(steps, decode_inputs) == found
+    decode_inputs.is_off = True
+    assert not largest_graphs(steps, decode_inputs)
 
 
 def test_a_device_keeps_free_what_a_step_takes_and_a_margin(

@@ -20,7 +20,7 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
 from pagoda.worker import graphed_forward, sampler
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.decode_inputs import DecodeInputs, PaddedSize, padded_context, padded_count
+from pagoda.worker.decode_inputs import DecodeInputs, PaddedSize, padded_context, padded_rows, padded_tokens
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.streams import Streams
 from pagoda.worker.forward_pass import EagerForward
@@ -135,7 +135,7 @@ def test_of_too_many_graphs_the_least_recently_used_is_dropped(monkeypatch: pyte
         assert torch.equal(forward.forward(batch, cache.layers)[:num_rows], expected)
         return recalls.replays - before
 
-    assert [replays_of(n) for n in (1, 1, 2, 2, 1, 4, 1, 4, 4, 2, 4, 1)] == [0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0]
+    assert [replays_of(n) for n in (1, 1, 2, 2, 1, 4, 1, 4, 4, 2, 4, 1)] == [0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1]
 
 
 def test_a_new_cache_is_captured_again() -> None:
@@ -277,7 +277,7 @@ def test_batches_of_a_size_are_at_the_same_addresses(num_rows: int) -> None:
             )
         ]  # fmt: skip
         assert all(address % 16 == found[0][0] % 16 for address, *_ in found)
-        assert batch.token_ids.shape[0] == padded_count(num_rows)
+        assert batch.token_ids.shape[0] == padded_rows(num_rows)
         assert batch.logits_index.tolist() == list(range(num_rows))
         assert first.on_host is None
         if sampling is GREEDY:
@@ -364,32 +364,24 @@ def test_what_fills_a_step_up() -> None:
     """Rows as long as any may be, so that few are needed."""
     inputs = DecodeInputs(100, 64, CPU, max_query_len=4)
     assert inputs.size_of(3, 3, 1, 10) == PaddedSize(4, 4, 1, 64)
+    assert inputs.size_of(3, 4, 2, 10) == PaddedSize(4, 4, 2, 64)
     assert inputs.size_of(3, 9, 4, 10) == PaddedSize(16, 8, 4, 64)
-    assert inputs.size_of(64, 130, 3, 10) == PaddedSize(144, 80, 4, 64)
-    assert inputs.size_of(100, 400, 4, 10) == PaddedSize(416, 112, 4, 64)
+    assert inputs.size_of(64, 130, 3, 10) == PaddedSize(160, 128, 4, 64)
+    assert inputs.size_of(100, 400, 4, 10) == PaddedSize(448, 128, 4, 64)
     assert inputs.size_of(2, 6, 5, 10) is None
     for num_rows in range(1, 101):
         for num_tokens in range(num_rows, 4 * num_rows + 1, 3):
             size = inputs.size_of(num_rows, num_tokens, 4, 10)
             assert size is not None
             assert size.num_tokens - num_tokens <= size.max_query_len * (size.num_rows - num_rows)
-            assert size.num_rows <= size.num_tokens
+            assert num_rows <= size.num_rows <= size.num_tokens
 
 
 def test_sizes() -> None:
-    assert [padded_count(n) for n in (1, 2, 3, 4, 5, 8, 9, 64, 65, 250, 257)] == [
-        1,
-        2,
-        4,
-        4,
-        8,
-        8,
-        16,
-        64,
-        80,
-        256,
-        288,
-    ]
-    assert all(padded_count(n) >= n and padded_count(padded_count(n)) == padded_count(n) for n in range(1, 600))
+    rows = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 64: 64, 65: 80, 250: 256, 257: 288}
+    assert {count: padded_rows(count) for count in rows} == rows
+    assert all(padded_rows(n) >= n and padded_rows(padded_rows(n)) == padded_rows(n) for n in range(1, 600))
+    assert all(n <= padded_tokens(n) == padded_rows(padded_tokens(n)) < 1.25 * n + 8 for n in range(1, 600))
+    assert {padded_tokens(n) for n in range(65, 513)} == {80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512}
     assert [padded_context(n, 5000) for n in (1, 1024, 1025, 4096, 4097)] == [1024, 1024, 2048, 4096, 5000]
     assert padded_context(3, 64) == 64

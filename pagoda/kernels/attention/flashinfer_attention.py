@@ -63,8 +63,8 @@ class _Plan:
 class FlashInferAttention:
     """See AttentionBackend.
 
-    Steps that are replayed as CUDA graphs are left to our own kernels, because a plan cannot be recorded: FlashInfer
-    computes the steps with prompts, and the decode steps that run op by op.
+    Steps that are padded for CUDA graphs, those of few tokens per row, are left to our own kernels, because a plan
+    cannot be recorded: FlashInfer computes the others.
     """
 
     head_dims: ClassVar[frozenset[int]] = frozenset((64, 128, 256))

@@ -34,7 +34,7 @@ def bidirectional_attention(
     group = num_heads // num_kv_heads
     tiles = prefill_tiles(head_dim, group, q.element_size())
     out = torch.empty((tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    attend_both_ways[(tokens * group // tiles.vectors + num_rows, num_kv_heads)](
+    attend_bidirectional[(tokens * group // tiles.vectors + num_rows, num_kv_heads)](
         q, k, v, out, metadata.query_start, q.stride(0), k.stride(0), v.stride(0),
         num_rows, num_heads, scale * LOG2_E, softcap, min(window, _WIDEST_WINDOW),
         group, head_dim, tiles.vectors, tiles.positions, padded_dim(head_dim), softcap > 0, window > 0,
@@ -44,7 +44,7 @@ def bidirectional_attention(
 
 
 @jit_for_any("num_rows")
-def attend_both_ways(
+def attend_bidirectional(
     q, k, v, out, query_start, q_stride, k_stride, v_stride, num_rows, num_heads, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,

@@ -22,7 +22,7 @@ class DraftForward:
     """A forward pass that drafts.
 
     table: the token ids and block tables that it reads.   kv: its caches.
-    num_layers: number of first layers to run; 0 for all.   adapters: of the rows, which `forward` adapts; or None.
+    num_layers: run only so many of the first layers; 0: all.   adapters: of the rows, which `forward` adapts; or None.
     """
 
     forward: ForwardPass

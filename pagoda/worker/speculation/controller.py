@@ -3,8 +3,10 @@
 It has no clock: times and results are given to it. Its choices never change a token.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from statistics import median_low
 
 import numpy as np
 
@@ -24,6 +26,8 @@ _FIRST_PROBE_AFTER = 8  # steps
 _MOST_BETWEEN_PROBES = 64
 _PROBE_TOKENS = 4
 _MOST_IN_A_STEP = 256  # drafts
+_KEPT = 7  # measurements of drafting; their median is used, so that one slow draft changes nothing
+_DOUBT = 0.8  # factor on what drafts took, for each probe that this forbids
 
 
 class DraftController:
@@ -41,7 +45,8 @@ class DraftController:
         self._costs = StepCosts()
         self._acceptance = Acceptance(max_rows)
         self._credit = _CREDIT_OF_A_NEW_REQUEST
-        self._draft_s_per_token = 0.0
+        self._drafting_s: deque[float] = deque(maxlen=_KEPT)  # per token
+        self._doubt = 1.0  # factor on their median, which nothing corrects while it forbids drafts
         self._since_plain = 0
         self._since_probe = 0
         self._probe_after = _FIRST_PROBE_AFTER
@@ -51,7 +56,7 @@ class DraftController:
         self._judged_in = self._judged_rows = 0
 
     def set_profile(self, seconds: Mapping[int, float]) -> None:
-        """seconds: of a step over so many tokens of one row, measured before the first request."""
+        """seconds: of a step over so many tokens, measured before the first request."""
         self._costs.set_profile(seconds)
 
     def forget(self, row: int) -> None:
@@ -90,9 +95,8 @@ class DraftController:
     def observe_drafting(self, num_tokens: int, seconds: float) -> None:
         """Record that drafting `num_tokens` tokens in total took `seconds`."""
         if num_tokens:
-            per_token = seconds / num_tokens
-            known = self._draft_s_per_token
-            self._draft_s_per_token = per_token if not known else 0.9 * known + 0.1 * per_token
+            self._drafting_s.append(seconds / num_tokens)
+            self._doubt = 1.0
 
     def observe_draft(self, row: int, grade: int, num_drafts: int, num_accepted: int) -> None:
         """Record the verification of one row's draft."""
@@ -121,11 +125,16 @@ class DraftController:
         planned = [0] * len(rows)
         if self._since_plain < _PLAIN_EVERY:
             lengths: list[int] = np.minimum(most, self._max_drafts).tolist()
-            costs = self._affordable(len(rows), sum(lengths), self._draft_s_per_token)
+            drafting_s = median_low(self._drafting_s) * self._doubt if self._drafting_s else 0.0
+            costs = self._affordable(len(rows), sum(lengths), drafting_s)
             planned = best_lengths(self._acceptance.of(rows).max(1).tolist(), lengths, costs)
             if self._probe_is_due and len(costs) > 1 and not any(planned):
                 self._next_probed = (self._next_probed + 1) % len(rows)  # rows take turns
                 planned[self._next_probed] = min(_PROBE_TOKENS, len(costs) - 1, lengths[self._next_probed])
+            elif self._probe_is_due and len(costs) == 1 and self._credit > 0:
+                # Perhaps kernels were compiled, or graphs captured, when drafting took so long.
+                self._doubt *= _DOUBT
+                self._since_probe = 0
         return np.array(planned, np.int32)
 
     def trim(self, num_rows: int, rows: np.ndarray, lengths: Sequence[int], grades: Sequence[int]) -> list[int]:

@@ -50,7 +50,7 @@ def make_speculator(
         check_attention(attention_backend, model, dtype, dtype)
         drafting: ForwardPass = EagerForward(model, ops)
         if device.type == "cuda" and ops.name == "triton":
-            # A row lacks the token that the last step drew, and often the one before it.
+            # Its cache lacks the KV of a row's last token, and often of the one before.
             drafting = GraphedForward(model, ops, max_rows, max_len, device, max_query_len=2)
         elif isinstance(ops, NativeOps):
             drafting = ReplayedForward(model, ops)

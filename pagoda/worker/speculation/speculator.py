@@ -66,26 +66,27 @@ class Speculator:
         self.no_drafts_until = 0
 
     def measure_steps(
-        self, run: Callable[[int, int, int], None], max_rows: int, longest: int, num_trials: int = 0
+        self, run: Callable[[int, int, int], None], max_rows: int, max_len: int, num_warm_up: int = 0
     ) -> None:
-        """Measure steps before the first request, if the lengths of drafts depend on their cost. It takes about 0.5 s.
+        """Measure steps before the first request, if the lengths of drafts depend on their cost.
 
-        run: computes a step over so many tokens, at most so many per row, from this position of each on.
-        max_rows: of a step.   longest: row, in tokens.   num_trials: steps of each size that come first, unmeasured.
+        It takes about 0.5 s after the warm-up.
+        run: see DryRuns.run_tokens.   max_rows: of a step.   max_len: of a row, in tokens.
+        num_warm_up: steps of each size that come first and are not measured.
         """
         if self._controller is None:
             return
         seconds: dict[int, float] = {}
-        start, most = min(longest // 2, _PROFILED_AT), self._max_drafts + 1
-        sizes = [count for count in _PROFILED if start + min(count, most) <= longest and count <= most * max_rows]
-        for count in sizes * num_trials:
-            run(count, most, start)
+        start, per_row = min(max_len // 2, _PROFILED_AT), self._max_drafts + 1
+        sizes = [n for n in _PROFILED if start + min(n, per_row) <= max_len and n <= per_row * max_rows]
+        for count in sizes * num_warm_up:
+            run(count, per_row, start)
         begin_s = self._now()
         for count in sizes * _PROFILE_ROUNDS:
             if len(seconds) > 1 and self._now() - begin_s > _PROFILE_S:
                 continue
             step_s = self._now()
-            run(count, most, start)
+            run(count, per_row, start)
             seconds[count] = min(self._now() - step_s, seconds.get(count, float("inf")))
         if len(seconds) > 1:
             self._controller.set_profile(seconds)

@@ -90,7 +90,7 @@ class StepCosts:
         self._slope_s = 0.0  # beyond its end
 
     def set_profile(self, seconds: Mapping[int, float]) -> None:
-        """seconds: of a step over so many tokens of one row, at least for 1 and another number."""
+        """seconds: of a step over so many tokens, at least for 1 and another number."""
         self._profile = _monotone(sorted(seconds.items()))
         (before, before_s), (last, last_s) = self._profile[-2:]
         # As at its end, and at least a quarter of what a token costs there.

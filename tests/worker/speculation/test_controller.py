@@ -1,6 +1,6 @@
 """The controller on a virtual clock: it drafts where that is faster, and stops where it is not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +48,13 @@ def play(
     noise: float = 0.0,
     controller: DraftController | None = None,
     found: float = 1.0,
+    first_drafts_s: Sequence[float] = (),
 ) -> Outcome:
-    """accepts: step -> probability that a drafted token is right.   found: how often there is anything to propose."""
+    """accepts: step -> probability that a drafted token is right.   found: how often there is anything to propose.
+
+    first_drafts_s: what the first drafts take.
+    """
+    late = list(first_drafts_s)
     rng = np.random.default_rng(0)
     controller = controller or DraftController(rows, most)
     ids, room = np.arange(rows, dtype=np.int32), np.full(rows, 1000, np.int32)
@@ -76,6 +81,8 @@ def play(
             planned = np.full(rows, most if controller.may_draft(rows) else 0)
         lengths = np.where(rng.random(rows) < found, planned, 0).astype(np.int32)
         draft_s = draft_s_per_token * int(lengths.sum())
+        if late and lengths.any():
+            draft_s = late.pop(0)
         controller.observe_drafting(int(lengths.sum()), draft_s)
         lengths = np.array(controller.trim(rows, ids, lengths.tolist(), [2] * rows))
     return outcome
@@ -108,6 +115,29 @@ def test_expensive_drafts_are_made_only_if_they_pay() -> None:
     assert cheap.speed > 1.5
     assert dear.speed > 0.98
     assert dear.num_drafted < cheap.num_drafted / 4
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("first", [(0.1, 0.1), (0.04, 0.3), (0.006, 0.3), (5.0, 0.3)], ids=str)
+def test_drafts_that_were_slow_at_first_are_made_again(first: tuple[float, ...], rows: int) -> None:
+    """Kernels were compiled and graphs captured: that is not what drafts cost."""
+    drafted = []
+    for first_drafts_s in ((), first):
+        controller = DraftController(rows, 8)
+        controller.set_profile({count: memory_bound(0, count) for count in (1, 4, 16)})
+        outcome = play(
+            memory_bound, lambda _: 0.9, rows, 2000, draft_s_per_token=1.5e-3 / rows, controller=controller,
+            first_drafts_s=first_drafts_s,
+        )  # fmt: skip
+        drafted.append(outcome.num_drafted)
+    assert drafted[1] > 0.5 * drafted[0] > 2000, drafted
+
+
+def test_drafts_that_are_always_slow_are_hardly_made() -> None:
+    """Doubt about what they cost lets some be made again."""
+    outcome = play(memory_bound, lambda _: 0.9, steps=4000, draft_s_per_token=50e-3)
+    assert outcome.speed > 0.97
+    assert outcome.num_drafted < 40
 
 
 def test_deciding_against_drafts_costs_next_to_nothing() -> None:
