@@ -70,7 +70,7 @@ def roll_out(
     start: int32 [num_rows], first position whose KV `draft` does not have; all tokens up to the end are known.
     Draws use the row's own parameters and random numbers, by position: where both models agree on the probabilities,
     they draw the same tokens. Tokens are written to `target` after its known ones, where a step's drafts belong.
-    They stay on the device until the last is drawn, unless a row's penalties read them.
+    They stay on the device until the last is drawn, unless the host needs earlier ones: for penalties, bad words.
     """
     drawn = _Drawn(draft, target, rows, most)
     in_flight = TokensInFlight(len(target.num_tokens), draft.device)
