@@ -200,8 +200,8 @@ def _check_attention(config: EngineConfig, model: Model, device: str, dtype: str
 def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     """Return the number of KV blocks that will fit.
 
-    free_bytes: what is free next to the loaded weights, the attention backend and the largest step; None before they
-        are loaded.
+    free_bytes: what is free next to the loaded weights, those of a draft model too, the attention backend and the
+        largest step; None before they are loaded.
     Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
     message says what does.
     """
@@ -212,7 +212,7 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
             _require_weights_fit(setup, free)
         free -= weights_in_memory(setup) + attention.total
     else:
-        free = free_bytes - (setup.drafting.memory_bytes if setup.drafting else 0) - attention.later
+        free = free_bytes - attention.later
     config, is_on_host, embeds = setup.config, setup.device == "cpu", embeds_in_memory(setup)
     free = max(0, free - adapters_in_memory(setup) - (embeds.total if is_on_host else embeds.device))
     capacity = plan_capacity(

@@ -151,7 +151,8 @@ class GraphedForward(EagerForward):
         try:
             graph = self._capture(lambda: EagerForward.forward(self, batch, kv))
         except RuntimeError as why:
-            logger.warning("decode steps run op by op, which is slower: no graph could be captured: %s", str(why))
+            message = "the decode steps of %s run op by op, which is slower: no graph could be captured: %s"
+            logger.warning(message, self.model.spec.architecture, str(why))  # a record keeps the error's tensors alive
             self._inputs.is_off = True
             self._graphs.clear()
             return None

@@ -17,8 +17,9 @@ from pagoda.models.base import Model
 from pagoda.worker.adapters import AdapterStore
 from pagoda.worker.check_attention import check_attention
 from pagoda.worker.devices import Device, select_device
-from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
-from pagoda.worker.graphed_forward import GraphedForward
+from pagoda.worker.forward_pass import ForwardPass
+from pagoda.worker.make_forward import make_forward
+from pagoda.worker.speculation.loaded_draft import LoadedDraft, load_draft
 from pagoda.worker.worker_config import DTYPES, WorkerConfig
 
 logger = logging.getLogger("pagoda")
@@ -26,7 +27,10 @@ logger = logging.getLogger("pagoda")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """What a worker has before its KV pools.   max_len: positions of a row, those past its end included."""
+    """What a worker has before its KV pools.
+
+    max_len: positions of a row, those past its end included.   draft: the model that drafts for it, if there is one.
+    """
 
     device: Device
     ops: Ops
@@ -35,6 +39,7 @@ class LoadedModel:
     store: AdapterStore | None
     dtype: torch.dtype
     max_len: int
+    draft: LoadedDraft | None = None
 
 
 def load(config: WorkerConfig) -> LoadedModel:
@@ -61,18 +66,20 @@ def load(config: WorkerConfig) -> LoadedModel:
         targets = AdapterTargets(read_architecture(config.files)[0], model)
         store = AdapterStore(model, targets, ops, dtype, device.device, config.adapters)
     tables = store.tables if store is not None else None
-    forward: ForwardPass = EagerForward(model, ops, tables)
-    if device.device.type == "cuda" and ops.name == "triton" and model.kv_groups:
-        per_row = config.max_drafts + 1
-        forward = GraphedForward(model, ops, config.max_rows, max_len, device.device, tables, max_query_len=per_row)
-    elif isinstance(ops, NativeOps):
-        forward = ReplayedForward(model, ops, tables)
+    max_rows = config.max_rows
+    forward = make_forward(model, ops, device.device, max_rows, max_len, config.max_drafts + 1, tables)
+    draft = None
+    if config.drafting is not None:
+        draft = load_draft(
+            config.drafting, ops, dtype, device.device, max_rows, max_len, config.block_size, parallel.attention_backend
+        )
+    if isinstance(ops, NativeOps):
         # The native kernels have their own threads. torch's threads, woken for a small op in between, would
         # busy-wait for milliseconds on the same cores.
         torch.set_num_threads(1)
         _settle_threads(ops, config.pin_threads)
     logger.info("weights loaded in %.2f s", time.perf_counter() - begin_s)
-    return LoadedModel(device, ops, model, forward, store, dtype, max_len)
+    return LoadedModel(device, ops, model, forward, store, dtype, max_len, draft)
 
 
 def _settle_threads(ops: NativeOps, pin_threads: bool) -> None:

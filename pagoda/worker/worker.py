@@ -12,7 +12,6 @@ from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.dry_runs import DryRuns
@@ -71,9 +70,6 @@ class Worker:
         loaded = self._load()
         config, device = self._config, loaded.device
         assert isinstance(device, CudaDevice)
-        # Rows without blocks: all of their tokens are in the null block.
-        table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(loaded.model.kv_groups))
-        runs = DryRuns(loaded.forward, table, self._make_cache(loaded, 0, 0), device.device, Sampler(loaded.ops))
         steps = LargestSteps(
             max_num_seqs,
             max_num_batched_tokens,
@@ -83,8 +79,16 @@ class Worker:
             config.max_drafts,
             loaded.forward.generates,
         )
+        no_blocks = self._make_cache(loaded, 0, 0)
+
+        def run() -> None:
+            self._run_all(loaded, loaded.forward, steps, no_blocks)
+            if (draft := loaded.draft) is not None:
+                draft_steps = draft.largest_steps(max_num_seqs, config.max_model_len)
+                self._run_all(loaded, draft.forward, draft_steps, draft.cache)
+
         try:
-            return device.free_bytes_beside(lambda: _run_all(runs, steps, loaded.forward.decode_inputs))
+            return device.free_bytes_beside(run)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
                 raise
@@ -94,6 +98,22 @@ class Worker:
             f"steps of max_num_batched_tokens={max_num_batched_tokens} and max_num_seqs={max_num_seqs} do not fit "
             f"in the GPU's memory next to the weights ({why})"
         )
+
+    def _run_all(self, loaded: LoadedModel, forward: ForwardPass, steps: LargestSteps, cache: CacheEngine) -> None:
+        """Run the largest steps, then the largest that are captured as graphs, until they are, for graphs keep memory.
+
+        forward, cache: of the model, or of the one that drafts for it.
+        """
+        # Rows without blocks: all of their tokens are in the null block.
+        table = DeviceTable(self._config.max_rows, loaded.max_len, self._config.block_size, steps.num_groups)
+        runs = DryRuns(forward, table, cache, loaded.device.device, Sampler(loaded.ops))
+        for step in steps:
+            runs.run(step)
+        if forward.decode_inputs is None:
+            return
+        for num_rows, num_drafts in largest_graphs(steps, forward.decode_inputs):
+            for _ in range(2):
+                runs.run(steps.decodes(num_rows, num_drafts))
 
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
         """Replace the sizes of the KV pools, before `start`."""
@@ -147,12 +167,11 @@ class Worker:
                 table,
                 cache,
                 ops,
-                loaded.dtype,
                 device,
                 config.max_model_len,
+                loaded.draft,
                 grammars,
                 adapters,
-                config.parallel.attention_backend,
             )
         return ModelRunner(
             loaded.forward,
@@ -221,14 +240,3 @@ class Worker:
         if self._runner is not None:
             self._runner.shutdown()
         self._runner = self._forward = self._adapters = self._loaded = None
-
-
-def _run_all(runs: DryRuns, steps: LargestSteps, decode_inputs: DecodeInputs | None) -> None:
-    """Run the largest steps, then the largest that are captured as graphs, until they are, for graphs keep memory."""
-    for step in steps:
-        runs.run(step)
-    if decode_inputs is None:
-        return
-    for num_rows, num_drafts in largest_graphs(steps, decode_inputs):
-        for _ in range(2):
-            runs.run(steps.decodes(num_rows, num_drafts))

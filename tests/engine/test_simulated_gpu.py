@@ -140,3 +140,25 @@ def test_graphs_of_drafts(gpu: SimulatedGpu, tmp_path: Path, method: str, caplog
     for what in ("max_query_len=3", drafts_with):
         assert any(what in of_graph for of_graph in captured), captured
     assert gpu.num_replays > gpu.num_graphs
+
+
+def test_memory_is_measured_with_the_largest_steps_and_graphs(
+    gpu: SimulatedGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the model and of its draft model, whose graphs are used later."""
+    model = write_tiny_llama(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    script = Script([Watched([5, 6, 7], params, 1)], [0], {}, set())
+    drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2, "adaptive": False}
+    options: dict[str, object] = {"kv_cache_memory": 2**19, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    options["max_model_len"] = 16
+    options["speculative_config"] = drafting
+    on_cpu, _ = played(model, script, options, "cpu")
+    with caplog.at_level(logging.DEBUG, "pagoda"):
+        on_gpu, _ = played(model, script, {**options, "kernels": "triton"}, "cuda")
+    assert on_gpu.tokens == on_cpu.tokens
+    messages = [record.getMessage() for record in caplog.records]
+    measured = next(i for i, message in enumerate(messages) if "for the largest step" in message)
+    captured = [message for message in messages[:measured] if message.startswith("captured a graph")]
+    for size in ("num_tokens=2, num_rows=2, max_query_len=1", "max_query_len=3", "max_query_len=2"):
+        assert any(size in of_graph for of_graph in captured), captured

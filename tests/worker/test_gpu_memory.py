@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine_setup import attention_in_memory, fit_cache, resolve_engine, weights_in_memory
 from pagoda.kernels.attention.backends import memory_of
 from pagoda.kernels.attention.varlen_attention import VarlenAttention
+from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.devices.streams import HostStreams
+from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.largest_steps import LargestSteps, largest_graphs
 from pagoda.worker.sampler import Sampler
 from tests.engine.driver import drive, request, write_tiny_llama
@@ -157,6 +159,34 @@ def test_steps_that_do_not_fit_are_made_smaller(engine_on, caplog: pytest.LogCap
     assert len(tokens) == 3
     assert core._scheduler.max_rows == 2 * 64  # two steps at once
     core.shutdown()
+
+
+def test_a_draft_model_is_loaded_and_drafts_before_the_cache_is_sized(
+    engine_on, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So what it takes is not subtracted from what is left."""
+    steps: list[tuple[int, int, int]] = []
+    real = EagerForward.forward
+
+    def noted(self: EagerForward, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        first = batch.metadata[0]
+        steps.append((self.spec.num_layers, first.seq_lens.shape[0], batch.token_ids.shape[0]))
+        return real(self, batch, kv)
+
+    monkeypatch.setattr(EagerForward, "forward", noted)
+    make(replace(SHAPES["tiny"], vocab_size=160, num_hidden_layers=1), tmp_path / "draft", seed=1)
+    drafting = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    gpu, sizes = MadeUpGpu(2**20), {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 2000}
+    with_draft = engine_on(gpu, **sizes, speculative_config=drafting)
+    # A whole chunk of a prompt, one next to other sequences, and all sequences at once.
+    assert [step[1:] for step in steps if step[0] == 1][:3] == [(1, 256), (4, 256), (4, 8)]
+    plain = engine_on(MadeUpGpu(2**20), **sizes)
+    assert with_draft.facts.num_blocks == plain.facts.num_blocks
+    for core in (with_draft, plain):
+        core.shutdown()
+    full = torch.OutOfMemoryError("full")
+    with pytest.raises(CapacityError, match="no step fits"):
+        engine_on(MadeUpGpu(full), **sizes, speculative_config=drafting)
 
 
 def test_an_attention_backend_leaves_less_to_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
