@@ -1,5 +1,7 @@
 """The definition of the activations: in float32, rounded once."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -19,12 +21,15 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2 I] (gate then up) -> gelu(gate) * up, [T, I]; gelu with the error function."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.gelu(gate) * up).to(gate_up.dtype)
+    return (gelu(gate) * up).to(gate_up.dtype)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * (1 + erf(x / sqrt(2))) / 2."""
-    return F.gelu(x.float()).to(x.dtype)
+    """x * erfc(-x / sqrt(2)) / 2.
+
+    Not F.gelu: its 1 + erf(x / sqrt(2)) cancels for negative x, by an amount that depends on the CPU's vectors.
+    """
+    return (0.5 * x.float() * torch.erfc(x.float() * -math.sqrt(0.5))).to(x.dtype)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
