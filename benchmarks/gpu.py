@@ -20,7 +20,6 @@ GPU only `compile` and `host` run. What the parts are:
     SHAPE:WORKLOAD:invariant    the same with --batch-invariant
     SHAPE:WORKLOAD:sampled      the same with tokens drawn as Qwen3's model card says, not the most likely ones
     SHAPE:WORKLOAD:eager        the same with torch's kernels and without graphs
-    SHAPE:WORKLOAD:flashinfer, :varlen    the same with --attention-backend, where the library is installed
     SHAPE:WORKLOAD:transformers continuous batching of transformers, on the same card
     SHAPE:WORKLOAD:vllm         vLLM on the same card, where the Python of --vllm-python has it (this one, by default)
 
@@ -60,8 +59,6 @@ VARIANTS = {
     "invariant": ["--batch-invariant"],
     "sampled": ["--temperature", "0.6", "--top-p", "0.95", "--top-k", "20"],
     "eager": ["--kernels", "torch"],
-    "flashinfer": ["--attention-backend", "flashinfer"],
-    "varlen": ["--attention-backend", "varlen"],
 }
 REHEARSED = "tiny"
 
@@ -110,10 +107,6 @@ class Bench:
             for variant in ("invariant", "sampled", "eager"):
                 part = partial(self.throughput, small, workload, variant)
                 found.setdefault(f"{small}:{workload}:{variant}", part)
-        if not self.is_rehearsal:
-            for workload in (common, "decode64", "prefill8k"):
-                for variant in ("flashinfer", "varlen"):
-                    found[f"{small}:{workload}:{variant}"] = partial(self.throughput, small, workload, variant)
         for is_slow in (False,) if self.is_rehearsal else (False, True):
             for file in tests:
                 name = f"tests:{file}:slow" if is_slow else f"tests:{file}"

@@ -12,7 +12,6 @@ FILES = (
     "kernels/test_ops",
     "kernels/test_op_table",
     "kernels/test_attention",
-    "kernels/test_attention_backends",
     "kernels/test_attention_memory",
     "kernels/test_bidirectional",
     "kernels/test_device_blocks",

@@ -15,7 +15,6 @@ from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.gpu_setup import fit_dtype, has_gpu
-from pagoda.kernels.attention.backend_memory import BackendMemory
 from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
@@ -112,7 +111,6 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
             "or int8; take 'auto' or 'int8', or kernels='torch'"
         )
     _check_fp8(config, device)
-    _check_attention(config, model, device, dtype, kv_dtype)
     _check(config, max_model_len)
     config = dataclasses.replace(
         config,
@@ -176,43 +174,20 @@ def embeds_in_memory(setup: EngineSetup) -> EmbedsMemory:
     return embeds_memory(setup.embeds_size, setup.dtype, setup.config.server.server_limits)
 
 
-def attention_in_memory(setup: EngineSetup) -> BackendMemory:
-    """Return what the attention backend takes of a GPU."""
-    name = setup.config.parallel.attention_backend
-    if setup.device == "cpu" or name == "auto":
-        return BackendMemory()
-    from pagoda.kernels.attention.backends import memory_of  # imports torch
-
-    return memory_of(name)
-
-
-def _check_attention(config: EngineConfig, model: Model, device: str, dtype: str, kv_dtype: str) -> None:
-    """Raise ConfigError if the attention backend that was asked for cannot compute the model."""
-    name = config.parallel.attention_backend
-    if device == "cpu" or name == "auto":
-        return
-    from pagoda.worker.check_attention import check_attention  # imports torch
-    from pagoda.worker.worker_config import DTYPES
-
-    check_attention(name, model, DTYPES[dtype], DTYPES[kv_dtype])
-
-
 def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     """Return the number of KV blocks that will fit.
 
-    free_bytes: what is free next to the loaded weights, those of a draft model too, the attention backend and the
-        largest step; None before they are loaded.
+    free_bytes: what is free next to the loaded weights, those of a draft model too, and the largest step; None before
+        they are loaded.
     Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
     message says what does.
     """
-    attention = attention_in_memory(setup)
-    if free_bytes is None:
+    free = free_bytes
+    if free is None:
         free = _free_bytes(setup.device)
         if setup.device != "cpu":
             _require_weights_fit(setup, free)
-        free -= weights_in_memory(setup) + attention.total
-    else:
-        free = free_bytes - attention.later
+        free -= weights_in_memory(setup)
     config, is_on_host, embeds = setup.config, setup.device == "cpu", embeds_in_memory(setup)
     free = max(0, free - adapters_in_memory(setup) - (embeds.total if is_on_host else embeds.device))
     capacity = plan_capacity(

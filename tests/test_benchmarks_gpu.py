@@ -284,9 +284,7 @@ def test_a_rehearsal_has_a_part_of_every_kind() -> None:
         return {name.rpartition(":")[2].rstrip("0123456789") for name in names}
 
     assert f"tests:{FILES[0]}" in Bench(Path(), "cpu").parts()
-    assert kinds("cuda") - kinds("cpu") == {
-        "nano", "prefill8k", "prefix", "chat", "transformers", "vllm", "flashinfer", "varlen"
-    }  # fmt: skip
+    assert kinds("cuda") - kinds("cpu") == {"nano", "prefill8k", "prefix", "chat", "transformers", "vllm"}
 
 
 def test_the_hosts_part_of_a_step_is_measured_with_a_made_up_device() -> None:

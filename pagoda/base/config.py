@@ -203,13 +203,6 @@ class ParallelConfig:
             "Kernels to use; auto: the fastest available.", words=("auto", "native", "triton", "torch", "reference")
         ),
     ] = "auto"
-    attention_backend: Annotated[
-        str,
-        Setting(
-            "Attention on a GPU: auto (our own kernels), flashinfer, or varlen (FlashAttention in torch).",
-            words=("auto", "flashinfer", "varlen"),
-        ),
-    ] = "auto"
     batch_invariant: Annotated[
         bool,
         Setting("Give a request the same bits in any batch on a GPU too, at some cost; on a CPU it always has them."),

@@ -5,7 +5,7 @@ from enum import Enum
 from numbers import Integral, Real
 
 from pagoda.base.abbreviate import abbreviate
-from pagoda.base.config import PARTS, EngineConfig, ParallelConfig
+from pagoda.base.config import PARTS, EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.base.setting import DescribedSetting, describe_settings
@@ -31,31 +31,12 @@ def check_settings(config: EngineConfig) -> None:
             f"batch_invariant does not go with kernels={config.parallel.kernels!r}, whose results depend on the batch; "
             "take kernels='auto', or leave batch_invariant out"
         )
-    _check_attention(config.parallel)
     config.model.lora.check()
     for name in ("lora_modules", "lora_dir"):
         if getattr(server.lora_sources, name) and not config.model.lora.enable_lora:
             raise ConfigError(f"{name} needs enable_lora: set that too, or leave {name} out")
     if server.port > 65535:
         raise ConfigError(f"port={server.port} must be in 0 .. 65535 (0: any free port)")
-
-
-def _check_attention(parallel: ParallelConfig) -> None:
-    """Check that what a library's attention needs of the other settings is there."""
-    backend = parallel.attention_backend
-    if backend == "auto":
-        return
-    if parallel.device == "cpu" or parallel.kernels not in ("auto", "triton"):
-        chosen = "device='cpu'" if parallel.device == "cpu" else f"kernels={parallel.kernels!r}"
-        raise ConfigError(
-            f"attention_backend={backend!r} goes with the Triton kernels on a GPU, not with {chosen}; "
-            f"leave attention_backend or {chosen.partition('=')[0]} out"
-        )
-    if parallel.batch_invariant:
-        raise ConfigError(
-            f"batch_invariant does not go with attention_backend={backend!r}, which may give a request other bits in "
-            "another batch; leave one of them out"
-        )
 
 
 def _check_fields(settings: object, group: str = "") -> None:

@@ -18,7 +18,6 @@ class Plan:
 
     weights_disk, weights_memory: as the checkpoint has them, and what they take once they are prepared.
     adapters_memory: reserved for LoRA adapters.   embeds_memory: for prompt embeddings, with a server's default limits.
-    attention_backend, attention_memory: its name, and what it takes of a GPU.
     device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
     is_measured: the worker makes kv_cache smaller by what the largest step takes of a GPU, measured at its start.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
@@ -37,8 +36,6 @@ class Plan:
     weights_as: str
     adapters_memory: int
     embeds_memory: int
-    attention_backend: str
-    attention_memory: int
     device: str
     memory_available: int
     kv_bytes_per_token: int
@@ -83,7 +80,6 @@ def make_plan(config: EngineConfig) -> Plan:
     from pagoda.core.kv import KVSizing
     from pagoda.engine_setup import (
         adapters_in_memory,
-        attention_in_memory,
         embeds_in_memory,
         fit_cache,
         resolve_engine,
@@ -115,8 +111,6 @@ def make_plan(config: EngineConfig) -> Plan:
         weights_as=resolve_quantization(setup.files, config.model.quantization) or setup.dtype,
         adapters_memory=adapters_in_memory(setup),
         embeds_memory=embeds_in_memory(setup).total,
-        attention_backend=config.parallel.attention_backend,
-        attention_memory=attention_in_memory(setup).total,
         device=device,
         memory_available=available,
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
@@ -165,8 +159,6 @@ def _print(made: Plan) -> None:
         table.add_row("LoRA adapters", f"up to {human_bytes(made.adapters_memory)}")
     if made.embeds_memory:
         table.add_row("prompt embeddings", f"up to {human_bytes(made.embeds_memory)}, with a server's default limits")
-    if made.attention_memory:
-        table.add_row("attention", f"up to {human_bytes(made.attention_memory)} for {made.attention_backend}")
     if made.device != "cpu":
         table.add_row("device", made.device)
     table.add_row("memory", f"{human_bytes(made.memory_available)} available")

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from pagoda.ops import batch
-from pagoda.ops.batch import OnHost
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -20,4 +19,4 @@ else:
     # class with slots refuses.
     from pagoda.ops.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
 
-__all__ = ["AttentionMetadata", "ForwardBatch", "Input", "KVLayer", "OnHost", "Tail"]
+__all__ = ["AttentionMetadata", "ForwardBatch", "Input", "KVLayer", "Tail"]

@@ -8,7 +8,6 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
-from pagoda.kernels.attention.backends import make_backend
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
 from pagoda.kernels.native_ops import NativeOps
@@ -27,26 +26,22 @@ def select_ops(
     threads: int,
     max_model_len: int = 8192,
     batch_invariant: bool = False,
-    attention_backend: str = "auto",
 ) -> Ops:
     """Return the kernels called `name` (one of NAMES) for `device`.
 
     threads: of the native kernels.   max_model_len, batch_invariant: see TritonOps.
-    attention_backend: see attention/backends.py; not "auto" only with Triton kernels.
     "auto" is native on a CPU if it compiles, and Triton on a GPU if it is installed, otherwise torch with one warning
     that says what to install. The casts turn opaque tensors into torch's: these classes take torch.Tensor where
     ForwardOps says Tensor. Raises ConfigError for an unknown name, and for kernels that are not available.
     """
     if name not in NAMES:
         raise ConfigError(f"unknown kernels {name!r}{nearest(name, list(NAMES))}")
-    if attention_backend != "auto" and (name not in ("auto", "triton") or (name == "auto" and device.type == "cpu")):
-        raise ConfigError(f"attention_backend={attention_backend!r} needs a GPU, and not kernels={name!r}; take 'auto'")
     if name == "reference":
         return cast(Ops, ReferenceOps())
     if name == "torch":
         return cast(Ops, TorchOps())
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        return _triton_ops(name, device, max_model_len, batch_invariant, attention_backend)
+        return _triton_ops(name, device, max_model_len, batch_invariant)
     if device.type != "cpu":
         if name == "auto":
             return cast(Ops, TorchOps())
@@ -60,15 +55,12 @@ def select_ops(
         return cast(Ops, TorchOps())
 
 
-def _triton_ops(
-    name: str, device: torch.device, max_model_len: int, batch_invariant: bool, attention_backend: str
-) -> Ops:
+def _triton_ops(name: str, device: torch.device, max_model_len: int, batch_invariant: bool) -> Ops:
     """Return TritonOps; for "auto" without Triton, TorchOps with a warning."""
     if find_spec("triton") is None:
         remedy = "Triton is not installed; pip install 'pagoda-llm[cuda]'"
-        if name == "triton" or batch_invariant or attention_backend != "auto":
-            needs = "batch_invariant" if batch_invariant else "kernels=triton"
-            raise ConfigError(f"{needs if attention_backend == 'auto' else 'attention_backend'}: {remedy}")
+        if name == "triton" or batch_invariant:
+            raise ConfigError(f"{'batch_invariant' if batch_invariant else 'kernels=triton'}: {remedy}")
         logger.warning("running on torch's kernels, slower than those in Triton: %s", remedy)
         return cast(Ops, TorchOps())
     from pagoda.kernels.triton_ops import TritonOps, is_interpreted
@@ -78,7 +70,4 @@ def _triton_ops(
             f"kernels='triton' run on a GPU, not on {device}; take 'auto', or set TRITON_INTERPRET=1 to run them in "
             "Triton's interpreter, very slowly"
         )
-    ops = TritonOps(max_model_len, batch_invariant)
-    if attention_backend != "auto":
-        ops.attention = make_backend(attention_backend, ops.attention, device).attention
-    return cast(Ops, ops)
+    return cast(Ops, TritonOps(max_model_len, batch_invariant))

@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 from pagoda.ops.declare import Domain
 from pagoda.ops.tensor import TensorT
-
-if TYPE_CHECKING:  # the op table is read by the command line, which must start at once
-    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,15 +23,6 @@ class KVLayer(Generic[TensorT]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OnHost:
-    """Arrays of AttentionMetadata on the host, for libraries that plan their work there: int32, of the same shapes."""
-
-    query_start: "np.ndarray"
-    seq_lens: "np.ndarray"
-    block_table: "np.ndarray"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata(Generic[TensorT]):
     """The batch for one KV group. The tokens of a row are consecutive in the token dimension.
 
@@ -47,7 +35,6 @@ class AttentionMetadata(Generic[TensorT]):
     block_size: tokens per block.   max_query_len, max_seq_len: largest of the batch.
     shared_prefix: int32 [2], (tokens, rows): so many tokens at the beginning of each of the first rows are in the same
         blocks, and were in the cache before this step; None if that is not worth knowing. It changes no result.
-    on_host: the same on the host; None in a batch that is recorded, whose replays have other values.
     """
 
     query_start: TensorT
@@ -58,7 +45,6 @@ class AttentionMetadata(Generic[TensorT]):
     max_query_len: int
     max_seq_len: int
     shared_prefix: TensorT | None = None
-    on_host: OnHost | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +80,9 @@ class ForwardBatch(Generic[TensorT]):
         is slot_mapping's business.
     metadata: one per KV group, in the order of the model's kv_groups.
     tail: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
-    inputs: what else this step brings, by name.   variant: which forward is meant, where a model has several.
+    inputs: what else this step brings, by name.
     num_layers: compute only so many of the first layers (for a draft); 0 for all.
-    A program is recorded for each variant, number of layers and set of inputs.
+    A program is recorded for each number of layers and set of inputs.
     """
 
     token_ids: TensorT
@@ -105,5 +91,4 @@ class ForwardBatch(Generic[TensorT]):
     tail: Tail[TensorT]
     logits_index: TensorT
     inputs: Mapping[str, Input[TensorT]] = field(default_factory=dict[str, Input[TensorT]])
-    variant: str = ""
     num_layers: int = 0

@@ -33,9 +33,7 @@ class Domain(IntEnum):
 
     TOKENS = 0  # the batch's tokens
     TAIL = 1  # the tokens whose final hidden states are needed
-    LOGITS = 2  # the rows that give logits
-    ENCODER = 3  # an encoder's positions
-    EMBEDS = 4  # the batch's tokens that are given as embeddings
+    EMBEDS = 2  # the batch's tokens that are given as embeddings
 
 
 class Scalar(Enum):

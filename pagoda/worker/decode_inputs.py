@@ -106,6 +106,6 @@ class DecodeInputs:
 
     def holds(self, batch: ForwardBatch) -> bool:
         """Return whether a batch is what `move` brought, with the token ids as the first array."""
-        if batch.variant or self._memory is None:
+        if self._memory is None:
             return False
         return batch.token_ids.data_ptr() == self._memory.data_ptr()

@@ -146,11 +146,11 @@ class EagerForward:
 
 
 class ReplayedForward(EagerForward):
-    """Records the forward with the first batch of each variant; afterwards it runs in one native call, bit-identically.
+    """Records the forward with the first batch of each kind; afterwards it runs in one native call, bit-identically.
 
-    A forward that cannot be recorded runs op by op, with one warning per variant. A program contains the addresses of
+    A forward that cannot be recorded runs op by op, with one warning per kind. A program contains the addresses of
     the KV cache it was recorded with; with another cache, everything is recorded again. The layers that adapters adapt
-    are part of a program; when there are more of them, the variants with adapters are recorded again.
+    are part of a program; when there are more of them, the programs with adapters are recorded again.
     """
 
     def __init__(self, model: Model, ops: NativeOps, tables: Mapping[int, LowRankTable] | None = None) -> None:
@@ -162,7 +162,7 @@ class ReplayedForward(EagerForward):
 
     @property
     def program(self) -> Program | None:
-        """The program of the plain variant, or None if it was not recorded."""
+        """The program of batches without further inputs, or None if it was not recorded."""
         return self._programs.get(_PLAIN)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
@@ -171,7 +171,7 @@ class ReplayedForward(EagerForward):
         if len(self._tables) != self._num_tables:
             self._num_tables = len(self._tables)
             self._programs = {key: program for key, program in self._programs.items() if key == _PLAIN}
-        key = _variant(batch)
+        key = _program_key(batch)
         if key not in self._programs:
             self._programs[key] = self._record(batch, kv)
         program = self._programs[key]
@@ -188,14 +188,14 @@ class ReplayedForward(EagerForward):
         return program
 
 
-_PLAIN = ("", (), 0)
+_PLAIN = ((), 0)
 
 
-def _variant(batch: ForwardBatch) -> object:
-    """Return the key of a batch's program: variant, the names and types of further inputs, and the number of layers."""
-    if not batch.inputs and not batch.variant and not batch.num_layers:
+def _program_key(batch: ForwardBatch) -> object:
+    """Return the key of a batch's program: the names and types of further inputs, and the number of layers."""
+    if not batch.inputs and not batch.num_layers:
         return _PLAIN
     inputs = (
         (name, given.domain, given.tensor.dtype, tuple(given.tensor.shape[1:])) for name, given in batch.inputs.items()
     )
-    return batch.variant, tuple(sorted(inputs, key=lambda entry: entry[0])), batch.num_layers
+    return tuple(sorted(inputs, key=lambda entry: entry[0])), batch.num_layers

@@ -15,7 +15,6 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
 from pagoda.models.base import Model
 from pagoda.worker.adapters import AdapterStore
-from pagoda.worker.check_attention import check_attention
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.make_forward import make_forward
@@ -51,16 +50,8 @@ def load(config: WorkerConfig) -> LoadedModel:
     # A step in flight may write tokens past the end of a finished row: reserve positions for them.
     max_len = config.max_model_len + config.max_drafts + 1
     parallel = config.parallel
-    ops = select_ops(
-        parallel.kernels,
-        device.device,
-        device.threads,
-        max_len,
-        parallel.batch_invariant,
-        parallel.attention_backend,
-    )
+    ops = select_ops(parallel.kernels, device.device, device.threads, max_len, parallel.batch_invariant)
     model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
-    check_attention(parallel.attention_backend, model, dtype, DTYPES[config.kv_dtype])
     store = None
     if config.adapters is not None:
         targets = AdapterTargets(read_architecture(config.files)[0], model)
@@ -70,9 +61,7 @@ def load(config: WorkerConfig) -> LoadedModel:
     forward = make_forward(model, ops, device.device, max_rows, max_len, config.max_drafts + 1, tables)
     draft = None
     if config.drafting is not None:
-        draft = load_draft(
-            config.drafting, ops, dtype, device.device, max_rows, max_len, config.block_size, parallel.attention_backend
-        )
+        draft = load_draft(config.drafting, ops, dtype, device.device, max_rows, max_len, config.block_size)
     if isinstance(ops, NativeOps):
         # The native kernels have their own threads. torch's threads, woken for a small op in between, would
         # busy-wait for milliseconds on the same cores.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pagoda.kernels.attention.shared_prefix import find_shared_prefix
-from pagoda.kernels.batch import AttentionMetadata, OnHost
+from pagoda.kernels.batch import AttentionMetadata
 from pagoda.worker.decode_inputs import PaddedSize
 
 
@@ -62,18 +62,8 @@ class Queries:
         count = len(self.tables)
         shared = tables[count:] if self.shared else [None] * count
         return tuple(
-            AttentionMetadata(
-                query_start,
-                seq_lens,
-                table,
-                of_group,
-                block_size,
-                longest,
-                furthest,
-                prefix,
-                None if self.size is not None else OnHost(self.query_start, self.seq_lens, on_host),
-            )
-            for of_group, table, prefix, on_host in zip(slots, tables[:count], shared, self.tables, strict=True)
+            AttentionMetadata(query_start, seq_lens, table, of_group, block_size, longest, furthest, prefix)
+            for of_group, table, prefix in zip(slots, tables[:count], shared, strict=True)
         )
 
     def tail(self, logits_index: np.ndarray) -> tuple["Queries", np.ndarray]:

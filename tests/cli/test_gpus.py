@@ -2,7 +2,6 @@
 
 import sysconfig
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -10,12 +9,10 @@ from typing import NoReturn
 import pytest
 import torch
 
-from benchmarks.make_random_model import SHAPES, make
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError
 from pagoda.cli.gpus import describe_gpus, driver_version
 from pagoda.cli.plan import Plan, _print, make_plan
-from pagoda.kernels.attention.backends import memory_of
 from tests.engine.driver import write_tiny_llama
 from tests.fake_cuda import FakeCuda
 
@@ -120,22 +117,6 @@ def test_plan_counts_the_cards_memory(
 def _margin(plan: Plan) -> int:
     """Return what an engine leaves free of a GPU that nothing else uses."""
     return int(plan.memory_available * 0.02)
-
-
-def test_plan_counts_the_attention_backend(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    FakeCuda(monkeypatch, 2 << 30)
-    make(replace(SHAPES["tiny"], head_dim=64), tmp_path, seed=1)
-    config = EngineConfig.from_options(
-        model=tmp_path, device="cuda", dtype="bfloat16", max_model_len=64, attention_backend="flashinfer"
-    )
-    plan = make_plan(config)
-    assert plan.attention_memory == memory_of("flashinfer").total
-    left = plan.memory_available - _margin(plan) - plan.weights_memory - plan.attention_memory
-    assert 0.94 < plan.kv_cache / left <= 0.95
-    _print(plan)
-    assert "attention up to 576.0 MiB for flashinfer" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_says_what_would_fit(

@@ -1,4 +1,4 @@
-"""Recorded programs: named inputs, row domains, dtypes and variants, against the same forward run op by op."""
+"""Recorded programs: named inputs, row domains, dtypes and numbers of layers, against the same forward run op by op."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class SmallModel:
         q, residual = ops.select_rows(q, batch.tail.index), ops.select_rows(residual, batch.tail.index)
         x = ops.linear(ops.attention(q, kv[0], batch.tail.metadata[0], 0.25), self.out)
         x, residual = ops.add_rms_norm(x, residual, self.norm, 1e-5)
-        if batch.variant == "draft":
+        if batch.num_layers == 1:  # without its experts
             return x
         x = ops.moe(x, ops.logits(x, self.router), self.gate_up, self.down, 2, True)
         if "encoder" in batch.inputs:
@@ -87,14 +87,14 @@ def with_inputs(lens: list[tuple[int, int]], names: str, seed: int) -> ForwardBa
     if "embeddings" in names:
         given["embeddings"] = Input(draw(tokens, HIDDEN, seed=seed))
     if "encoder" in names:
-        given["encoder"] = Input(draw(11 + seed, HIDDEN, seed=seed), Domain.ENCODER)
+        given["encoder"] = Input(draw(11 + seed, HIDDEN, seed=seed), Domain.EMBEDS)
         given["of_encoder"] = Input(torch.arange(tail) * 2, Domain.TAIL)
-    return replace(batch, inputs=given, variant="draft" if "draft" in names else "")
+    return replace(batch, inputs=given, num_layers=1 if "draft" in names else 0)
 
 
 @pytest.mark.parametrize("names", ["", "embeddings", "encoder", "embeddings encoder", "draft", "draft embeddings"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_variant_has_the_bits_of_its_ops(native: NativeOps, names: str, threads: int) -> None:
+def test_every_kind_of_batch_has_the_bits_of_its_ops(native: NativeOps, names: str, threads: int) -> None:
     ops = NativeOps(native.library, threads)
     model = SmallModel(ops)
     replayed = ReplayedForward(model, ops)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_every_variant_has_the_bits_of_its_ops(native: NativeOps, names: str, th
     assert None not in replayed._programs.values()
 
 
-def test_variants_are_recorded_side_by_side(native: NativeOps) -> None:
+def test_kinds_of_batches_are_recorded_side_by_side(native: NativeOps) -> None:
     model = SmallModel(native)
     replayed = ReplayedForward(model, native)  # type: ignore[arg-type]
     ours, theirs = caches()
@@ -116,7 +116,7 @@ def test_variants_are_recorded_side_by_side(native: NativeOps) -> None:
         batch = with_inputs(STEPS[0], names, seed)
         assert torch.equal(replayed.forward(batch, ours), model.forward(native, batch, theirs))
     assert len(replayed._programs) == 4
-    steps = {len(key[1]): program.num_steps for key, program in replayed._programs.items() if not key[0]}
+    steps = {len(key[0]): program.num_steps for key, program in replayed._programs.items() if not key[1]}
     assert steps[1] == steps[0] + 1  # prompt embeddings are one addition
 
 
@@ -249,20 +249,20 @@ def test_inputs_are_checked_before_anything_runs(native: NativeOps) -> None:
     assert torch.equal(kv[0].k, before)
 
 
-def test_a_variant_that_cannot_be_recorded_leaves_the_others_recorded(
+def test_a_batch_that_cannot_be_recorded_leaves_the_others_recorded(
     native: NativeOps, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Odd(SmallModel):
         def forward(self, ops, batch: ForwardBatch, kv: Sequence[KVLayer]):
             x = super().forward(ops, batch, kv)
-            return x * 2 if batch.variant == "odd" else x
+            return x * 2 if batch.num_layers == 7 else x
 
     model = Odd(native)
     replayed = ReplayedForward(model, native)  # type: ignore[arg-type]
     ours, theirs = caches()
     with caplog.at_level(logging.WARNING, logger="pagoda"):
-        for variant in ("odd", "", "odd"):
-            batch = replace(batch_of(STEPS[0]), variant=variant)
+        for num_layers in (7, 0, 7):
+            batch = replace(batch_of(STEPS[0]), num_layers=num_layers)
             assert torch.equal(replayed.forward(batch, ours), model.forward(native, batch, theirs))
     assert len(caplog.records) == 1
     assert replayed.program is not None

@@ -224,7 +224,7 @@ def test_slots_are_reused_but_never_while_in_use() -> None:
         return int(torch.randint(low, high, (1,), generator=generator))
 
     def new_value() -> Value:
-        return Value((draw(1, 9),), DType(draw(0, 2)), Domain(draw(0, 4)))
+        return Value((draw(1, 9),), DType(draw(0, 2)), Domain(draw(0, len(Domain))))
 
     for _ in range(200):
         values = [new_value()]

@@ -17,9 +17,7 @@ from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine_setup import attention_in_memory, fit_cache, resolve_engine, weights_in_memory
-from pagoda.kernels.attention.backends import memory_of
-from pagoda.kernels.attention.varlen_attention import VarlenAttention
+from pagoda.engine_setup import fit_cache, resolve_engine, weights_in_memory
 from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.decode_inputs import DecodeInputs
@@ -187,38 +185,6 @@ def test_a_draft_model_is_loaded_and_drafts_before_the_cache_is_sized(
     full = torch.OutOfMemoryError("full")
     with pytest.raises(CapacityError, match="no step fits"):
         engine_on(MadeUpGpu(full), **sizes, speculative_config=drafting)
-
-
-def test_an_attention_backend_leaves_less_to_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All of its memory before anything is loaded; after the largest steps, what they did not show."""
-    FakeCuda(monkeypatch, total=8 << 30)
-    shape, free = replace(SHAPES["tiny"], head_dim=64), 6 << 30
-    make(shape, tmp_path, seed=1)
-    options = {"model": tmp_path, "device": "cuda", "max_model_len": 64, "gpu_memory_utilization": 1.0}
-    options |= {"dtype": "bfloat16"}
-
-    def pools(backend: str) -> tuple[int, int]:
-        setup = resolve_engine(EngineConfig.from_options(**options, attention_backend=backend))
-        assert attention_in_memory(setup) == memory_of(backend)
-        (_, planned), (_, measured) = fit_cache(setup), fit_cache(setup, free)
-        return planned.pool_bytes, measured.pool_bytes
-
-    own, library, memory = pools("auto"), pools("flashinfer"), memory_of("flashinfer")
-    assert memory.total > memory.at_start > memory.later > 0
-    block_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * 64 * 16 * 2  # K and V of 16 tokens
-    assert own[0] - library[0] == pytest.approx(memory.total, abs=block_bytes)
-    assert own[1] - library[1] == pytest.approx(memory.later, abs=block_bytes)
-    assert pools("varlen") == own
-    assert memory_of("varlen") == VarlenAttention.memory
-
-
-def test_what_a_backend_lacks_is_said_before_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    FakeCuda(monkeypatch)
-    config = EngineConfig.from_options(
-        model=write_tiny_llama(tmp_path), device="cuda", dtype="bfloat16", attention_backend="flashinfer"
-    )
-    with pytest.raises(ConfigError, match="'flashinfer' has no heads of size 16, which this model has .*; take"):
-        resolve_engine(config)
 
 
 def test_a_gpu_without_bfloat16(

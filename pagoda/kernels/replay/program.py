@@ -90,7 +90,7 @@ class Recording:
 
 
 class Program:
-    """A recording with its memory laid out, ready to run on any batch of its variant. One run at a time."""
+    """A recording with its memory laid out, ready to run on any batch with the same inputs. One run at a time."""
 
     def __init__(self, library: NativeLibrary, threads: int, recording: Recording) -> None:
         self._library, self._threads, self._recording = library, threads, recording

@@ -31,7 +31,7 @@ from pagoda.ops.forward import FORWARD_OPS, FUSIONS, OP_TABLE, ForwardOps
 from pagoda.ops.tensor import Tensor
 
 # arbitrary numbers
-_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.LOGITS: 1, Domain.ENCODER: 5, Domain.EMBEDS: 4}
+_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.EMBEDS: 4}
 
 
 class NotRecordable(Exception):
@@ -84,7 +84,6 @@ class RecordingOps:
             tail=Tail(self._input("tail_index", like.tail.index, Domain.TAIL).tensor, tail),
             logits_index=like.logits_index,
             inputs=inputs,
-            variant=like.variant,
             num_layers=like.num_layers,
         )
         self._groups = (RowGroup * len(metadata_of(self.batch)))()
@@ -210,7 +209,7 @@ def record_forward(
     batch: ForwardBatch,
     kv: Sequence[KVLayer],
 ) -> Program:
-    """Return the program of a forward, for batches with the variant and named inputs of `batch`, on the cache `kv`.
+    """Return the program of a forward, for batches with the named inputs and layers of `batch`, on the cache `kv`.
 
     Raises NotRecordable where it computes something outside of its ops.
     """

@@ -8,7 +8,6 @@ from pagoda.kernels.ops import Ops
 from pagoda.loading.loader import load_model
 from pagoda.models.base import Model
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.check_attention import check_attention
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.largest_steps import LargestSteps
@@ -48,17 +47,14 @@ def load_draft(
     max_rows: int,
     max_len: int,
     block_size: int,
-    attention_backend: str,
 ) -> LoadedDraft | None:
     """Load the draft model and allocate its KV cache; None if the settings have no such model.
 
     dtype: of its weights and its cache.   max_rows, max_len: of the table of rows.
-    attention_backend: of `ops`; raises ConfigError if it cannot compute the draft model.
     """
     if setup.files is None:
         return None
     model = load_model(setup.files, ops, dtype, device, setup.config.quantization, max_len)
-    check_attention(attention_backend, model, dtype, dtype)
     forward = make_forward(model, ops, device, max_rows, max_len, _MAX_QUERY_LEN)
     cache = CacheEngine(model.kv_groups, block_size, setup.num_blocks, 0, dtype, device)
     return LoadedDraft(model, forward, cache, setup.num_blocks)

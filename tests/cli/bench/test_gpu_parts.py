@@ -29,7 +29,7 @@ def test_its_parts() -> None:
     listed = run("--list").stdout.split()
     assert listed[:3] == ["ceilings", "tests:kernels/test_triton", "qwen3-0.6b:nano256"]
     assert listed[-2:] == ["host", "compile"]
-    num_variants = 3 * len(("invariant", "sampled", "eager", "flashinfer", "varlen")) + len(("transformers", "vllm"))
+    num_variants = 3 * len(("invariant", "sampled", "eager")) + len(("transformers", "vllm"))
     num_parts = 3 + 2 * len(FILES) + len(MEASURED) * len(RUN) + len(IDLE_BATCHES) + num_variants
     assert len(listed) == len(set(listed)) == num_parts
     assert run("--list", "--only", "llama-3.1-8b:decode").stdout.split() == [
