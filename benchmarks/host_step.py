@@ -28,9 +28,9 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.launched_step import LaunchedStep
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.table_mirror import TableMirror
 
 BLOCK, VOCAB, MAX_LEN = 16, 512, 2048
 
@@ -61,7 +61,7 @@ class TimedWorker:
     def __init__(self, max_rows: int) -> None:
         model, cpu = NoModel(), torch.device("cpu")
         cache = CacheEngine(model.kv_groups, BLOCK, 1, 0, torch.float32, cpu)
-        table = DeviceTable(max_rows, MAX_LEN, BLOCK, 1)
+        table = TableMirror(max_rows, MAX_LEN, BLOCK, 1)
         self._runner = ModelRunner(cast(Any, model), table, cache, cpu)
         self.seconds = 0.0
 

@@ -18,8 +18,8 @@ import torch
 from pagoda import LLM, SamplingParams
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.kernels.select import select_ops
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.table_mirror import TableMirror
 
 PROMPT_TOKENS = 300
 FIRST_OUTPUT_TOKENS = 200
@@ -51,9 +51,9 @@ def combination(index: int, vocab_size: int, max_tokens: int | None = None) -> S
     )
 
 
-def table_of(params: list[SamplingParams], vocab_size: int) -> DeviceTable:
+def table_of(params: list[SamplingParams], vocab_size: int) -> TableMirror:
     rng = np.random.default_rng(0)
-    table = DeviceTable(len(params), 4096, 16, 1)
+    table = TableMirror(len(params), 4096, 16, 1)
     admitted = []
     for row, of_row in enumerate(params):
         # Words of a text: few are frequent.
@@ -86,7 +86,7 @@ def time_sampler(params: list[SamplingParams], logits: torch.Tensor, sampler: Sa
         drawn = sampler.sample(work, table, rows, positions)
         times.append(time.process_time() - begin)
         assert drawn.finite.all()
-        table.commit(rows, positions, drawn.tokens)
+        table.record_tokens(rows, positions, drawn.tokens)
     return statistics.median(times) * 1e3
 
 

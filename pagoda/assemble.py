@@ -161,8 +161,8 @@ def _make_executor(
         )
     # Imported here because torch takes a second to import, and planning and resolving do not need it.
     from pagoda.worker.adapters import AdapterLimits
+    from pagoda.worker.loaded_model import WorkerConfig
     from pagoda.worker.worker import Worker
-    from pagoda.worker.worker_config import WorkerConfig
 
     config = setup.config
     lora = config.model.lora

@@ -22,10 +22,11 @@ from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
-from pagoda.worker.embeds_memory import EmbedsMemory, embeds_memory
 from pagoda.worker.memory import (
+    EmbedsMemory,
     KVCapacity,
     available_memory,
+    embeds_memory,
     memory_limit,
     plan_capacity,
     require_device_memory,

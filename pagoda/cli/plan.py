@@ -88,7 +88,7 @@ def make_plan(config: EngineConfig) -> Plan:
     )
     from pagoda.loading.model_config import summarize_weights
     from pagoda.loading.quantization import resolve_quantization
-    from pagoda.worker.kv_slots import kv_bytes_per_token
+    from pagoda.worker.memory import kv_bytes_per_token
 
     setup, capacity = fit_cache(resolve_engine(config))
     config = setup.config

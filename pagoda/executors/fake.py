@@ -13,9 +13,9 @@ from pagoda.base.errors import WorkerDied
 from pagoda.core.grammar import GrammarBackend
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.speculator import Speculator
+from pagoda.worker.table_mirror import TableMirror
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -54,7 +54,7 @@ class FakeExecutor:
 
     `fake_token` is the token of a row without an adapter; the digest of an adapter changes the seed.
 
-    It keeps a DeviceTable, like a worker. Does not support logprobs. A pooled prompt gets a random vector.
+    It keeps a TableMirror, like a worker. Does not support logprobs. A pooled prompt gets a random vector.
     step_s: duration of a step, which sleeps.   speculator: proposes drafts after each step.
     grammars: a token that a grammar forbids is replaced by one that it allows.
     """
@@ -70,7 +70,7 @@ class FakeExecutor:
         speculator: Speculator | None = None,
         grammars: GrammarBackend | None = None,
     ) -> None:
-        self._table = DeviceTable(max_rows, max_len, block_size, num_groups)
+        self._table = TableMirror(max_rows, max_len, block_size, num_groups)
         self._digests = np.zeros(max_rows, np.uint64)  # of the known tokens of each row
         self._adapter_seeds = np.zeros(max_rows, np.uint64)
         self._vocab_size = vocab_size
@@ -139,7 +139,7 @@ class FakeExecutor:
         failed, refused = self._constrain(rows, positions, tokens)
         if failed:
             return self._without(failed, refused, output, positions, tokens)
-        table.commit(rows, positions, tokens)
+        table.record_tokens(rows, positions, tokens)
         self._digests[rows] = _extend(self._digests[rows], tokens)
         return ModelRunnerOutput(output.step, tokens[:, None], np.ones(len(rows), np.int32), duration_s=self._step_s)
 
@@ -187,7 +187,7 @@ class FakeExecutor:
         """Return the result of a step in which some rows get no token."""
         rows = output.sample_rows
         kept = ~np.isin(rows, list(failed))
-        self._table.commit(rows[kept], positions[kept], tokens[kept])
+        self._table.record_tokens(rows[kept], positions[kept], tokens[kept])
         self._digests[rows[kept]] = _extend(self._digests[rows[kept]], tokens[kept])
         sampled = np.where(kept, tokens, -1)[:, None]
         return ModelRunnerOutput(
@@ -213,7 +213,7 @@ class FakeExecutor:
                     break
                 sampled[j, num_sampled[j]] = token[0]
                 num_sampled[j] += 1
-                self._table.commit(np.array([row]), np.array([position]), token)
+                self._table.record_tokens(np.array([row]), np.array([position]), token)
                 self._digests[row] = _extend(self._digests[row : row + 1], token)[0]
                 position += 1
                 if draft is None or token[0] != draft:

@@ -14,9 +14,8 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.worker.devices.streams import HostStreams, Streams
-from pagoda.worker.host_blocks import HostBlocks
 from pagoda.worker.host_memory import lazy_zeros
-from pagoda.worker.kv_slots import KVSlot, kv_slots
+from pagoda.worker.memory import KVSlot, kv_slots
 
 
 class CacheEngine:
@@ -133,3 +132,26 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # Unlike weights, not on huge pages: attention prefetches, so they would gain 2 % per step.
     return lazy_zeros(shape, dtype)
+
+
+class HostBlocks:
+    """Blocks of a device that are kept in host memory."""
+
+    def __init__(self, blocks: DeviceBlocks, num_blocks: int, streams: Streams) -> None:
+        memory = streams.new_host_memory(num_blocks * blocks.words * blocks.word.itemsize)
+        self._memory = memory.view(blocks.word).view(num_blocks, blocks.words)
+        self._streams = streams
+
+    def store(self, blocks: torch.Tensor, ids: np.ndarray) -> None:
+        """Begin to keep blocks [k, words] as `ids` (int32 [k])."""
+        self._streams.store(blocks, self._rows(ids))
+
+    def load(self, ids: np.ndarray) -> torch.Tensor:
+        """Return blocks `ids` on the device: [k, words]."""
+        return self._streams.load(self._rows(ids))
+
+    def _rows(self, ids: np.ndarray) -> list[torch.Tensor]:
+        """Return the memory of blocks `ids`, in pieces of consecutive ids."""
+        begins = np.concatenate([[0], np.flatnonzero(np.diff(ids) != 1) + 1, [len(ids)]])
+        first, count = ids[begins[:-1]].tolist(), np.diff(begins).tolist()
+        return [self._memory[start : start + num] for start, num in zip(first, count, strict=True)]

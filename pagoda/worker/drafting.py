@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
+from pagoda.worker.table_mirror import TableMirror
 
 logger = logging.getLogger("pagoda")
 
@@ -34,13 +34,13 @@ class Drafting:
         if self.speculator is not None:
             self.speculator.begin_step()
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """See Speculator."""
         if self.speculator is not None:
             self.speculator.apply(output, table)
 
     def finish_step(
-        self, output: SchedulerOutput, table: DeviceTable, num_sampled: np.ndarray, failed: Mapping[int, str]
+        self, output: SchedulerOutput, table: TableMirror, num_sampled: np.ndarray, failed: Mapping[int, str]
     ) -> dict[int, np.ndarray]:
         """Return drafts for the next step: see Speculator. `output` must not be empty.
 

@@ -7,7 +7,7 @@ import numpy as np
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import uniforms
-from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.table_mirror import TableMirror
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ def step_draws(output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.nd
     return Draws(rows, positions, logits, shared, num)
 
 
-def draw_params(table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> DrawParams | None:
+def draw_params(table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> DrawParams | None:
     """Return how the tokens at `positions` of `rows` (int32 [n]) are drawn; None if all are greedy."""
     temperature = table.temperature[rows]
     if not temperature.any():

@@ -9,7 +9,7 @@ import numpy as np
 from pagoda.base.abbreviate import shorten
 from pagoda.core.grammar import GrammarBackend, GrammarMatcher, MaskWork, num_mask_words
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.table_mirror import TableMirror
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class GrammarRows:
             if known is not None:
                 self._rows[row] = _RowGrammar(known.text, known.matcher.copy(), known.num_taken)
 
-    def begin(self, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> "Future[GrammarMasks] | None":
+    def begin(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> "Future[GrammarMasks] | None":
         """Begin to fill the masks of a step's draws on another thread; None if no row has a grammar.
 
         rows, positions: as Sampler.sample takes them. The table must not change before the result is there.
@@ -86,7 +86,7 @@ class GrammarRows:
         """Return whether one of `rows` has a grammar."""
         return bool(self._rows) and any(row in self._rows for row in rows.tolist())
 
-    def allowed_drafts(self, table: DeviceTable, drafts: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    def allowed_drafts(self, table: TableMirror, drafts: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Return drafts of the next step (int32 [k], by row) as far as their rows' grammars allow them."""
         if not any(row in self._rows for row in drafts):
             return drafts
@@ -108,7 +108,7 @@ class GrammarRows:
         """Whether any row has a grammar."""
         return bool(self._rows)
 
-    def forced(self, table: DeviceTable, row: int) -> Sequence[int]:
+    def forced(self, table: TableMirror, row: int) -> Sequence[int]:
         """Return the tokens that the row's grammar forces next; none if it has no grammar."""
         if row not in self._rows:
             return ()
@@ -119,7 +119,7 @@ class GrammarRows:
             return ()
         return tokens
 
-    def _caught_up(self, table: DeviceTable, row: int, position: int) -> GrammarMatcher:
+    def _caught_up(self, table: TableMirror, row: int, position: int) -> GrammarMatcher:
         """Return the row's matcher after it was given the output up to `position`."""
         grammar, prompt = self._rows[row], int(table.num_prompt[row])
         if position - prompt < grammar.num_taken:  # tokens were taken back
@@ -140,7 +140,7 @@ class GrammarRows:
             self._thread.shutdown()
             self._thread = None
 
-    def _fill(self, table: DeviceTable, rows: np.ndarray, positions: np.ndarray) -> GrammarMasks:
+    def _fill(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> GrammarMasks:
         draws = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
         bits = np.full((len(draws), self._num_words), -1, np.int32)
         work: list[MaskWork] = []
@@ -163,7 +163,7 @@ class GrammarRows:
                         refused.add(row)
         return GrammarMasks(draws, bits, failed, frozenset(refused))
 
-    def _fill_afresh(self, table: DeviceTable, row: int, position: int, masks: np.ndarray) -> GrammarMatcher:
+    def _fill_afresh(self, table: TableMirror, row: int, position: int, masks: np.ndarray) -> GrammarMatcher:
         """Fill the masks of a row whose matcher has failed, by a new matcher. Return it; it may have failed, too.
 
         The row's drafts are rejected: after them, nothing is allowed.

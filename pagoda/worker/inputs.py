@@ -16,13 +16,13 @@ from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
 from pagoda.worker.decode_inputs import DecodeInputs
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.draws import draw_params, step_draws
 from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.pooler import PooledChunk
 from pagoda.worker.prompt_embeds import StepEmbeds
 from pagoda.worker.queries import Queries
 from pagoda.worker.step_tokens import StepTokens, with_zeros
+from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.tokens_in_flight import TokensInFlight
 
 _NONE = np.empty(0, np.int64)
@@ -71,7 +71,7 @@ class StepInputs:
 
 
 def build_inputs(
-    table: DeviceTable,
+    table: TableMirror,
     output: SchedulerOutput,
     device: torch.device,
     adapters: np.ndarray | None = None,
@@ -193,7 +193,7 @@ class _Tail:
 
 
 def _input_arrays(
-    table: DeviceTable,
+    table: TableMirror,
     tokens: StepTokens,
     tail: _Tail,
     adapters: np.ndarray | None,
@@ -221,7 +221,7 @@ def _counts_up(index: np.ndarray, to: int) -> bool:
 
 
 def _extra_logits(
-    table: DeviceTable, output: SchedulerOutput, query_start: np.ndarray, pooling: PoolingKind
+    table: TableMirror, output: SchedulerOutput, query_start: np.ndarray, pooling: PoolingKind
 ) -> tuple[np.ndarray, tuple[tuple[int, int, int], ...], tuple[PooledChunk, ...]]:
     """Return the positions needed in addition to the draws': of prompt logprobs, then of pooled prompts."""
     rows = output.rows

@@ -1,15 +1,19 @@
-"""Available memory, and the number of KV blocks that fit in it. Does not import torch, for `pagoda plan`."""
+"""Available memory, what KV blocks and prompt embeddings take of it, and how many blocks fit.
+
+Does not import torch, for `pagoda plan`.
+"""
 
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.base.config import CacheConfig, DebugConfig
+from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.server_config import ServerLimits
 from pagoda.core.kv import KVSizing, longest_request
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv_specs import KVGroupSpec, KVShape, layers_per_block
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.worker.kv_slots import kv_block_bytes
 
 _MAX_BLOCKS = 2**31 - 2  # block ids are int32
 _GIB = 1024**3
@@ -214,3 +218,86 @@ def _too_little(cache: CacheConfig, max_model_len: int, budget: int, needed: int
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVSlot:
+    """One K and one V tensor, shared by the i-th layers of all groups and as large as the largest of them needs.
+
+    keys, values: elements per token.   scales: per token and tensor, in a cache of 8 bits.
+    """
+
+    keys: int
+    values: int
+    scales: int
+
+
+def kv_slots(groups: tuple[KVGroupSpec, ...]) -> tuple[KVSlot, ...]:
+    """Return the slots of a block: as many as the largest group has layers."""
+    return tuple(
+        KVSlot(
+            keys=max(shape.num_heads * shape.key_dim for shape in shapes),
+            values=max(shape.num_heads * shape.value_dim for shape in shapes),
+            scales=max(shape.num_heads for shape in shapes),
+        )
+        for shapes in (
+            [group.shape for group in groups if len(group.layers) > slot] for slot in range(layers_per_block(groups))
+        )
+    )
+
+
+def kv_bytes_per_slot(slot: KVSlot, kv_dtype: str) -> int:
+    """Return the bytes per token in one slot: K and V, and the scales of a cache of 8 bits."""
+    scales = 2 * slot.scales * _SCALE_BYTES if kv_dtype in WITH_SCALES else 0
+    return (slot.keys + slot.values) * DTYPE_BYTES[kv_dtype] + scales
+
+
+def kv_bytes_per_token(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
+    """Return the bytes of a token's K and V in all layers, without padding between unequal groups."""
+    return sum(len(group.layers) * kv_bytes_per_slot(_alone(group.shape), kv_dtype) for group in groups)
+
+
+def kv_block_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str, block_size: int) -> int:
+    """Return the bytes per block, in all slots."""
+    return block_size * sum(kv_bytes_per_slot(slot, kv_dtype) for slot in kv_slots(groups))
+
+
+def _alone(shape: KVShape) -> KVSlot:
+    return KVSlot(shape.num_heads * shape.key_dim, shape.num_heads * shape.value_dim, shape.num_heads)
+
+
+_HOST_BYTES = 2 * DTYPE_BYTES["float32"]
+"""Per element: the API process and the engine process both keep it until its request ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedsMemory:
+    """The most bytes that the embeddings of all admitted requests take.
+
+    host: of the processes that hold the requests.   device: of the worker, in the compute type.
+    """
+
+    host: int = 0
+    device: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.host + self.device
+
+
+def embeds_memory(size: int, dtype: str, limits: ServerLimits) -> EmbedsMemory:
+    """Return what the limits on request bodies and on tokens admit; nothing if neither is set.
+
+    size: elements of an embedding.   dtype: the compute type.
+    """
+    bounds: list[int] = []
+    if limits.max_queued_bytes:
+        # The smallest element in a body has two bytes, and base64 makes four characters of three bytes.
+        bounds.append(max(limits.max_queued_bytes, limits.max_body_bytes) * 3 // 8)
+    if limits.max_queued_tokens:
+        bounds.append(limits.max_queued_tokens * size)
+    elements = min(bounds, default=0)
+    return EmbedsMemory(elements * _HOST_BYTES, elements * DTYPE_BYTES[dtype])

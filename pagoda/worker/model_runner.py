@@ -12,7 +12,6 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_failure import cause_of
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.streams import HostStreams, Streams
 from pagoda.worker.drafting import Drafting
 from pagoda.worker.dry_runs import DryRuns
@@ -22,11 +21,11 @@ from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.launched_step import LaunchedStep, Submitted
 from pagoda.worker.pooler import Pooler
 from pagoda.worker.prompt_embeds import PromptEmbeds
-from pagoda.worker.prompt_logprobs import prompt_logprobs
-from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.sampler import Drawn, Sampler, prompt_logprobs
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.step_collector import StepCollector
 from pagoda.worker.step_times import StepTimes
+from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.tokens_in_flight import TokensInFlight
 
 
@@ -41,7 +40,7 @@ class ModelRunner:
     def __init__(
         self,
         forward: ForwardPass,
-        table: DeviceTable,
+        table: TableMirror,
         cache: CacheEngine,
         device: torch.device,
         sampler: Sampler | None = None,

@@ -5,6 +5,7 @@ Each is one call for the whole batch, and a row only pays for what it uses. Log-
 after the grammar masks and before everything else.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,14 +13,15 @@ import torch
 
 from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.scheduler_output import LogprobColumns
+from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
 from pagoda.kernels.ops import SamplingOps
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.logprobs import LogprobTensors
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
-from pagoda.worker.batch_constraints import batch_constraints
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarMasks
+from pagoda.worker.inputs import StepInputs
+from pagoda.worker.table_mirror import TableMirror
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +80,7 @@ class Sampler:
     def draw(
         self,
         logits: torch.Tensor,
-        table: DeviceTable,
+        table: TableMirror,
         rows: np.ndarray,
         positions: np.ndarray,
         masks: GrammarMasks | None,
@@ -126,3 +128,101 @@ def _spread(some: LogprobColumns, index: np.ndarray, tokens: np.ndarray) -> Logp
     ranks = np.zeros(len(tokens), np.int32)
     token_ids[index], logprobs[index], ranks[index] = some.token_ids, some.logprobs, some.ranks
     return LogprobColumns(token_ids, logprobs, ranks)
+
+
+_NO_IDS = np.empty(0, np.int32)
+_NO_VALUES = np.empty(0, np.float32)
+
+
+def batch_constraints(
+    table: TableMirror, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
+) -> BatchConstraints:
+    """Return what changes in the logits of the draws (int64 [m]) of constrained rows (int32 [m]).
+
+    positions: int32 [m], of the tokens to sample. A row may occur several times, at ascending positions.
+    """
+    of_row = [constraints for row in rows.tolist() if (constraints := table.constraints[row]) is not None]
+    assert len(of_row) == len(rows), "table.constrained disagrees with table.constraints"
+
+    penalized, counts = _penalized(table, rows, positions)
+    values = [constraints.bias for constraints in of_row if constraints.bias.size]
+    forbidden = [
+        constraints.forbidden(table.token_ids[row, num_prompt:position])
+        for constraints, row, num_prompt, position in zip(
+            of_row, rows.tolist(), table.num_prompt[rows].tolist(), positions.tolist(), strict=True
+        )
+    ]
+    return BatchConstraints(
+        rows=draws,
+        bias=TokenLists.of([constraints.bias_ids for constraints in of_row]),
+        bias_values=np.concatenate(values) if values else _NO_VALUES,
+        penalized=penalized,
+        output_counts=counts,
+        repetition=table.repetition[rows],
+        frequency=table.frequency[rows],
+        presence=table.presence[rows],
+        allowed=[constraints.allowed for constraints in of_row],
+        forbidden=TokenLists.of(forbidden),
+    )
+
+
+def _penalized(table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> tuple[TokenLists, np.ndarray]:
+    """Return the tokens that the penalties of each draw apply to, and their counts in the output (int32)."""
+    ids, counts = [], []
+    for row, position, num_tokens in zip(
+        rows.tolist(), positions.tolist(), table.num_tokens[rows].tolist(), strict=True
+    ):
+        counted = table.token_counts[row]
+        if counted is None:
+            found, times = _NO_IDS, _NO_IDS
+        else:
+            found, times = counted.before(position, table.token_ids[row], num_tokens)
+        ids.append(found)
+        counts.append(times)
+    return TokenLists.of(ids), np.concatenate(counts)
+
+
+_LOGITS_ROWS = 256  # prompt positions whose logits are in memory at once
+
+
+def prompt_logprobs(
+    inputs: StepInputs, table: TableMirror, sampler: Sampler, logits: Callable[[int, int], torch.Tensor]
+) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
+    """Compute the log-probabilities of the next prompt token at the step's prompt positions that need them.
+
+    logits: of logits_index[begin:end], float32 [end - begin, V].
+    Return (row, number of pieces) of each row, and three tensors for each piece.
+    """
+    counts: list[tuple[int, int]] = []
+    pieces: list[torch.Tensor] = []
+    if not inputs.prompt_rows:
+        return counts, pieces
+    offset, device = inputs.num_logits, inputs.draw_index.device
+    following = [table.token_ids[row, first + 1 : first + count + 1] for row, first, count in inputs.prompt_rows]
+    (chosen,) = to_device([np.concatenate(following).astype(np.int64)], device)
+    for (row, _, count), of_row in zip(inputs.prompt_rows, chosen.split([len(ids) for ids in following]), strict=True):
+        k = int(table.num_prompt_logprobs[row])
+        spans = list(_spans(count, _LOGITS_ROWS))
+        for begin, end in spans:
+            columns = sampler.top_logprobs(logits(offset + begin, offset + end), of_row[begin:end], k)
+            pieces += [columns.token_ids, columns.logprobs, columns.ranks]
+        counts.append((row, len(spans)))
+        offset += count
+    return counts, pieces
+
+
+def prompt_logprob_columns(counts: list[tuple[int, int]], arrays: list[np.ndarray]) -> dict[int, LogprobColumns]:
+    """Return the columns of each row of `prompt_logprobs`.   arrays: copies of its tensors."""
+    found: dict[int, LogprobColumns] = {}
+    at = 0
+    for row, num_pieces in counts:
+        columns = [np.concatenate(arrays[at + nth : at + 3 * num_pieces : 3]) for nth in range(3)]
+        found[row] = LogprobColumns(*columns)
+        at += 3 * num_pieces
+    return found
+
+
+def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of 0 .. count in pieces of at most `most`."""
+    for begin in range(0, count, most):
+        yield begin, min(begin + most, count)

@@ -7,15 +7,14 @@ import numpy as np
 
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.device_failure import cause_of
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.streams import Streams
 from pagoda.worker.drafting import Drafting
 from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.inputs import StepInputs
 from pagoda.worker.launched_step import LaunchedStep, Submitted, accepted_draws, tokens_by_sample
-from pagoda.worker.prompt_logprobs import prompt_logprob_columns
-from pagoda.worker.sampler import Sampled
+from pagoda.worker.sampler import Sampled, prompt_logprob_columns
 from pagoda.worker.step_times import StepTimes
+from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.tokens_in_flight import TokensInFlight
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
@@ -27,7 +26,7 @@ class StepCollector:
     """Waits for the results of steps, commits their tokens to the table, and asks for the next step's drafts."""
 
     def __init__(
-        self, table: DeviceTable, tokens: TokensInFlight, drafting: Drafting, times: StepTimes, streams: Streams
+        self, table: TableMirror, tokens: TokensInFlight, drafting: Drafting, times: StepTimes, streams: Streams
     ) -> None:
         self._table = table
         self._tokens = tokens
@@ -114,7 +113,7 @@ class StepCollector:
         rows, positions = step.inputs.draw_rows, step.inputs.draw_positions
         if step.users is not None:
             accepted = accepted & self._tokens.arrived(rows, positions, step.users)
-        self._table.commit(rows[accepted], positions[accepted], drawn.tokens[accepted])
+        self._table.record_tokens(rows[accepted], positions[accepted], drawn.tokens[accepted])
 
 
 def _failed_draws(inputs: StepInputs, drawn: Sampled, masks: GrammarMasks | None) -> dict[int, str]:

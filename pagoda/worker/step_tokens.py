@@ -6,8 +6,8 @@ import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.decode_inputs import PaddedSize
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.queries import Queries
+from pagoda.worker.table_mirror import TableMirror
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class StepTokens:
         return self.max_query_len == 1
 
     @classmethod
-    def gather(cls, table: DeviceTable, output: SchedulerOutput) -> "StepTokens":
+    def gather(cls, table: TableMirror, output: SchedulerOutput) -> "StepTokens":
         """Gather the tokens of `output`, which must not be empty and must have been applied to `table`."""
         rows = output.rows
         # Kernels read raw int32 memory.

@@ -12,19 +12,17 @@ from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.cuda import CudaDevice
-from pagoda.worker.dry_runs import DryRuns
+from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
 from pagoda.worker.forward_pass import ForwardPass, ReplayedForward
 from pagoda.worker.grammar_rows import GrammarRows
-from pagoda.worker.largest_steps import LargestSteps, largest_graphs
 from pagoda.worker.launched_step import LaunchedStep
-from pagoda.worker.loaded_model import LoadedModel, load
+from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.prompt_embeds import PromptEmbeds
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.make import make_speculator
-from pagoda.worker.worker_config import DTYPES, WorkerConfig
+from pagoda.worker.table_mirror import TableMirror
 
 logger = logging.getLogger("pagoda")
 
@@ -105,7 +103,7 @@ class Worker:
         forward, cache: of the model, or of the one that drafts for it.
         """
         # Rows without blocks: all of their tokens are in the null block.
-        table = DeviceTable(self._config.max_rows, loaded.max_len, self._config.block_size, steps.num_groups)
+        table = TableMirror(self._config.max_rows, loaded.max_len, self._config.block_size, steps.num_groups)
         runs = DryRuns(forward, table, cache, loaded.device.device, Sampler(loaded.ops))
         for step in steps:
             runs.run(step)
@@ -155,7 +153,7 @@ class Worker:
 
     def _make_runner(self, loaded: LoadedModel, cache: CacheEngine) -> ModelRunner:
         config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device.device
-        table = DeviceTable(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
+        table = TableMirror(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
         embeds = PromptEmbeds(loaded.dtype, device) if config.takes_embeds else None

@@ -22,11 +22,11 @@ from pagoda.engine_setup import resolve_engine
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.loading.model_files import ModelFiles
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import ReplayedForward
 from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request
 
@@ -92,7 +92,7 @@ class TappedSampler:
     def draw(
         self,
         logits: torch.Tensor,
-        table: DeviceTable,
+        table: TableMirror,
         rows: np.ndarray,
         positions: np.ndarray,
         masks: GrammarMasks | None,

@@ -27,8 +27,8 @@ from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizers.folder_tokenizer import load_folder_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine_setup import resolve_engine
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.grammar_rows import GrammarRows
+from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import EOS, VOCAB, write_byte_llama
 from tests.engine.driver import Answers, drive, make_core, request
@@ -275,7 +275,7 @@ def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int, en
 
 def test_a_worker_offers_only_drafts_that_the_grammar_allows(tokenizer: Tokenizer) -> None:
     backend = LlguidanceBackend(lambda: tokenizer, VOCAB, 1)
-    rows, table = GrammarRows(backend, VOCAB), DeviceTable(4, 64, 8, 1)
+    rows, table = GrammarRows(backend, VOCAB), TableMirror(4, 64, 8, 1)
     prompt = np.array([5, 6], np.int32)
     init = RowInit(2, "r", 0, AdmitKind.NEW, prompt, 2, 0, (np.zeros(1, np.int32),), 0, (EOS,), KINDS[4])
     plain = dataclasses.replace(init, row=1, sampling=SamplingParams())
@@ -283,7 +283,7 @@ def test_a_worker_offers_only_drafts_that_the_grammar_allows(tokenizer: Tokenize
     output = SchedulerOutput(1, none, none, none, none, none, 0, admitted=(init, plain))
     rows.apply(output)
     table.apply(output)
-    table.commit(np.array([2]), np.array([2]), np.array(tokenizer.encode("y", False)))
+    table.record_tokens(np.array([2]), np.array([2]), np.array(tokenizer.encode("y", False)))
     drafts = {row: np.array(tokenizer.encode("esx", False), np.int32) for row in (1, 2)}
     kept = rows.allowed_drafts(table, drafts)
     assert tokenizer.decode(kept[2].tolist()) == "es"

@@ -9,8 +9,7 @@ import torch
 from pagoda.worker import worker as worker_module
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.graphed_forward import GraphedForward
-from pagoda.worker.loaded_model import LoadedModel, load
-from pagoda.worker.worker_config import WorkerConfig
+from pagoda.worker.loaded_model import LoadedModel, WorkerConfig, load
 from tests.worker.lagging_streams import LaggingStreams
 
 

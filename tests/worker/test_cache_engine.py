@@ -4,9 +4,8 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
-from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.cache_engine import CacheEngine, HostBlocks
 from pagoda.worker.devices.streams import HostStreams, Streams
-from pagoda.worker.host_blocks import HostBlocks
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.worker.hand_made import step
 from tests.worker.lagging_streams import LaggingStreams

@@ -23,8 +23,8 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.devices.streams import HostStreams
+from pagoda.worker.dry_runs import LargestSteps, largest_graphs
 from pagoda.worker.forward_pass import EagerForward
-from pagoda.worker.largest_steps import LargestSteps, largest_graphs
 from pagoda.worker.sampler import Sampler
 from tests.engine.driver import drive, request, write_tiny_llama
 from tests.fake_cuda import FakeCuda

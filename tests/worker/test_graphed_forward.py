@@ -21,13 +21,13 @@ from pagoda.kernels.transfer import to_device
 from pagoda.worker import graphed_forward, sampler
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.decode_inputs import DecodeInputs, PaddedSize, padded_context, padded_rows, padded_tokens
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.devices.streams import Streams
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.inputs import build_inputs
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.queries import Queries
+from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 from tests.worker.lagging_streams import LaggingStreams
 from tests.worker.recalls import Recalls
@@ -41,7 +41,7 @@ def make(capture, streams: Streams | None = None) -> tuple[ModelRunner, GraphedF
     ops: Any = TorchOps()
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
     forward = GraphedForward(model, ops, 8, 64, CPU, capture=capture)
-    return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU, streams=streams), forward, cache
+    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, CPU, streams=streams), forward, cache
 
 
 def decode(run: ModelRunner, numbers: range) -> None:
@@ -143,7 +143,7 @@ def test_a_new_cache_is_captured_again() -> None:
     decode(run, range(3))
     assert forward.num_graphs == 1
     cache = CacheEngine(PagedSumModel().kv_groups, BLOCK, 60, 0, torch.float32, CPU)
-    again = ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, CPU)
+    again = ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, CPU)
     decode(again, range(3))
     assert forward.num_graphs == 1
 
@@ -310,7 +310,7 @@ def test_steps_with_adapters_have_graphs_until_their_tables_move() -> None:
     forward = GraphedForward(model, ops, 8, 64, CPU, tables, recalls)  # type: ignore[arg-type]
     plain = EagerForward(model, ops, tables)  # type: ignore[arg-type]
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
-    table, slots = DeviceTable(8, 64, BLOCK, 1), i32(0, 2, 1, 0, 0, 0, 0, 0)
+    table, slots = TableMirror(8, 64, BLOCK, 1), i32(0, 2, 1, 0, 0, 0, 0, 0)
     table.apply(step(1, [(0, 0, 1)], admitted=tuple(row_init(row, [3 + row, 1, 4], [1 + row]) for row in range(3))))
     for number in range(8):
         if number in (0, 4):
@@ -332,7 +332,7 @@ def test_steps_of_several_tokens_per_row(num_layers: int) -> None:
     rng, model, ops, recalls = np.random.default_rng(0), PagedSumModel(), TorchOps(), Recalls()
     cache, plain_cache = (CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU) for _ in range(2))
     forward = GraphedForward(model, ops, 8, 64, CPU, capture=recalls, max_query_len=4)  # type: ignore[arg-type]
-    plain, table = EagerForward(model, ops), DeviceTable(8, 64, BLOCK, 1)  # type: ignore[arg-type]
+    plain, table = EagerForward(model, ops), TableMirror(8, 64, BLOCK, 1)  # type: ignore[arg-type]
     known = [rng.integers(0, 90, 40).tolist() for _ in range(8)]
     blocks = [range(1 + 7 * row, 8 + 7 * row) for row in range(8)]
     admitted = tuple(row_init(row, tokens[:20], blocks[row]) for row, tokens in enumerate(known))

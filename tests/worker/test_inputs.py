@@ -12,9 +12,9 @@ from pagoda.core.scheduler_output import RowFork, SchedulerOutput
 from pagoda.kernels.native.arguments import new_group
 from pagoda.kernels.transfer import bulk_copy
 from pagoda.models.base import TOKEN_TYPES
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.pooler import PooledChunk
+from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import DeviceUnderTest, moved
 from tests.worker.hand_made import i32, row_init, step
 
@@ -22,21 +22,21 @@ CPU = torch.device("cpu")
 BLOCK = 4
 
 
-def random_table(rng: np.random.Generator, num_groups: int) -> DeviceTable:
-    table = DeviceTable(16, 64, BLOCK, num_groups)
+def random_table(rng: np.random.Generator, num_groups: int) -> TableMirror:
+    table = TableMirror(16, 64, BLOCK, num_groups)
     table.token_ids[:] = rng.integers(0, 1000, table.token_ids.shape)
     for blocks in table.block_tables:
         blocks[:] = rng.integers(1, 500, blocks.shape)
     return table
 
 
-def built(table: DeviceTable, output: SchedulerOutput, on: DeviceUnderTest, num_token_types: int = 0) -> StepInputs:
+def built(table: TableMirror, output: SchedulerOutput, on: DeviceUnderTest, num_token_types: int = 0) -> StepInputs:
     """Return the inputs that are built on a device, brought back from it."""
     inputs = build_inputs(table, output, on.device, num_token_types=num_token_types)
     return replace(inputs, batch=moved(inputs.batch, CPU), draw_logits=moved(inputs.draw_logits, CPU))
 
 
-def check(table: DeviceTable, output: SchedulerOutput, inputs: StepInputs) -> None:
+def check(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> None:
     """Everything a forward pass reads, token by token."""
     t = 0
     for i, (row, start, count) in enumerate(zip(output.rows, output.start, output.num_new, strict=True)):
@@ -60,7 +60,7 @@ def check(table: DeviceTable, output: SchedulerOutput, inputs: StepInputs) -> No
         assert metadata.block_table.dtype == metadata.seq_lens.dtype == metadata.query_start.dtype == torch.int32
 
 
-def check_tail(table: DeviceTable, output: SchedulerOutput, inputs: StepInputs) -> None:
+def check_tail(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> None:
     """The tail is whole ends of rows, no longer than what is wanted of them."""
     tail = inputs.batch.tail
     wanted = set(asked(inputs))
@@ -126,7 +126,7 @@ def test_a_model_without_kv_has_rows_all_the_same(on: DeviceUnderTest) -> None:
 @pytest.mark.parametrize("num_token_types", [1, 2, 3])
 def test_token_types_of_pairs(num_token_types: int, on: DeviceUnderTest) -> None:
     """Type 1 from the second text on, in models that have it; rows are used again without what they had."""
-    table = DeviceTable(4, 16, BLOCK, 1)
+    table = TableMirror(4, 16, BLOCK, 1)
     pair, single = PoolingParams(pair_start=3), PoolingParams()
     admitted = row_init(2, [5] * 5, [1, 2], None, pooling=pair), row_init(0, [5] * 4, [3], None, pooling=single)
     output = step(1, [(2, 0, 5), (0, 0, 4)], [], admitted=admitted)
@@ -194,7 +194,7 @@ def test_drafts_draw_at_each_of_their_positions(on: DeviceUnderTest) -> None:
 
 
 def test_prompt_logprobs_and_pooling_ask_for_more_positions(on: DeviceUnderTest) -> None:
-    table = DeviceTable(4, 64, BLOCK, 1)
+    table = TableMirror(4, 64, BLOCK, 1)
     wants = SamplingParams(prompt_logprobs=3)
     admitted = (
         row_init(0, range(6), [1, 2], wants),

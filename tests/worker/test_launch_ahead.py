@@ -16,10 +16,10 @@ from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker import sampler as sampler_module
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, VOCAB, PagedSumModel, expected_next, i32, row_init, step
 from tests.worker.lagging_streams import LaggingStreams
 from tests.worker.sync_watch import SyncWatch
@@ -28,11 +28,11 @@ CPU = torch.device("cpu")
 BLOCK = 4
 
 
-def make(broken_token: int = -1, ops: Any = None) -> tuple[ModelRunner, DeviceTable, LaggingStreams]:
+def make(broken_token: int = -1, ops: Any = None) -> tuple[ModelRunner, TableMirror, LaggingStreams]:
     model = PagedSumModel(broken_token)
     streams = LaggingStreams()
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 10, torch.float32, CPU, streams)
-    table = DeviceTable(8, 64, BLOCK, 1)
+    table = TableMirror(8, 64, BLOCK, 1)
     forward = EagerForward(cast(Any, model), ops or cast(Any, TorchOps()))
     return ModelRunner(forward, table, cache, CPU, Sampler(ops), streams=streams), table, streams
 

@@ -19,11 +19,14 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.embeds_memory import embeds_memory
-from pagoda.worker.kv_slots import KVSlot, kv_block_bytes, kv_bytes_per_token, kv_slots
 from pagoda.worker.memory import (
     KVCapacity,
+    KVSlot,
     available_memory,
+    embeds_memory,
+    kv_block_bytes,
+    kv_bytes_per_token,
+    kv_slots,
     memory_limit,
     plan_capacity,
     require_host_memory,

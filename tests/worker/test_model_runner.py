@@ -11,10 +11,10 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import BlockDelta, RowFork
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 
@@ -26,7 +26,7 @@ def runner(on: DeviceUnderTest, broken_token: int = -1) -> ModelRunner:
     make_blocks = ops.make_device_blocks
     cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, on.device, streams, make_blocks)
     forward = EagerForward(cast("Any", model), ops)
-    return ModelRunner(forward, DeviceTable(8, 64, BLOCK, 1), cache, on.device, Sampler(ops), streams=streams)
+    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, on.device, Sampler(ops), streams=streams)
 
 
 def continued(prompt: list[int], count: int) -> list[int]:

@@ -9,9 +9,9 @@ from pagoda.core.scheduler_output import RowFork, RowInit
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import sample as sample_by_definition
 from pagoda.kernels.sampling.reference import uniforms
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.draws import draw_params
 from pagoda.worker.sampler import Sampled, Sampler
+from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import DeviceUnderTest
 from tests.worker.hand_made import i32, row_init, step
 
@@ -19,9 +19,9 @@ VOCAB = 50
 EOS = (2, 3)
 
 
-def make_table(params: list[SamplingParams], histories: list[list[int]], num_prompt: int = 3) -> DeviceTable:
+def make_table(params: list[SamplingParams], histories: list[list[int]], num_prompt: int = 3) -> TableMirror:
     """Row i holds histories[i], the first num_prompt tokens of it a prompt; its seed is 100 + i."""
-    table = DeviceTable(len(params), 64, 16, 1)
+    table = TableMirror(len(params), 64, 16, 1)
     admitted = tuple(
         row_init(i, history, [1, 2], of, num_prompt=num_prompt, seed=100 + i, eos=EOS)
         for i, (of, history) in enumerate(zip(params, histories, strict=True))
@@ -30,14 +30,14 @@ def make_table(params: list[SamplingParams], histories: list[list[int]], num_pro
     return table
 
 
-def draw(table: DeviceTable, logits: torch.Tensor, on: DeviceUnderTest, rows: list[int] | None = None) -> Sampled:
+def draw(table: TableMirror, logits: torch.Tensor, on: DeviceUnderTest, rows: list[int] | None = None) -> Sampled:
     """Sample on a device from logits that are on the CPU, and stay as they are."""
     picked = i32(*(rows if rows is not None else range(len(logits))))
     return sample(Sampler(on.ops()), logits.to(on.device, copy=True), table, picked, table.num_tokens[picked])
 
 
 def sample(
-    sampler: Sampler, logits: torch.Tensor, table: DeviceTable, rows: np.ndarray, positions: np.ndarray
+    sampler: Sampler, logits: torch.Tensor, table: TableMirror, rows: np.ndarray, positions: np.ndarray
 ) -> Sampled:
     """Draw, and wait for the tokens."""
     drawn = sampler.draw(logits, table, rows, positions, None, draw_params(table, rows, positions))
@@ -124,7 +124,7 @@ def test_a_row_alone_in_a_batch_and_after_preemption_gives_the_same(on: DeviceUn
     assert again.tokens.tolist() == together.tokens[shuffled].tolist()
     for i in range(40):
         # After a preemption the row may be another one, and everything comes from its RowInit.
-        table = DeviceTable(3, 64, 16, 1)
+        table = TableMirror(3, 64, 16, 1)
         init = row_init(2, histories[i], [1], params[i], num_prompt=3, seed=100 + i, eos=EOS)
         table.apply(step(9, [], admitted=(init,)))
         alone = draw(table, logits[i : i + 1], on, [2])
@@ -163,7 +163,7 @@ def test_random_combinations_over_steps(kernels: str, seed: int, on: DeviceUnder
     params = [any_params(rng) for _ in range(num_rows)]
     prompts = [rng.integers(0, VOCAB, rng.integers(1, 12)).tolist() for _ in params]
     tokens = [list(prompt) for prompt in prompts]
-    table = DeviceTable(num_rows, 128, 16, 1)
+    table = TableMirror(num_rows, 128, 16, 1)
     table.apply(step(1, [], admitted=tuple(admission(i, tokens[i], prompts[i], params[i]) for i in range(num_rows))))
     for number in range(2, 2 + num_steps):
         src, dst = rng.choice(num_rows, 2, replace=False).tolist()
@@ -196,7 +196,7 @@ def test_random_combinations_over_steps(kernels: str, seed: int, on: DeviceUnder
             last = int(got.tokens[mine[accepted[row]]])
             new = [*draft[: accepted[row]], last]
             at = np.arange(len(tokens[row]), len(tokens[row]) + len(new), dtype=np.int32)
-            table.commit(np.full(len(new), row, np.int32), at, np.array(new))
+            table.record_tokens(np.full(len(new), row, np.int32), at, np.array(new))
             tokens[row] += new
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pagoda.worker.token_counts import TokenCounts
+from pagoda.worker.constraints import TokenCounts
 
 
 def counted_from_scratch(tokens: list[int], num_prompt: int, with_prompt: bool) -> dict[int, int]:

@@ -8,8 +8,8 @@ from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import CapacityError, ConfigError, WorkerDied
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.loading.model_files import identify
+from pagoda.worker.loaded_model import WorkerConfig
 from pagoda.worker.worker import Worker
-from pagoda.worker.worker_config import WorkerConfig
 from tests.engine.driver import write_tiny_llama
 from tests.worker.hand_made import row_init, step
 

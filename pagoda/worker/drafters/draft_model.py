@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, MAX_DRAFT_STEP_TOKENS, NO_DRAFT, Draft
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.table_mirror import TableMirror
 
 
 class DraftModelDrafter:
@@ -36,7 +36,7 @@ class DraftModelDrafter:
         self._used_at = np.zeros(max_rows, np.int64)
         self._now = 0
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Free the blocks of rows that end or begin."""
         for row in output.released.tolist():
             self._forget(row)
@@ -45,7 +45,7 @@ class DraftModelDrafter:
         for fork in output.forks:
             self._forget(fork.dst)
 
-    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         self._now += 1
         self._used_at[rows] = self._now
         drafts: list[Draft] = [NO_DRAFT] * len(rows)
@@ -64,7 +64,7 @@ class DraftModelDrafter:
             drafts[i] = Draft(drawn, GRADE_OF_MODEL)
         return drafts
 
-    def _catch_up(self, table: DeviceTable, rows: np.ndarray) -> np.ndarray:
+    def _catch_up(self, table: TableMirror, rows: np.ndarray) -> np.ndarray:
         """Share a step's tokens among the rows, those first that lack least; compute a chunk of one that lacks more.
 
         Return which rows can be drafted for (bool [num_rows]): what they lack is computed with their first draw.
@@ -85,7 +85,7 @@ class DraftModelDrafter:
             budget -= int(lacking[i])
         return is_ready
 
-    def _copy_tokens(self, table: DeviceTable, row: int) -> None:
+    def _copy_tokens(self, table: TableMirror, row: int) -> None:
         """Take over the row's known tokens; forget drafts that were wrong. Its last token is never computed yet."""
         own = self._draft.table.token_ids[row]
         known = int(table.num_tokens[row])

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
+from pagoda.worker.table_mirror import TableMirror
 
 NUM_GRADES = 6
 """Drafts are graded 0 .. 5 by how sure the drafter is. Acceptance is counted per grade, so grades need no scale."""
@@ -43,11 +43,11 @@ class Drafter(Protocol):
         """Whether proposals take forward passes and are never empty; otherwise they are looked up."""
         ...
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Note the step's events (rows released, admitted, forked). Called before they are applied to `table`."""
         ...
 
-    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         """Return a draft for each of `rows` (int32 [n]), of at most `most` tokens (int32 [n], at least 1).
 
         A row's known tokens are table.token_ids[row, :table.num_tokens[row]].

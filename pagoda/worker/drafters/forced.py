@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import NO_DRAFT, NUM_GRADES, Draft, Drafter
 from pagoda.worker.grammar_rows import GrammarRows
+from pagoda.worker.table_mirror import TableMirror
 
 
 class ForcedDrafter:
@@ -23,11 +23,11 @@ class ForcedDrafter:
         self._other = other
         self.runs_model = other is not None and other.runs_model
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         if self._other is not None:
             self._other.apply(output, table)
 
-    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         if self._other is not None and (self._grammars is None or not self._grammars.any):
             return self._other.propose(table, rows, most)
         drafts = [self._forced(table, row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
@@ -38,6 +38,6 @@ class ForcedDrafter:
                 drafts[i] = draft
         return drafts
 
-    def _forced(self, table: DeviceTable, row: int, most: int) -> Draft:
+    def _forced(self, table: TableMirror, row: int, most: int) -> Draft:
         tokens = self._grammars.forced(table, row) if self._grammars is not None else ()
         return Draft(np.array(tokens[:most], np.int32), NUM_GRADES - 1) if tokens else NO_DRAFT

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, NO_DRAFT, Draft
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.table_mirror import TableMirror
 
 
 class LayerSkipDrafter:
@@ -33,7 +33,7 @@ class LayerSkipDrafter:
         self._num_blocks = np.zeros((len(tables), tables[0].shape[0]), np.int32)  # valid entries per group and row
         self._forked: set[int] = set()
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Follow how many blocks each row has: entries after them in the table are leftovers of other rows."""
         held = self._num_blocks
         held[:, output.released] = 0
@@ -46,7 +46,7 @@ class LayerSkipDrafter:
             held[:, fork.dst] = held[:, fork.src]
             self._forked |= {fork.src, fork.dst}
 
-    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         start = table.num_tokens[rows] - 1
         slots = self._num_blocks[:, rows].min(0) * self._block_size
         most = np.minimum(most, slots - start)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import NO_DRAFT, Draft, grade_of_match
 from pagoda.worker.drafters.matching import continue_from, longest_suffix_matches
+from pagoda.worker.table_mirror import TableMirror
 
 
 class NgramDrafter:
@@ -23,13 +23,13 @@ class NgramDrafter:
         self._min = lookup_min
         self._max = lookup_max
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Nothing to note."""
 
-    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         return [self._draft(table, row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
 
-    def _draft(self, table: DeviceTable, row: int, most: int) -> Draft:
+    def _draft(self, table: TableMirror, row: int, most: int) -> Draft:
         tokens = table.token_ids[row, : table.num_tokens[row]]
         ends, length = longest_suffix_matches(tokens, self._max)
         if length < self._min:

@@ -9,11 +9,11 @@ import torch
 from pagoda.core.scheduler_output import NO_INTS, SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.worker.adapters import Adapters
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.draws import draw_params
 from pagoda.worker.forward_pass import ForwardPass
 from pagoda.worker.inputs import StepInputs, build_inputs
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.tokens_in_flight import TokensInFlight
 
 
@@ -26,7 +26,7 @@ class DraftForward:
     """
 
     forward: ForwardPass
-    table: DeviceTable
+    table: TableMirror
     kv: Sequence[KVLayer]
     device: torch.device
     num_layers: int = 0
@@ -62,7 +62,7 @@ class DraftForward:
 
 
 def roll_out(
-    draft: DraftForward, target: DeviceTable, sampler: Sampler, rows: np.ndarray, start: np.ndarray, most: np.ndarray
+    draft: DraftForward, target: TableMirror, sampler: Sampler, rows: np.ndarray, start: np.ndarray, most: np.ndarray
 ) -> list[np.ndarray]:
     """Return most[i] tokens (int32), at least 1, for each of `rows`, drawn one after the other.
 
@@ -92,7 +92,7 @@ def roll_out(
 class _Drawn:
     """Tokens that are drawn step by step, and collected when the host needs them."""
 
-    def __init__(self, draft: DraftForward, target: DeviceTable, rows: np.ndarray, most: np.ndarray) -> None:
+    def __init__(self, draft: DraftForward, target: TableMirror, rows: np.ndarray, most: np.ndarray) -> None:
         self._tables = target, draft.table
         self._rows = rows
         self._ends = target.num_tokens[rows]

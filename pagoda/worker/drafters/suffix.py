@@ -12,10 +12,10 @@ from hashlib import blake2b
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import NO_DRAFT, Draft, grade_of_match
 from pagoda.worker.drafters.matching import continue_from, longest_suffix_matches
 from pagoda.worker.drafters.output_pool import OutputPool
+from pagoda.worker.table_mirror import TableMirror
 
 _POOL_TOKENS = 1 << 18
 _MOST_VOTES = 8  # occurrences whose continuations are counted, latest first
@@ -46,7 +46,7 @@ class SuffixDrafter:
         self._owners: dict[int, int] = {}  # by row
         self._request_ids: dict[int, str] = {}  # by row
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Keep the outputs of released rows; note the cache salts of new ones."""
         for row in output.released.tolist():
             owner = self._owners.pop(row, None)
@@ -61,10 +61,10 @@ class SuffixDrafter:
             self._owners[fork.dst] = self._owners[fork.src]
             self._request_ids[fork.dst] = self._request_ids[fork.src]
 
-    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         return [self._draft(table, row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
 
-    def _draft(self, table: DeviceTable, row: int, most: int) -> Draft:
+    def _draft(self, table: TableMirror, row: int, most: int) -> Draft:
         depth = self._settings.max_depth
         tokens = table.token_ids[row, : table.num_tokens[row]]
         ends, length = longest_suffix_matches(tokens, depth)

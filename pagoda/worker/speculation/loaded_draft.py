@@ -9,8 +9,8 @@ from pagoda.loading.loader import load_model
 from pagoda.models.base import Model
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
+from pagoda.worker.dry_runs import LargestSteps
 from pagoda.worker.forward_pass import ForwardPass
-from pagoda.worker.largest_steps import LargestSteps
 from pagoda.worker.make_forward import make_forward
 from pagoda.worker.speculation.setup import DraftSetup
 

@@ -7,7 +7,6 @@ import torch
 from pagoda.kernels.ops import Ops
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.registry import DraftParts, make_drafter
 from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.forward_pass import ForwardPass
@@ -17,12 +16,13 @@ from pagoda.worker.speculation.controller import DraftController
 from pagoda.worker.speculation.loaded_draft import LoadedDraft
 from pagoda.worker.speculation.setup import DraftSetup
 from pagoda.worker.speculation.speculator import Speculator
+from pagoda.worker.table_mirror import TableMirror
 
 
 def make_speculator(
     setup: DraftSetup,
     forward: ForwardPass,
-    table: DeviceTable,
+    table: TableMirror,
     cache: CacheEngine,
     ops: Ops,
     device: torch.device,
@@ -40,7 +40,7 @@ def make_speculator(
     if setup.num_layers:
         parts = DraftParts(DraftForward(forward, table, cache.layers, device, setup.num_layers, adapters), Sampler(ops))
     elif draft is not None:
-        own_table = DeviceTable(*table.token_ids.shape, table.block_size, len(draft.model.kv_groups))
+        own_table = TableMirror(*table.token_ids.shape, table.block_size, len(draft.model.kv_groups))
         drafting = DraftForward(draft.forward, own_table, draft.cache.layers, device)
         parts = DraftParts(drafting, Sampler(ops), draft.num_blocks)
     drafter = make_drafter(setup.config, parts, grammars)

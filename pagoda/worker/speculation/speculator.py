@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import Drafter
 from pagoda.worker.speculation.controller import DraftController
+from pagoda.worker.table_mirror import TableMirror
 
 _SAME_BUSY_PERIOD = 0.25  # of a step's duration: after a longer pause the engine was idle in between
 _PATIENCE = 4  # steps in a row without a draft, after which the next ones are promised to have none either
@@ -97,7 +97,7 @@ class Speculator:
         step.begin_s = self._now()
         step.gap_s = step.begin_s - step.end_s
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Note the step's events; call it before they are applied to `table`."""
         self._drafter.apply(output, table)
         for init in output.admitted:
@@ -114,7 +114,7 @@ class Speculator:
                 self._controller.copy(fork.src, fork.dst)
 
     def finish_step(
-        self, output: SchedulerOutput, table: DeviceTable, num_sampled: np.ndarray, failed: Mapping[int, str]
+        self, output: SchedulerOutput, table: TableMirror, num_sampled: np.ndarray, failed: Mapping[int, str]
     ) -> dict[int, np.ndarray]:
         """Learn from the step's results and return the drafts for the next one, by row: int32 [k], k at least 1.
 
@@ -160,7 +160,7 @@ class Speculator:
         before_s = step.draft_s + step.gap_s if is_busy else step.draft_s
         controller.observe_step(num_rows, num_drafts, num_emitted, duration_s + before_s, step.draft_s)
 
-    def _would_draft(self, table: DeviceTable, rows: np.ndarray, room: np.ndarray) -> bool:
+    def _would_draft(self, table: TableMirror, rows: np.ndarray, room: np.ndarray) -> bool:
         """Return whether there would be drafts after this step, which was promised to have none.
 
         A drafter that runs a model finds some whenever it is asked.
@@ -183,7 +183,7 @@ class Speculator:
         most = self._controller.plan(rows, most)
         return rows[most > 0], most[most > 0]
 
-    def _draft(self, table: DeviceTable, rows: np.ndarray, room: np.ndarray) -> dict[int, np.ndarray]:
+    def _draft(self, table: TableMirror, rows: np.ndarray, room: np.ndarray) -> dict[int, np.ndarray]:
         controller = self._controller
         asked, most = self._asked(rows, room)
         if not asked.size:

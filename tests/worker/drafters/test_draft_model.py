@@ -5,11 +5,11 @@ import torch
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.draft_model import DraftModelDrafter
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.tokens_in_flight import TokensInFlight
 
 VOCAB = 16
@@ -19,7 +19,7 @@ MAX_LEN = 1024
 class CountingForward(DraftForward):
     """Notes what it computes; its logits always favour token 3."""
 
-    def __init__(self, table: DeviceTable) -> None:
+    def __init__(self, table: TableMirror) -> None:
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "device", torch.device("cpu"))
         object.__setattr__(self, "calls", [])
@@ -35,7 +35,7 @@ class CountingForward(DraftForward):
         return logits, torch.from_numpy(rows.astype(np.int64))
 
 
-def admit(table: DeviceTable, row: int, length: int) -> None:
+def admit(table: TableMirror, row: int, length: int) -> None:
     none = np.empty(0, np.int32)
     tokens = np.arange(length, dtype=np.int32) % VOCAB
     init = RowInit(
@@ -45,7 +45,7 @@ def admit(table: DeviceTable, row: int, length: int) -> None:
 
 
 def test_a_step_reads_a_bounded_number_of_tokens() -> None:
-    target, own = DeviceTable(4, MAX_LEN, 8, 1), DeviceTable(4, MAX_LEN, 8, 1)
+    target, own = TableMirror(4, MAX_LEN, 8, 1), TableMirror(4, MAX_LEN, 8, 1)
     forward = CountingForward(own)
     drafter = DraftModelDrafter(forward, Sampler(), 400)
     lengths = {0: 700, 1: 20, 2: 900}
@@ -65,14 +65,14 @@ def test_a_step_reads_a_bounded_number_of_tokens() -> None:
         reads = [sum(num_new) for called, _, num_new in calls if num_new != [1] * len(called)]
         assert sum(reads) <= MAX_DRAFT_STEP_TOKENS
         for row in rows:  # every row emits a token, which is not the drafted one
-            target.commit(np.array([row]), target.num_tokens[[row]], np.array([5]))
+            target.record_tokens(np.array([row]), target.num_tokens[[row]], np.array([5]))
     assert first_draft[1] == 1, "a short text does not wait for long ones"
     assert first_draft[0] in (3, 4)
     assert first_draft[2] in (7, 8)
 
 
 def test_every_token_is_read_once() -> None:
-    target, own = DeviceTable(2, MAX_LEN, 8, 1), DeviceTable(2, MAX_LEN, 8, 1)
+    target, own = TableMirror(2, MAX_LEN, 8, 1), TableMirror(2, MAX_LEN, 8, 1)
     forward = CountingForward(own)
     drafter = DraftModelDrafter(forward, Sampler(), 400)
     admit(target, 0, 600)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from pagoda.core.scheduler_output import RowFork
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import NUM_GRADES, Drafter, grade_of_match
 from pagoda.worker.drafters.matching import continue_from, longest_suffix_matches
 from pagoda.worker.drafters.ngram import NgramDrafter
 from pagoda.worker.drafters.output_pool import OutputPool
 from pagoda.worker.drafters.suffix import SuffixDrafter, SuffixSettings
+from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import i32, row_init, step
 
 
@@ -49,14 +49,14 @@ def test_grades_rise_with_the_match() -> None:
     assert all(a <= b for a, b in pairwise(grades))
 
 
-def table_of(*rows: list[int], num_prompt: int = 1) -> DeviceTable:
-    table = DeviceTable(8, 4096, 16, 1)
+def table_of(*rows: list[int], num_prompt: int = 1) -> TableMirror:
+    table = TableMirror(8, 4096, 16, 1)
     for row, tokens in enumerate(rows):
         table.apply(step(1, [], [], admitted=(row_init(row, tokens, [1], num_prompt=num_prompt),)))
     return table
 
 
-def proposed(drafter: Drafter, table: DeviceTable, rows: list[int], most: int) -> list[list[int]]:
+def proposed(drafter: Drafter, table: TableMirror, rows: list[int], most: int) -> list[list[int]]:
     drafts = drafter.propose(table, i32(*rows), np.full(len(rows), most, np.int32))
     return [draft.tokens.tolist() for draft in drafts]
 
@@ -78,20 +78,20 @@ def test_suffix_takes_the_most_common_continuation_and_stops_at_rare_ones() -> N
     assert proposed(drafter, table, [0], 9) == [[10, 4, 1]]  # a match of three tokens drafts three
 
 
-def finish(drafter: SuffixDrafter, table: DeviceTable, row: int, **events: object) -> None:
+def finish(drafter: SuffixDrafter, table: TableMirror, row: int, **events: object) -> None:
     output = step(9, [], [], released=i32(row), **events)
     drafter.apply(output, table)
     table.apply(output)
 
 
-def begin(drafter: SuffixDrafter, table: DeviceTable, row: int, tokens: list[int], salt: str | None) -> None:
+def begin(drafter: SuffixDrafter, table: TableMirror, row: int, tokens: list[int], salt: str | None) -> None:
     output = step(1, [], [], admitted=(row_init(row, tokens, [1], num_prompt=2, cache_salt=salt),))
     drafter.apply(output, table)
     table.apply(output)
 
 
 def test_finished_outputs_are_found_by_the_same_salt_only() -> None:
-    drafter, table = SuffixDrafter(SuffixSettings()), DeviceTable(8, 256, 16, 1)
+    drafter, table = SuffixDrafter(SuffixSettings()), TableMirror(8, 256, 16, 1)
     begin(drafter, table, 0, [1, 2, 3, 4, 5, 6, 7, 8], "a")
     begin(drafter, table, 1, [1, 2, 3, 4, 5, 16, 17, 18], None)
     finish(drafter, table, 0)
@@ -103,7 +103,7 @@ def test_finished_outputs_are_found_by_the_same_salt_only() -> None:
 
 
 def test_drafting_survives_preemption_and_forks() -> None:
-    drafter, table = SuffixDrafter(SuffixSettings()), DeviceTable(8, 256, 16, 1)
+    drafter, table = SuffixDrafter(SuffixSettings()), TableMirror(8, 256, 16, 1)
     begin(drafter, table, 0, [1, 2, 3, 4, 5, 6], "a")
     fork = step(2, [], [], forks=(RowFork(0, 1, 1, 1),))
     drafter.apply(fork, table)

@@ -9,12 +9,12 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
-from pagoda.worker.device_table import DeviceTable
 from pagoda.worker.drafters.drafter import Draft, Drafter
 from pagoda.worker.drafters.ngram import NgramDrafter
 from pagoda.worker.drafters.suffix import SuffixDrafter, SuffixSettings
 from pagoda.worker.speculation.controller import DraftController
 from pagoda.worker.speculation.speculator import Speculator
+from pagoda.worker.table_mirror import TableMirror
 from tests.engine.driver import Answers, drive, make_core, request
 
 VOCAB = 2  # of the fake model: half of all guesses are right
@@ -93,10 +93,10 @@ class Scripted:
         self.is_on = False
         self.num_asked = 0
 
-    def apply(self, output: SchedulerOutput, table: DeviceTable) -> None:
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         pass
 
-    def propose(self, table: DeviceTable, rows: np.ndarray, most: np.ndarray) -> list[Draft]:
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> list[Draft]:
         self.num_asked += 1
         tokens = np.full(int(self.is_on or self.runs_model), 7, np.int32)
         return [Draft(tokens) for _ in rows]
@@ -134,7 +134,7 @@ def test_steps_are_scheduled_ahead_while_nothing_is_drafted(depth: int) -> None:
 def test_a_model_is_not_run_for_drafts_that_could_not_be_used() -> None:
     drafter = Scripted(runs_model=True)
     speculator = Speculator(drafter, None, 4, 64, 4, Clock(), 1)
-    table = DeviceTable(4, 64, 4, 1)
+    table = TableMirror(4, 64, 4, 1)
     rows, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     speculator._length_limit[0] = 0  # like a prompt that is computed in chunks
     for step in range(1, 5):

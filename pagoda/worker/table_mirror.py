@@ -1,6 +1,6 @@
-"""DeviceTable: the worker's copy of the scheduler's rows, updated only by SchedulerOutput.
+"""TableMirror: the worker's copy of the scheduler's rows, in host memory, updated only by SchedulerOutput.
 
-The columns are numpy arrays in host memory. For a GPU, a step's inputs are gathered here and transferred in one copy,
+The columns are numpy arrays. For a GPU, a step's inputs are gathered here and transferred in one copy,
 which is cheaper than updating a second table on the device with small kernels.
 """
 
@@ -9,8 +9,7 @@ import numpy as np
 from pagoda.base.pooling import PoolingParams
 from pagoda.core.beam_search import num_beam_candidates
 from pagoda.core.scheduler_output import BeamRows, RowFork, RowInit, SchedulerOutput
-from pagoda.worker.constraints import RowConstraints
-from pagoda.worker.token_counts import TokenCounts
+from pagoda.worker.constraints import RowConstraints, TokenCounts
 
 # Columns with one number per row that a fork copies.
 _COLUMNS = (
@@ -31,7 +30,7 @@ _COLUMNS = (
 _NO_PAIR = 2**31 - 1
 
 
-class DeviceTable:
+class TableMirror:
     """The worker's state of each row, by row number.
 
     token_ids: int32 [max_rows, max_len], prompt, then the worker's own samples, then drafts of the current step.
@@ -76,11 +75,11 @@ class DeviceTable:
     def apply(self, output: SchedulerOutput) -> None:
         """Apply the step's events to the rows, in SchedulerOutput's order. Loops over events, not over rows."""
         for row in output.released.tolist():
-            self._forget(row)
+            self._clear(row)
         for init in output.admitted:
             self._admit(init)
         if output.beams.rows.size:
-            self._go_on(output.beams)
+            self._continue_beams(output.beams)
         delta = output.block_delta
         if delta.rows.size:
             for group, table in enumerate(self.block_tables):
@@ -93,16 +92,16 @@ class DeviceTable:
             for row, drafts in output.drafts.items():
                 self.token_ids[row, ends[row] - len(drafts) : ends[row]] = drafts
 
-    def _go_on(self, beams: BeamRows) -> None:
+    def _continue_beams(self, beams: BeamRows) -> None:
         """Copy tokens and block tables of beams that continue in other rows too, then write the chosen tokens."""
         for source, row in beams.copies:
             end = self.num_tokens[source]
             self.token_ids[row, :end] = self.token_ids[source, :end]
             for table in self.block_tables:
                 table[row] = table[source]
-        self.commit(beams.rows, beams.positions, beams.tokens)
+        self.record_tokens(beams.rows, beams.positions, beams.tokens)
 
-    def commit(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+    def record_tokens(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Write sampled tokens at their positions; the last one written to a row becomes its last known token.
 
         rows, positions, tokens: int [n]; positions of one row ascending.
@@ -110,7 +109,7 @@ class DeviceTable:
         self.token_ids[rows, positions] = tokens
         self.num_tokens[rows] = positions + 1
 
-    def _forget(self, row: int) -> None:
+    def _clear(self, row: int) -> None:
         self.constraints[row] = self.token_counts[row] = None
         self.pooling[row] = None
         self.pair_start[row] = _NO_PAIR
@@ -119,7 +118,7 @@ class DeviceTable:
 
     def _admit(self, init: RowInit) -> None:
         row = init.row
-        self._forget(row)
+        self._clear(row)
         num_tokens = len(init.token_ids)
         self.token_ids[row, :num_tokens] = init.token_ids
         self.num_tokens[row] = num_tokens
