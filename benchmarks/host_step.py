@@ -28,6 +28,7 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.launched_step import LaunchedStep
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.table_mirror import TableMirror
@@ -59,7 +60,7 @@ class TimedWorker:
     """Launches steps; notes how long the host spends in it."""
 
     def __init__(self, max_rows: int) -> None:
-        model, cpu = NoModel(), torch.device("cpu")
+        model, cpu = NoModel(), CpuDevice()
         cache = CacheEngine(model.kv_groups, BLOCK, 1, 0, torch.float32, cpu)
         table = TableMirror(max_rows, MAX_LEN, BLOCK, 1)
         self._runner = ModelRunner(cast(Any, model), table, cache, cpu)

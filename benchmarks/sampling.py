@@ -18,6 +18,7 @@ import torch
 from pagoda import LLM, SamplingParams
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.kernels.select import select_ops
+from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.table_mirror import TableMirror
 
@@ -108,7 +109,7 @@ FEATURES = {
 
 def sampler_alone(batch: int, vocab_size: int, threads: int, steps: int, kernels: str) -> None:
     torch.set_num_threads(threads)
-    sampler = Sampler(select_ops(kernels, torch.device("cpu"), threads))
+    sampler = Sampler(select_ops(kernels, CpuDevice(threads)))
     logits = text_like_logits(batch, vocab_size)
     print(f"batch {batch}, vocabulary {vocab_size}, {threads} threads, kernels {kernels}: ms of CPU time per step")
     for name, fields in FEATURES.items():

@@ -53,7 +53,7 @@ def build_engine_core(
     options = scheduler_options(setup.config, setup.drafting)
     grammars = _make_grammars(setup)
     own = _make_executor(setup, capacity, options.max_rows, grammars, pin_threads)
-    if setup.device == "cuda" and isinstance(own, InProcessExecutor):
+    if not setup.device.is_host and isinstance(own, InProcessExecutor):
         setup, capacity = _measure(own.worker, setup, capacity)
         options = scheduler_options(setup.config, setup.drafting)
 
@@ -215,7 +215,7 @@ def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
         setup.files.name,
         setup.spec.architecture,
         setup.dtype,
-        setup.device,
+        setup.device.name,
         setup.max_model_len,
         capacity.num_blocks,
         capacity.block_size,

@@ -4,8 +4,8 @@ import dataclasses
 import logging
 from dataclasses import dataclass, field
 
-from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
-from pagoda.base.config_fit import fit_defaults, fit_whole_prompts, note_given, pipeline_depth
+from pagoda.base.config import EngineConfig, PrefillConfig, SchedulerConfig, SchedulingMode
+from pagoda.base.config_fit import fit_block_size, fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
 from pagoda.base.dtypes import WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
@@ -14,7 +14,6 @@ from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.gpu_setup import fit_dtype, has_gpu
 from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
@@ -22,10 +21,10 @@ from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
+from pagoda.worker.devices import Device, select_device
 from pagoda.worker.memory import (
     EmbedsMemory,
     KVCapacity,
-    available_memory,
     embeds_memory,
     memory_limit,
     plan_capacity,
@@ -45,7 +44,7 @@ class EngineSetup:
     """Everything that is decided before loading the weights.
 
     config: with all defaults filled in.   groups: of layers that share a block table.
-    dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8" and "fp8").   device: "cpu" or "cuda".
+    dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8" and "fp8").
     max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
     tasks: what the model can be asked for.   takes_embeds: whether prompts may be given as embeddings.
     """
@@ -56,7 +55,7 @@ class EngineSetup:
     groups: tuple[KVGroupSpec, ...]
     dtype: str
     kv_dtype: str
-    device: str
+    device: Device
     max_model_len: int
     drafting: DraftSetup | None = None
     tasks: ModelTasks = field(default_factory=ModelTasks)
@@ -65,7 +64,12 @@ class EngineSetup:
     @property
     def is_packed(self) -> bool:
         """Return whether the kernels pack weights into their own form."""
-        return _is_packed(self.config, self.device)
+        return self.kernels == "native"
+
+    @property
+    def kernels(self) -> str:
+        """Return which kernels are used, if they can be had on this machine."""
+        return self.device.chosen_kernels(self.config.parallel.kernels)
 
     @property
     def embeds_size(self) -> int:
@@ -96,30 +100,33 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     files = files or resolve_model(config.model)
     model = read_model(files)
     spec = model.spec
-    device = _device_name(config.parallel)
+    device = select_device(config.parallel)
     tasks = _tasks(config, model)
     config = config if tasks.is_causal else fit_whole_prompts(config)
     if config.model.enable_prompt_embeds and not model.takes_embeds:
         raise ConfigError(f"enable_prompt_embeds: {files.name!r} does not take prompts as embeddings; leave it out")
-    config, max_model_len = fit_defaults(config, _max_model_len(config, spec, tasks.plan.max_seq_length), device)
-    dtype = _dtype(_asked_dtype(config, device), spec.torch_dtype, device)
-    if device != "cpu":
-        dtype = fit_dtype(dtype, config.model.dtype)
+    longest = _max_model_len(config, spec, tasks.plan.max_seq_length)
+    config, max_model_len = fit_defaults(config, longest, device.is_host)
+    if device.chosen_kernels(config.parallel.kernels) == "native":
+        config = fit_block_size(config)
+    kernels = device.chosen_kernels(config.parallel.kernels)
+    asked = _asked_dtype(config, kernels)
+    dtype = device.fit_dtype(_dtype(asked, spec.torch_dtype), asked)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    if kv_dtype not in (dtype, "int8") and device == "cpu" and config.parallel.kernels in ("auto", "native"):
+    if kv_dtype not in (dtype, "int8") and kernels == "native":
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r} with dtype={dtype!r}: the native kernels hold the cache in the compute dtype "
             "or int8; take 'auto' or 'int8', or kernels='torch'"
         )
-    _check_fp8(config, device)
+    _check_fp8(config, kernels)
     _check(config, max_model_len)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=dtype, max_model_len=max_model_len),
         cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
-        parallel=dataclasses.replace(config.parallel, device=device),
+        parallel=dataclasses.replace(config.parallel, device=device.name),
     )
-    drafting = resolve_drafting(config, spec, dtype, _is_packed(config, device), max_model_len)
+    drafting = resolve_drafting(config, spec, dtype, kernels == "native", max_model_len)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
     return EngineSetup(
@@ -154,7 +161,7 @@ def weights_in_memory(setup: EngineSetup) -> int:
         quantization=setup.config.model.quantization,
         packed=setup.is_packed,
         num_positions=setup.num_positions,
-        tiled=setup.device == "cuda" and setup.config.parallel.kernels in ("auto", "triton"),
+        tiled=setup.kernels == "triton",
     )
     return weight_memory(setup.files, prepared) + (setup.drafting.memory_bytes if setup.drafting else 0)
 
@@ -185,11 +192,11 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
     """
     free = free_bytes
     if free is None:
-        free = _free_bytes(setup.device)
-        if setup.device != "cpu":
+        free = max(0, setup.device.free_bytes() - setup.device.margin_bytes)
+        if not setup.device.is_host:
             _require_weights_fit(setup, free)
         free -= weights_in_memory(setup)
-    config, is_on_host, embeds = setup.config, setup.device == "cpu", embeds_in_memory(setup)
+    config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
     free = max(0, free - adapters_in_memory(setup) - (embeds.total if is_on_host else embeds.device))
     capacity = plan_capacity(
         setup.groups,
@@ -277,7 +284,7 @@ def _with_max_model_len(setup: EngineSetup, max_model_len: int) -> EngineSetup:
     )
 
 
-def _check_fp8(config: EngineConfig, device: str) -> None:
+def _check_fp8(config: EngineConfig, kernels: str) -> None:
     """Raise ConfigError for weights of 8-bit floats on the native kernels, which do not multiply them."""
     speculative = config.scheduler.speculative_config
     asked = {
@@ -285,22 +292,17 @@ def _check_fp8(config: EngineConfig, device: str) -> None:
         "speculative_config.quantization": None if speculative is None else speculative.quantization,
     }
     for name, quantization in asked.items():
-        if quantization == "fp8" and _is_packed(config, device):
+        if quantization == "fp8" and kernels == "native":
             raise ConfigError(
                 f"{name}='fp8' needs a GPU: the native kernels have none; take 'int8', or kernels='torch', which "
                 "computes with the rounded weights in the compute dtype"
             )
 
 
-def _is_packed(config: EngineConfig, device: str) -> bool:
-    """Return whether the kernels pack weights into their own form."""
-    return device == "cpu" and config.parallel.kernels in ("auto", "native")
-
-
-def _asked_dtype(config: EngineConfig, device: str) -> str:
+def _asked_dtype(config: EngineConfig, kernels: str) -> str:
     """The dtype that was asked for; the cache's where only that was given and the native kernels need both alike."""
-    kv_dtype, native = config.cache.kv_cache_dtype, config.parallel.kernels in ("auto", "native")
-    if config.model.dtype == "auto" and device == "cpu" and native and kv_dtype not in ("auto", *WITH_SCALES):
+    kv_dtype = config.cache.kv_cache_dtype
+    if config.model.dtype == "auto" and kernels == "native" and kv_dtype not in ("auto", *WITH_SCALES):
         return kv_dtype
     return config.model.dtype
 
@@ -315,27 +317,10 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, max_seq_length: int | 
     return asked
 
 
-def _device_name(config: ParallelConfig) -> str:
-    if config.device == "auto":
-        return "cuda" if has_gpu() else "cpu"
-    return config.device
-
-
-def _dtype(asked: str, checkpoint: str, device: str) -> str:
-    known = ("float32", "bfloat16", "float16")
-    if asked == "auto":
-        # CPUs that are fast in bfloat16 are slow in float16.
-        return "bfloat16" if checkpoint not in known or (checkpoint == "float16" and device == "cpu") else checkpoint
-    return asked
-
-
-def _free_bytes(device: str) -> int:
-    if device == "cpu":
-        return available_memory()
-    from pagoda.worker.devices.cuda import CudaDevice
-
-    gpu = CudaDevice()
-    return max(0, gpu.free_bytes() - gpu.margin_bytes)
+def _dtype(asked: str, checkpoint: str) -> str:
+    if asked != "auto":
+        return asked
+    return checkpoint if checkpoint in ("float32", "bfloat16", "float16") else "bfloat16"
 
 
 def _check(config: EngineConfig, max_model_len: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from pagoda.gpu_setup import has_gpu
+from pagoda.worker.devices import is_available
 
 if TYPE_CHECKING:
     from tests.device_under_test import DeviceUnderTest
@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # Triton decides while it is imported whether kernels are compiled for a GPU or interpreted.
-if not has_gpu():
+if not is_available("cuda"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -11,8 +11,9 @@ from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.sampling.logprobs import LogprobTensors
 from pagoda.kernels.select import select_ops
-from pagoda.worker.devices.cuda_streams import CudaStreams
-from pagoda.worker.devices.streams import HostStreams, Streams
+from pagoda.worker.devices import Device
+from pagoda.worker.devices.cpu import CpuDevice
+from pagoda.worker.devices.cuda import CudaDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,10 @@ class DeviceUnderTest:
         if self.device.type != "cpu" and not self._is_invariant:
             pytest.skip("the bits of torch's kernels depend on the batch")
 
-    def streams(self) -> Streams:
-        """Return what moves results and KV blocks between it and the host."""
-        return HostStreams() if self.device.type == "cpu" else CudaStreams(self.device)
+    @property
+    def made(self) -> Device:
+        """Return it as workers use it."""
+        return made(self.device)
 
     def must_be_a_cpu(self, why: str) -> None:
         """Skip the test elsewhere."""
@@ -69,13 +71,18 @@ class DeviceUnderTest:
         kernels are skipped there.   threads: of the native kernels.
         """
         if self.device.type == "cpu":
-            return select_ops(kernels, self.device, threads)
+            return select_ops(kernels, CpuDevice(threads))
         self.must_run(kernels)
         chosen = self.kernels if kernels in ("auto", "torch") else kernels
-        return select_ops(chosen, self.device, 1, batch_invariant=self._is_invariant)
+        return select_ops(chosen, self.made, batch_invariant=self._is_invariant)
 
 
 ON_CPU = DeviceUnderTest(torch.device("cpu"), "CPU", "float32", "auto")
+
+
+def made(device: torch.device) -> Device:
+    """Return the device whose tensors are at `device`."""
+    return CpuDevice() if device.type == "cpu" else CudaDevice()
 
 
 def moved(value: Any, device: torch.device) -> Any:

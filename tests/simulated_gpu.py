@@ -304,7 +304,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Within it, torch has one CUDA GPU, in all threads that begin there, too."""
     from triton.runtime import interpreter
 
-    from pagoda.worker.graphed_forward import CudaCapture
+    from pagoda.worker.devices.cuda import CudaCapture
 
     patches = pytest.MonkeyPatch()
     FakeCuda(patches)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pagoda.kernels.transfer import bulk_copy
-from pagoda.worker.devices.cuda_streams import CudaStreams
-from pagoda.worker.graphed_forward import CudaCapture
+from pagoda.worker.devices.cuda import CudaCapture, CudaDevice
 from tests.simulated_gpu import simulated_gpu
 
 CUDA = torch.device("cuda")
@@ -71,7 +70,7 @@ def test_a_copy_that_is_not_waited_for_needs_pinned_memory() -> None:
         ours.copy_(torch.ones(3), non_blocking=True)
     ours.copy_(torch.ones(3, pin_memory=True), non_blocking=True)
     (moved,) = bulk_copy([np.arange(3, dtype=np.int32)], CUDA)
-    streams = CudaStreams(CUDA)
+    streams = CudaDevice()
     memory = streams.new_host_memory(12)
     streams.store(moved.view(torch.uint8)[None], [memory[None]])
     assert streams.load([memory[None]]).view(torch.int32).tolist() == [[0, 1, 2]]

@@ -193,7 +193,7 @@ class SchedulerConfig:
 class ParallelConfig:
     """Devices, processes and threads."""
 
-    device: Annotated[str, Setting("Device to run the model on.", words=("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[str, Setting("Device to run the model on: cpu, cuda, or auto (a GPU if there is one).")] = "auto"
     threads: Annotated[
         int | None, Setting("Number of compute threads.", unset="as many cores as the process may use", at_least=1)
     ] = None

@@ -38,23 +38,23 @@ def pipeline_depth(config: EngineConfig) -> int:
     return 2 if config.scheduler.async_scheduling else 1
 
 
-def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple[EngineConfig, int]:
+def fit_defaults(config: EngineConfig, max_model_len: int, is_host: bool) -> tuple[EngineConfig, int]:
     """Return the config with defaults adjusted to the options that were given, and the max_model_len to use.
 
-    max_model_len: what was given, else the model's own limit. Given options that contradict each other are kept;
-    `resolve_engine` refuses them.
+    max_model_len: what was given, else the model's own limit.   is_host: of the device.
+    Given options that contradict each other are kept; `resolve_engine` refuses them.
     """
     given = config.given or ()
     scheduler = config.scheduler
     changes: dict[str, Any] = {}
     if scheduler.async_scheduling is None:
         # On a CPU, the cores that would schedule the next step are those that compute the current one.
-        changes["async_scheduling"] = device != "cpu"
-    if device != "cpu" and "gpu_memory_utilization" not in given:
+        changes["async_scheduling"] = not is_host
+    if not is_host and "gpu_memory_utilization" not in given:
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, gpu_memory_utilization=_OF_A_GPU))
     budget = scheduler.max_num_batched_tokens
     is_default = "max_num_batched_tokens" not in given and budget == SchedulerConfig().max_num_batched_tokens
-    if device != "cpu" and is_default:
+    if not is_host and is_default:
         budget = changes["max_num_batched_tokens"] = _TOKENS_OF_A_GPU
     if budget < scheduler.max_num_seqs:
         if "max_num_seqs" not in given:
@@ -73,8 +73,7 @@ def fit_defaults(config: EngineConfig, max_model_len: int, device: str) -> tuple
                 budget,
             )
             max_model_len = budget
-    config = dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, **changes))
-    return _fit_kernels(config) if device == "cpu" else config, max_model_len
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, **changes)), max_model_len
 
 
 def fit_whole_prompts(config: EngineConfig) -> EngineConfig:
@@ -97,7 +96,7 @@ def fit_whole_prompts(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _fit_kernels(config: EngineConfig) -> EngineConfig:
+def fit_block_size(config: EngineConfig) -> EngineConfig:
     """With kernels=auto, choose torch's kernels if the native ones do not support the block size."""
     if config.parallel.kernels != "auto" or config.cache.block_size % _NATIVE_BLOCK_MULTIPLE == 0:
         return config

@@ -122,25 +122,26 @@ def packages_line() -> str:
 
 
 def gpu_line() -> str:
-    from pagoda.cli.gpus import describe_gpus
+    from pagoda.worker.devices import device_names, device_type
 
-    return describe_gpus()
+    return "\n".join(filter(None, (device_type(name).report() for name in device_names())))
 
 
 def kernels_line() -> str:
     """Return what `kernels="auto"` selects here; compile the kernels if necessary."""
-    import torch
-
     from pagoda.base.config import ParallelConfig
     from pagoda.kernels.native.build import NativeUnavailable
     from pagoda.kernels.native.library import load
     from pagoda.worker.devices import select_device
 
     device = select_device(ParallelConfig())
-    if device.device != torch.device("cpu"):
+    kernels = device.chosen_kernels("auto")
+    if kernels == "triton":
         if find_spec("triton") is None:
             return f"torch on {device.device} (slower), because Triton is not installed: pip install 'pagoda-llm[cuda]'"
         return f"triton {version('triton')} on {device.device}, compiled when first used"
+    if kernels != "native":
+        return f"{kernels} on {device.device}"
     try:
         library = load()
     except NativeUnavailable as error:

@@ -92,7 +92,6 @@ def make_plan(config: EngineConfig) -> Plan:
 
     setup, capacity = fit_cache(resolve_engine(config))
     config = setup.config
-    device, available = _device(setup.device)
     weights = summarize_weights(setup.files)
     sizing = KVSizing.of(
         setup.groups, capacity.block_size, setup.max_model_len, scheduler_options(config, setup.drafting)
@@ -111,12 +110,12 @@ def make_plan(config: EngineConfig) -> Plan:
         weights_as=resolve_quantization(setup.files, config.model.quantization) or setup.dtype,
         adapters_memory=adapters_in_memory(setup),
         embeds_memory=embeds_in_memory(setup).total,
-        device=device,
-        memory_available=available,
+        device=setup.device.summary(),
+        memory_available=setup.device.free_bytes(),
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
         has_windows=any(setup.spec.layer_windows),
         kv_cache=capacity.pool_bytes,
-        is_measured=setup.device != "cpu" and config.cache.kv_cache_memory is None,
+        is_measured=not setup.device.is_host and config.cache.kv_cache_memory is None,
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
         max_model_len=setup.max_model_len,
@@ -128,17 +127,6 @@ def make_plan(config: EngineConfig) -> Plan:
         },
         max_num_seqs=config.scheduler.max_num_seqs,
     )
-
-
-def _device(name: str) -> tuple[str, int]:
-    """Return how a device is described, and its free bytes."""
-    from pagoda.cli.gpus import visible_gpus
-    from pagoda.worker.memory import available_memory
-
-    if name == "cpu":
-        return name, available_memory()
-    gpu = visible_gpus()[0]
-    return gpu.summary, gpu.free_bytes
 
 
 def _print(made: Plan) -> None:

@@ -2,9 +2,7 @@
 
 import logging
 from importlib.util import find_spec
-from typing import cast
-
-import torch
+from typing import ClassVar, Protocol, cast
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
@@ -20,34 +18,40 @@ logger = logging.getLogger("pagoda")
 NAMES = ("auto", "native", "triton", "torch", "reference")
 
 
-def select_ops(
-    name: str,
-    device: torch.device,
-    threads: int,
-    max_model_len: int = 8192,
-    batch_invariant: bool = False,
-) -> Ops:
+class RunsKernels(Protocol):
+    """A device, as far as kernels are chosen for it.
+
+    name: in the settings.   kernels: names of those that run there, the one that "auto" takes first.
+    threads: of the native kernels.
+    """
+
+    name: ClassVar[str]
+    kernels: ClassVar[tuple[str, ...]]
+    threads: int
+
+
+def select_ops(name: str, device: RunsKernels, max_model_len: int = 8192, batch_invariant: bool = False) -> Ops:
     """Return the kernels called `name` (one of NAMES) for `device`.
 
-    threads: of the native kernels.   max_model_len, batch_invariant: see TritonOps.
-    "auto" is native on a CPU if it compiles, and Triton on a GPU if it is installed, otherwise torch with one warning
-    that says what to install. The casts turn opaque tensors into torch's: these classes take torch.Tensor where
-    ForwardOps says Tensor. Raises ConfigError for an unknown name, and for kernels that are not available.
+    max_model_len, batch_invariant: see TritonOps.
+    "auto" is what the device lists first. If native kernels do not compile or Triton is not installed, it is torch,
+    with one warning that says what to install. The casts turn opaque tensors into torch's: these classes take
+    torch.Tensor where ForwardOps says Tensor. Raises ConfigError for an unknown name, and for kernels that are not
+    available.
     """
     if name not in NAMES:
         raise ConfigError(f"unknown kernels {name!r}{nearest(name, list(NAMES))}")
-    if name == "reference":
-        return cast(Ops, ReferenceOps())
-    if name == "torch":
-        return cast(Ops, TorchOps())
-    if name == "triton" or (name == "auto" and device.type == "cuda"):
+    chosen = device.kernels[0] if name == "auto" else name
+    if chosen == "triton":
         return _triton_ops(name, device, max_model_len, batch_invariant)
-    if device.type != "cpu":
-        if name == "auto":
-            return cast(Ops, TorchOps())
-        raise ConfigError(f"kernels='native' run on a CPU, not on {device}; take 'auto'")
+    if chosen not in device.kernels:
+        raise ConfigError(f"kernels={chosen!r} do not run on device {device.name!r}; take 'auto'")
+    if chosen == "reference":
+        return cast(Ops, ReferenceOps())
+    if chosen == "torch":
+        return cast(Ops, TorchOps())
     try:
-        return cast(Ops, NativeOps(load(), threads))
+        return cast(Ops, NativeOps(load(), device.threads))
     except NativeUnavailable as error:
         if name == "native" or batch_invariant:
             raise ConfigError(f"{'kernels=native' if name == 'native' else 'batch_invariant'}: {error}") from error
@@ -55,7 +59,7 @@ def select_ops(
         return cast(Ops, TorchOps())
 
 
-def _triton_ops(name: str, device: torch.device, max_model_len: int, batch_invariant: bool) -> Ops:
+def _triton_ops(name: str, device: RunsKernels, max_model_len: int, batch_invariant: bool) -> Ops:
     """Return TritonOps; for "auto" without Triton, TorchOps with a warning."""
     if find_spec("triton") is None:
         remedy = "Triton is not installed; pip install 'pagoda-llm[cuda]'"
@@ -65,9 +69,9 @@ def _triton_ops(name: str, device: torch.device, max_model_len: int, batch_invar
         return cast(Ops, TorchOps())
     from pagoda.kernels.triton_ops import TritonOps, is_interpreted
 
-    if device.type != "cuda" and not is_interpreted():
+    if "triton" not in device.kernels and not is_interpreted():
         raise ConfigError(
-            f"kernels='triton' run on a GPU, not on {device}; take 'auto', or set TRITON_INTERPRET=1 to run them in "
-            "Triton's interpreter, very slowly"
+            f"kernels='triton' do not run on device {device.name!r}; take 'auto', or set TRITON_INTERPRET=1 to run "
+            "them in Triton's interpreter, very slowly"
         )
     return cast(Ops, TritonOps(max_model_len, batch_invariant))

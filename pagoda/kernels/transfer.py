@@ -12,9 +12,14 @@ _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32, "<
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Return the arrays as tensors on `device`: on a CPU, views of the same memory; otherwise, in one copy."""
-    if device.type == "cpu":
+    if _is_host(device):
         return [torch.from_numpy(array) for array in arrays]
     return bulk_copy(arrays, device)
+
+
+def _is_host(device: torch.device) -> bool:
+    """Return whether its memory is that of numpy's arrays."""
+    return device.type == "cpu"
 
 
 class BulkArrays:
@@ -54,7 +59,7 @@ def bulk_copy(arrays: list[np.ndarray], device: torch.device, memory: torch.Tens
     if memory is not None and size > memory.shape[0]:
         raise InvariantBroken(f"inputs of {size} bytes are for {memory.shape[0]} bytes of memory")
     # New for each copy: torch keeps pinned memory for later, and gives out none whose copy is not complete.
-    staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staging = torch.empty(size, dtype=torch.uint8, pin_memory=not _is_host(device))
     view = staging.numpy()
     for array, offset in zip(arrays, offsets, strict=True):
         view[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

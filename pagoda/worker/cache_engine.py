@@ -13,8 +13,7 @@ from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
-from pagoda.worker.devices.streams import HostStreams, Streams
-from pagoda.worker.host_memory import lazy_zeros
+from pagoda.worker.devices import Device
 from pagoda.worker.memory import KVSlot, kv_slots
 
 
@@ -32,13 +31,12 @@ class CacheEngine:
         num_blocks: int,
         num_host_blocks: int,
         dtype: torch.dtype,
-        device: torch.device,
-        streams: Streams | None = None,
+        device: Device,
         make_blocks: Callable[[Sequence[torch.Tensor]], DeviceBlocks] = DeviceBlocks,
     ) -> None:
         """num_blocks: usable blocks, in addition to the null block 0.   dtype: 8 bits add scales.
 
-        streams: of the device; None: a CPU's.   make_blocks: see CacheOps.
+        make_blocks: see CacheOps.
         """
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -48,7 +46,7 @@ class CacheEngine:
         self._host: HostBlocks | None = None
         if num_host_blocks > 0 and slots:
             # Host block ids start at 1, like the device's, so the host pool also has a block 0.
-            self._host = HostBlocks(self._blocks, num_host_blocks + 1, streams or HostStreams())
+            self._host = HostBlocks(self._blocks, num_host_blocks + 1, device)
         layers = {
             layer: planes[slot].seen_as(group.shape, block_size)
             for group in groups
@@ -116,9 +114,10 @@ def _begin(plane: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return plane[:, : math.prod(shape)].unflatten(1, shape)
 
 
-def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> _Planes:
+def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dtype, device: Device) -> _Planes:
     def plane(elements: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return _zeros((num_blocks, elements * block_size), of, device)
+        # Zeros, not garbage, because a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN.
+        return device.zeros((num_blocks, elements * block_size), of)
 
     if dtype.itemsize > 1:
         return _Planes(plane(slot.keys), plane(slot.values), None, None)
@@ -126,29 +125,21 @@ def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dty
     return _Planes(plane(slot.keys), plane(slot.values), *scales)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros, not garbage, because a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Unlike weights, not on huge pages: attention prefetches, so they would gain 2 % per step.
-    return lazy_zeros(shape, dtype)
-
-
 class HostBlocks:
     """Blocks of a device that are kept in host memory."""
 
-    def __init__(self, blocks: DeviceBlocks, num_blocks: int, streams: Streams) -> None:
-        memory = streams.new_host_memory(num_blocks * blocks.words * blocks.word.itemsize)
+    def __init__(self, blocks: DeviceBlocks, num_blocks: int, device: Device) -> None:
+        memory = device.new_host_memory(num_blocks * blocks.words * blocks.word.itemsize)
         self._memory = memory.view(blocks.word).view(num_blocks, blocks.words)
-        self._streams = streams
+        self._device = device
 
     def store(self, blocks: torch.Tensor, ids: np.ndarray) -> None:
         """Begin to keep blocks [k, words] as `ids` (int32 [k])."""
-        self._streams.store(blocks, self._rows(ids))
+        self._device.store(blocks, self._rows(ids))
 
     def load(self, ids: np.ndarray) -> torch.Tensor:
         """Return blocks `ids` on the device: [k, words]."""
-        return self._streams.load(self._rows(ids))
+        return self._device.load(self._rows(ids))
 
     def _rows(self, ids: np.ndarray) -> list[torch.Tensor]:
         """Return the memory of blocks `ids`, in pieces of consecutive ids."""

@@ -3,10 +3,10 @@
 import traceback
 
 from pagoda.base.errors import PagodaError, WorkerDied
-from pagoda.worker.devices.streams import Streams
+from pagoda.worker.devices import Device
 
 
-def cause_of(error: Exception, streams: Streams) -> Exception:
+def cause_of(error: Exception, device: Device) -> Exception:
     """Return WorkerDied if the device has failed, whatever `error` of the worker showed it first; otherwise `error`.
 
     A GPU reports its failure with whichever call comes next, often of a later step, and each library in its own words,
@@ -20,7 +20,7 @@ def cause_of(error: Exception, streams: Streams) -> Exception:
     if isinstance(error, PagodaError):
         return error
     try:
-        streams.check()
+        device.check()
     except WorkerDied as died:
         died.__cause__ = error
         return died

@@ -2,8 +2,8 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,46 +15,13 @@ from pagoda.models.base import Model
 from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.forward_pass import EagerForward
 
+if TYPE_CHECKING:
+    from pagoda.worker.devices.device import Capture, Graph
+
 logger = logging.getLogger("pagoda")
 
 _MOST_GRAPHS = 256
 """Each takes memory for its result and its launches, which the KV pools leave free."""
-
-_Graph = tuple[torch.Tensor, Callable[[], object]]
-
-
-class Capture(Protocol):
-    """Record the device's work in a call."""
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> _Graph:
-        """Return the tensor that `run` gives, and what computes it again from the same inputs."""
-        ...
-
-
-class CudaCapture:
-    """Captures CUDA graphs, which share their memory: a result is valid until the next replay of any of them."""
-
-    def __init__(self) -> None:
-        self._stream: Any = None  # not torch's own, which all of a process share
-        # Kept, because torch refuses memory that no graph uses any more, and that libraries still have a part of.
-        self._last: Any = None
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> _Graph:
-        computing = torch.cuda.current_stream()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        pool = None if self._last is None else self._last.pool()
-        try:
-            # Other threads may allocate memory meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                out = run()
-        except BaseException:
-            torch.cuda.set_stream(computing)  # torch leaves its own if the capture cannot be ended
-            self._last = None
-            raise
-        self._last = graph
-        return out, graph.replay
 
 
 class _Size(NamedTuple):
@@ -102,18 +69,18 @@ class GraphedForward(EagerForward):
         max_rows: int,
         max_model_len: int,
         device: torch.device,
+        capture: "Capture",
         tables: Mapping[int, FillableLowRank] | None = None,
-        capture: Capture | None = None,
         max_query_len: int = 1,
     ) -> None:
-        """max_rows, max_model_len, max_query_len: see DecodeInputs."""
+        """max_rows, max_model_len, max_query_len: see DecodeInputs.   capture: not shared with other forwards."""
         super().__init__(model, ops, tables)
         self._inputs = DecodeInputs(max_rows, max_model_len, device, max_query_len)
-        self._capture = capture or CudaCapture()
+        self._capture = capture
         self._kv: Sequence[KVLayer] | None = None
         self._adapter_tables = tables if tables is not None else {}
         self._tables_version = 0
-        self._graphs: OrderedDict[_Size, _Graph] = OrderedDict()  # the least recently used first
+        self._graphs: OrderedDict[_Size, Graph] = OrderedDict()  # the least recently used first
         self._seen: set[_Size] = set()  # that have come at least once
 
     @property
@@ -146,7 +113,7 @@ class GraphedForward(EagerForward):
         replay()
         return out
 
-    def _captured(self, size: _Size, batch: ForwardBatch, kv: Sequence[KVLayer]) -> _Graph | None:
+    def _captured(self, size: _Size, batch: ForwardBatch, kv: Sequence[KVLayer]) -> "Graph | None":
         """Capture a graph and keep it. If that fails, use none from now on, and return None."""
         try:
             graph = self._capture(lambda: EagerForward.forward(self, batch, kv))

@@ -94,7 +94,7 @@ def build_inputs(
     draws = step_draws(output, tokens.queries.query_start, tokens.queries.seq_lens)
     extra, prompt_rows, pooled = _extra_logits(table, output, tokens.queries.query_start, pooling)
     unknown = in_flight.unknown(tokens.rows, tokens.positions) if in_flight is not None else _NONE
-    if device.type == "cuda" and tokens.is_decode:
+    if decode_inputs is not None and tokens.is_decode:  # only kernels whose steps are captured read it
         tokens = tokens.with_shared_prefixes(output.start)
     logits_index = np.concatenate([draws.logits_index, extra]) if extra.size else draws.logits_index
     size = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.worker.devices.streams import HostCopy
+from pagoda.worker.devices.device import HostCopy
 from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.inputs import StepInputs
 from pagoda.worker.sampler import Drawn, Sampled

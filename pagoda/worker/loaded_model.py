@@ -12,7 +12,6 @@ from pagoda.core.grammar import GrammarBackend
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
-from pagoda.kernels.select import select_ops
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
@@ -93,7 +92,7 @@ def load(config: WorkerConfig) -> LoadedModel:
     # A step in flight may write tokens past the end of a finished row: reserve positions for them.
     max_len = config.max_model_len + config.max_drafts + 1
     parallel = config.parallel
-    ops = select_ops(parallel.kernels, device.device, device.threads, max_len, parallel.batch_invariant)
+    ops = device.make_ops(parallel.kernels, max_len, parallel.batch_invariant)
     model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
     store = None
     if config.adapters is not None:
@@ -101,10 +100,10 @@ def load(config: WorkerConfig) -> LoadedModel:
         store = AdapterStore(model, targets, ops, dtype, device.device, config.adapters)
     tables = store.tables if store is not None else None
     max_rows = config.max_rows
-    forward = make_forward(model, ops, device.device, max_rows, max_len, config.max_drafts + 1, tables)
+    forward = make_forward(model, ops, device, max_rows, max_len, config.max_drafts + 1, tables)
     draft = None
     if config.drafting is not None:
-        draft = load_draft(config.drafting, ops, dtype, device.device, max_rows, max_len, config.block_size)
+        draft = load_draft(config.drafting, ops, dtype, device, max_rows, max_len, config.block_size)
     if isinstance(ops, NativeOps):
         # The native kernels have their own threads. torch's threads, woken for a small op in between, would
         # busy-wait for milliseconds on the same cores.

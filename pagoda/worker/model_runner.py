@@ -12,7 +12,7 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.device_failure import cause_of
-from pagoda.worker.devices.streams import HostStreams, Streams
+from pagoda.worker.devices import Device
 from pagoda.worker.drafting import Drafting
 from pagoda.worker.dry_runs import DryRuns
 from pagoda.worker.forward_pass import ForwardPass
@@ -42,20 +42,18 @@ class ModelRunner:
         forward: ForwardPass,
         table: TableMirror,
         cache: CacheEngine,
-        device: torch.device,
+        device: Device,
         sampler: Sampler | None = None,
         speculator: Speculator | None = None,
         grammars: GrammarRows | None = None,
         adapters: Adapters | None = None,
         pooling: PoolingPlan | None = None,
         embeds: PromptEmbeds | None = None,
-        streams: Streams | None = None,
     ) -> None:
         """speculator: proposes drafts after each step; None if nothing drafts.
 
         grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
         pooling: in place of the model's own.   embeds: None if no prompt may be given as embeddings.
-        streams: of the device; None: a CPU's.
         """
         self._forward = forward
         self._table = table
@@ -67,10 +65,9 @@ class ModelRunner:
         self._adapters = adapters
         self._pooler = Pooler(forward, pooling)
         self._embeds = embeds
-        self._streams = streams or HostStreams()
-        self._tokens = TokensInFlight(len(table.num_tokens), device)
+        self._tokens = TokensInFlight(len(table.num_tokens), device.device)
         self.times = StepTimes()
-        self._steps = StepCollector(table, self._tokens, self._drafting, self.times, self._streams)
+        self._steps = StepCollector(table, self._tokens, self._drafting, self.times, device)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -79,7 +76,7 @@ class ModelRunner:
         If the kernels do not support this model and these settings, this fails at startup instead of in every request.
         A speculator measures steps over several tokens, so that it knows their cost before the first draft.
         """
-        runs = DryRuns(self._forward, self._table, self._cache, self._device, self._sampler)
+        runs = DryRuns(self._forward, self._table, self._cache, self._device.device, self._sampler)
         runs.run_tokens(1, 1, 0)
         if self._drafting.speculator is not None:
             # The first step of a size compiles kernels, and the second captures a graph: neither says what it costs.
@@ -99,7 +96,7 @@ class ModelRunner:
         try:
             return self._launch(output)
         except Exception as error:
-            cause = cause_of(error, self._streams)
+            cause = cause_of(error, self._device)
             if cause is error:
                 raise
             raise cause from error
@@ -116,7 +113,7 @@ class ModelRunner:
         swap_s = self._apply(output)
         self.times.lap("events")
         if output.is_empty:
-            submitted = Submitted(output, self._streams.to_host([]), begin_s, swap_s)
+            submitted = Submitted(output, self._device.to_host([]), begin_s, swap_s)
         else:
             submitted = self._submit(output, begin_s, swap_s)
         step = self._steps.add(submitted)
@@ -131,7 +128,7 @@ class ModelRunner:
         inputs = build_inputs(
             self._table,
             output,
-            self._device,
+            self._device.device,
             slots,
             self._pooler.kind,
             types,
@@ -156,7 +153,7 @@ class ModelRunner:
             first = hidden.shape[0] - sum(chunk.count for chunk in inputs.pooled)
             pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, hidden[first:], slots)
             failed |= without_result
-        copy = self._streams.to_host([*(drawn.tensors if drawn is not None else []), *pieces])
+        copy = self._device.to_host([*(drawn.tensors if drawn is not None else []), *pieces])
         return Submitted(output, copy, begin_s, swap_s, inputs, users, drawn, masks, counts, pooled, failed)
 
     def _reads_tokens(self, output: SchedulerOutput) -> bool:

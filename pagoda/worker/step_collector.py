@@ -7,7 +7,7 @@ import numpy as np
 
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.device_failure import cause_of
-from pagoda.worker.devices.streams import Streams
+from pagoda.worker.devices import Device
 from pagoda.worker.drafting import Drafting
 from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.inputs import StepInputs
@@ -26,13 +26,13 @@ class StepCollector:
     """Waits for the results of steps, commits their tokens to the table, and asks for the next step's drafts."""
 
     def __init__(
-        self, table: TableMirror, tokens: TokensInFlight, drafting: Drafting, times: StepTimes, streams: Streams
+        self, table: TableMirror, tokens: TokensInFlight, drafting: Drafting, times: StepTimes, device: Device
     ) -> None:
         self._table = table
         self._tokens = tokens
         self._drafting = drafting
         self._times = times
-        self._streams = streams
+        self._device = device
         self._launched: deque[LaunchedStep] = deque()  # and not collected
         self._end_s = 0.0  # when the last step was collected
 
@@ -64,7 +64,7 @@ class StepCollector:
             try:
                 step.set_result(self._results_of(step.submitted))
             except Exception as error:  # raised to whom asks for this step's results
-                step.set_result(cause_of(error, self._streams))
+                step.set_result(cause_of(error, self._device))
 
     def _results_of(self, step: Submitted) -> ModelRunnerOutput:
         """Wait for a step's results and commit its tokens to the table."""

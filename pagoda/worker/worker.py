@@ -12,7 +12,6 @@ from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
 from pagoda.worker.forward_pass import ForwardPass, ReplayedForward
 from pagoda.worker.grammar_rows import GrammarRows
@@ -67,7 +66,6 @@ class Worker:
         """
         loaded = self._load()
         config, device = self._config, loaded.device
-        assert isinstance(device, CudaDevice)
         steps = LargestSteps(
             max_num_seqs,
             max_num_batched_tokens,
@@ -144,19 +142,18 @@ class Worker:
                 num_blocks,
                 num_host_blocks,
                 DTYPES[config.kv_dtype],
-                loaded.device.device,
-                loaded.device.streams,
+                loaded.device,
                 loaded.ops.make_device_blocks,
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise CapacityError(f"{num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
 
     def _make_runner(self, loaded: LoadedModel, cache: CacheEngine) -> ModelRunner:
-        config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device.device
+        config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device
         table = TableMirror(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
-        embeds = PromptEmbeds(loaded.dtype, device) if config.takes_embeds else None
+        embeds = PromptEmbeds(loaded.dtype, device.device) if config.takes_embeds else None
         speculator = None
         if config.drafting is not None:
             speculator = make_speculator(
@@ -165,7 +162,7 @@ class Worker:
                 table,
                 cache,
                 ops,
-                device,
+                device.device,
                 config.max_model_len,
                 loaded.draft,
                 grammars,
@@ -182,7 +179,6 @@ class Worker:
             adapters,
             config.pooling,
             embeds,
-            loaded.device.streams,
         )
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:

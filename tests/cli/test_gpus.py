@@ -11,8 +11,8 @@ import torch
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError
-from pagoda.cli.gpus import describe_gpus, driver_version
 from pagoda.cli.plan import Plan, _print, make_plan
+from pagoda.worker.devices.cuda import describe_gpus, driver_version
 from tests.engine.driver import write_tiny_llama
 from tests.fake_cuda import FakeCuda
 

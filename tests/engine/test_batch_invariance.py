@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.make_random_model import SHAPES, make
+from pagoda.base.config import ParallelConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.request import LoraRef
@@ -38,7 +39,7 @@ from tests.engine.random_schedules import (
     random_speculation,
 )
 from tests.models.packed_writer import Packing, write_packed
-from tests.worker.lagging_streams import LaggingStreams
+from tests.worker.lagging_device import LaggingDevice
 from tests.worker.recalls import recall_steps
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -197,18 +198,18 @@ def test_steps_launched_ahead_change_no_bits(
 ) -> None:
     """As on a GPU: the host gets a step's tokens late, and has launched the next steps by then."""
     on_the_device.must_be_a_cpu("a GPU does this itself, in all other tests")
-    late: list[LaggingStreams] = []
+    late: list[LaggingDevice] = []
 
-    def lagging() -> LaggingStreams:
-        late.append(LaggingStreams(delay_s=0.002))
+    def lagging(config: ParallelConfig) -> LaggingDevice:
+        late.append(LaggingDevice(delay_s=0.002))
         return late[-1]
 
     expected = tiny_reference(llama, "bf16")
-    monkeypatch.setattr("pagoda.worker.devices.cpu.HostStreams", lagging)
+    monkeypatch.setattr("pagoda.worker.loaded_model.select_device", lagging)
     counts = check(llama, tiny_watched(), expected, {**MODES["bf16"]}, range(6, 16), VOCAB, ahead=True)
     missing = {"chunks", "swapped", "preempted", "forks"} - set(+counts)
     assert not missing, counts
-    assert sum(streams.most_behind for streams in late) > len(late)
+    assert sum(device.most_behind for device in late) > len(late)
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from pagoda.kernels.native.library import load
 from pagoda.kernels.native.threads import available_cpus, cores_to_pin
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
+from pagoda.worker.devices.cpu import CpuDevice
+from pagoda.worker.devices.cuda import CudaDevice
 
 CPU = torch.device("cpu")
 
@@ -77,23 +79,23 @@ def test_a_library_that_cannot_be_written_is_an_error(
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="pagoda"):
-        ops = select.select_ops("auto", CPU, 1)
+        ops = select.select_ops("auto", CpuDevice(1))
     assert isinstance(ops, TorchOps)
     assert len(caplog.records) == 1
     assert "apt install g++" in caplog.text
     with pytest.raises(ConfigError, match="apt install g"):
-        select.select_ops("native", CPU, 1)
+        select.select_ops("native", CpuDevice(1))
 
 
 def test_names() -> None:
-    assert select.select_ops("torch", CPU, 1).name == "torch"
-    assert select.select_ops("reference", CPU, 1).name == "reference"
+    assert select.select_ops("torch", CpuDevice(1)).name == "torch"
+    assert select.select_ops("reference", CpuDevice(1)).name == "reference"
     with pytest.raises(ConfigError, match="did you mean 'native'"):
-        select.select_ops("nativ", CPU, 1)
-    with pytest.raises(ConfigError, match="run on a CPU"):
-        select.select_ops("native", torch.device("cuda"), 1)
+        select.select_ops("nativ", CpuDevice(1))
+    with pytest.raises(ConfigError, match="do not run on device 'cuda'"):
+        select.select_ops("native", CudaDevice())
     on_gpu = "torch" if find_spec("triton") is None else "triton"
-    assert select.select_ops("auto", torch.device("cuda"), 1).name == on_gpu
+    assert select.select_ops("auto", CudaDevice()).name == on_gpu
 
 
 def test_no_second_openmp_runtime(native: NativeOps) -> None:

@@ -13,17 +13,17 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine_setup import resolve_engine
 from pagoda.kernels import select
+from pagoda.worker.devices.cpu import CpuDevice
+from pagoda.worker.devices.cuda import CudaDevice
 from tests.engine.driver import drive, request, write_tiny_llama
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_a_gpu_gets_triton(make_triton_ops) -> None:
-    assert select.select_ops("auto", GPU, 1).name == "triton"
-    assert select.select_ops("torch", GPU, 1).name == "torch"
-    assert select.select_ops("reference", GPU, 1).name == "reference"
-    with pytest.raises(ConfigError, match="run on a CPU, not on cuda:0; take 'auto'"):
-        select.select_ops("native", GPU, 1)
+    assert select.select_ops("auto", CudaDevice()).name == "triton"
+    assert select.select_ops("torch", CudaDevice()).name == "torch"
+    assert select.select_ops("reference", CudaDevice()).name == "reference"
+    with pytest.raises(ConfigError, match="kernels='native' do not run on device 'cuda'; take 'auto'"):
+        select.select_ops("native", CudaDevice())
 
 
 def test_without_triton_a_gpu_gets_torch_and_a_warning(
@@ -31,23 +31,23 @@ def test_without_triton_a_gpu_gets_torch_and_a_warning(
 ) -> None:
     monkeypatch.setattr(select, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        assert select.select_ops("auto", GPU, 1).name == "torch"
+        assert select.select_ops("auto", CudaDevice()).name == "torch"
     assert "pip install 'pagoda-llm[cuda]'" in caplog.text
     with pytest.raises(ConfigError, match="kernels=triton: Triton is not installed"):
-        select.select_ops("triton", GPU, 1)
+        select.select_ops("triton", CudaDevice())
     with pytest.raises(ConfigError, match="batch_invariant: Triton is not installed"):
-        select.select_ops("auto", GPU, 1, batch_invariant=True)
+        select.select_ops("auto", CudaDevice(), batch_invariant=True)
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch, make_triton_ops) -> None:
     monkeypatch.setattr("pagoda.kernels.triton_ops.is_interpreted", lambda: False)
-    with pytest.raises(ConfigError, match="run on a GPU, not on cpu.*TRITON_INTERPRET=1"):
-        select.select_ops("triton", CPU, 1)
+    with pytest.raises(ConfigError, match="do not run on device 'cpu'.*TRITON_INTERPRET=1"):
+        select.select_ops("triton", CpuDevice(1))
 
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown kernels 'tritn'.*triton"):
-        select.select_ops("tritn", CPU, 1)
+        select.select_ops("tritn", CpuDevice(1))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])

@@ -18,6 +18,7 @@ from pagoda.loading.model_files import identify
 from pagoda.loading.pieces import bias_pieces, weight_pieces
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
+from pagoda.worker.devices.cpu import CpuDevice
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_a_parameter_that_is_not_loaded_is_an_error() -> None:
 
 def test_lora_targets_are_parts_of_fused_weights(tmp_path: Path) -> None:
     theirs = make_model("llama-tied-biased")
-    model = load_model(identify(save(theirs, tmp_path)), select_ops("reference", CPU, 1), torch.float32, CPU)
+    model = load_model(identify(save(theirs, tmp_path)), select_ops("reference", CpuDevice(1)), torch.float32, CPU)
     targets = lora_targets(model)
     stored = theirs.state_dict()
     per_layer = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

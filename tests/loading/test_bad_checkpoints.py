@@ -18,6 +18,7 @@ from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, summarize_weights
 from pagoda.loading.model_files import ModelFiles, identify
+from pagoda.worker.devices.cpu import CpuDevice
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model, save
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def load(path: Path) -> None:
-    load_model(identify(path), select_ops("torch", CPU, 1), torch.float32, CPU)
+    load_model(identify(path), select_ops("torch", CpuDevice(1)), torch.float32, CPU)
 
 
 @pytest.fixture
@@ -321,7 +322,7 @@ def _write(path: Path, data: bytes) -> Path:
 
 def test_quantization_is_refused_until_there_is_one(folder: Path):
     with pytest.raises(ConfigError, match="quantization='int3' is not supported"):
-        load_model(identify(folder), select_ops("torch", CPU, 1), torch.float32, CPU, quantization="int3")
+        load_model(identify(folder), select_ops("torch", CpuDevice(1)), torch.float32, CPU, quantization="int3")
 
 
 def test_a_file_that_cannot_be_read_is_named():

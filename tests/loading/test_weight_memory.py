@@ -27,6 +27,7 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.models.base import Model
+from pagoda.worker.devices.cpu import CpuDevice
 from tests.models.gguf_writer import write_gguf
 from tests.models.packed_writer import Packing, write_packed
 from tests.models.tiny import make_model, save
@@ -74,7 +75,7 @@ def held(model: Model) -> int:
 
 
 def loaded(files: ModelFiles, kernels: str, prepared: PreparedAs) -> Model:
-    ops = select_ops(kernels, CPU, 1)
+    ops = select_ops(kernels, CpuDevice(1))
     return load_model(files, ops, DTYPES[prepared.dtype], CPU, prepared.quantization, prepared.num_positions)
 
 
@@ -175,7 +176,7 @@ def test_a_tied_embedding_shares_the_memory_of_the_head(name: str, dtype: str, k
             t.data_ptr() for t in tensors_of(head)
         }
         assert shares == (quantization is None and not packed_by_torch)
-        rows[quantization] = select_ops(kernels, CPU, 1).embedding(ids, table, 3.0)
+        rows[quantization] = select_ops(kernels, CpuDevice(1)).embedding(ids, table, 3.0)
     assert rows[None].equal(rows["int8"])  # the table that is not shared holds the checkpoint's values
 
 

@@ -8,7 +8,7 @@ import torch
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_pass import ForwardPass
-from tests.device_under_test import moved
+from tests.device_under_test import made, moved
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class PagedRunner:
         groups = model.kv_groups
         blocks_per_row = -(-max_len // block_size)
         num_blocks = len(groups) * num_rows * blocks_per_row
-        self.kv = CacheEngine(groups, block_size, num_blocks, 0, dtype, device).layers
+        self.kv = CacheEngine(groups, block_size, num_blocks, 0, dtype, made(device)).layers
         self._device = device
         for layer in self.kv:
             for plane in (layer.k, layer.v) if layer.k_scale is None else (layer.k_scale, layer.v_scale):

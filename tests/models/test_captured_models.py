@@ -15,9 +15,9 @@ from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.kernels.select import select_ops
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
+from pagoda.worker.devices.cuda import CudaCapture
 from pagoda.worker.forward_pass import EagerForward
-from pagoda.worker.graphed_forward import CudaCapture
-from tests.device_under_test import ON_CPU, moved
+from tests.device_under_test import ON_CPU, made, moved
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, make_model, save
 from tests.models.tiny_encoders import CONFIGS as ENCODERS
@@ -68,7 +68,7 @@ def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
 
     def logits(kernels: str, device: torch.device) -> torch.Tensor:
-        ops = select_ops(kernels, device, 1)
+        ops = select_ops(kernels, made(device))
         forward = EagerForward(load_model(files, ops, torch.float32, device), ops)
         model = CapturedForward(forward) if device == CUDA else forward
         runner = PagedRunner(model, 2, 8, torch.float32, device=device)
@@ -85,7 +85,7 @@ def test_encoders(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     files = identify(save_encoder(make_encoder(name), tmp_path))
 
     def states(kernels: str, device: torch.device) -> torch.Tensor:
-        ops = select_ops(kernels, device, 1)
+        ops = select_ops(kernels, made(device))
         forward = EagerForward(load_model(files, ops, torch.float32, device), ops)
         model = CapturedForward(forward) if device == CUDA else forward
         batch = batch_of(texts(1, 9), forward.num_token_types)

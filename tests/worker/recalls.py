@@ -10,7 +10,7 @@ from pagoda.worker import worker as worker_module
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.loaded_model import LoadedModel, WorkerConfig, load
-from tests.worker.lagging_streams import LaggingStreams
+from tests.worker.lagging_device import LaggingDevice
 
 
 class Recalls:
@@ -36,12 +36,11 @@ def recall_steps(monkeypatch: pytest.MonkeyPatch) -> Recalls:
     def load_graphed(config: WorkerConfig) -> LoadedModel:
         loaded = load(config)
         assert isinstance(loaded.device, CpuDevice)
-        loaded.device.streams = LaggingStreams()
         tables = loaded.store.tables if loaded.store is not None else None
         sizes = config.max_rows, loaded.max_len, loaded.device.device
         per_row = config.max_drafts + 1
-        forward = GraphedForward(loaded.model, loaded.ops, *sizes, tables, recalls, per_row)
-        return replace(loaded, forward=forward)
+        forward = GraphedForward(loaded.model, loaded.ops, *sizes, recalls, tables, per_row)
+        return replace(loaded, device=LaggingDevice(), forward=forward)
 
     monkeypatch.setattr(worker_module, "load", load_graphed)
     return recalls

@@ -5,10 +5,11 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.worker.cache_engine import CacheEngine, HostBlocks
-from pagoda.worker.devices.streams import HostStreams, Streams
+from pagoda.worker.devices import Device
+from pagoda.worker.devices.cpu import CpuDevice
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.worker.hand_made import step
-from tests.worker.lagging_streams import LaggingStreams
+from tests.worker.lagging_device import LaggingDevice
 
 CPU = torch.device("cpu")
 
@@ -20,11 +21,11 @@ def pairs(*of: tuple[int, int]) -> np.ndarray:
 def engine(
     dtype: torch.dtype = torch.float32,
     groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(layers=(0, 1), shape=KVShape(2, 4, 4)),),
-    streams: Streams | None = None,
+    device: Device | None = None,
     on: DeviceUnderTest = ON_CPU,
 ) -> CacheEngine:
     make_blocks = on.ops().make_device_blocks
-    cache = CacheEngine(groups, 3, 6, 4, dtype, on.device, streams or on.streams(), make_blocks)
+    cache = CacheEngine(groups, 3, 6, 4, dtype, device or on.made, make_blocks)
     for number, layer in enumerate(cache.layers):
         for block in range(7):
             for nth, plane in enumerate((layer.k, layer.v, layer.k_scale, layer.v_scale)):
@@ -33,14 +34,12 @@ def engine(
     return cache
 
 
-@pytest.mark.parametrize("streams", [HostStreams, LaggingStreams])
+@pytest.mark.parametrize("device", [CpuDevice, LaggingDevice])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_step_moves_out_then_in_then_copies(
-    dtype: torch.dtype, streams: type[HostStreams], on: DeviceUnderTest
-) -> None:
-    if streams is LaggingStreams:
+def test_a_step_moves_out_then_in_then_copies(dtype: torch.dtype, device: type[CpuDevice], on: DeviceUnderTest) -> None:
+    if device is LaggingDevice:
         on.must_be_a_cpu("a GPU's copies are late by themselves")
-    cache = engine(dtype, streams=streams() if on.device.type == "cpu" else None, on=on)
+    cache = engine(dtype, device=device() if on.device.type == "cpu" else None, on=on)
     before = [plane.clone() for layer in cache.layers for plane in (layer.k, layer.v)]
     # Block 1 is parked, host block 2 does not exist yet when it is swapped in: it is what 2 held. 5 is copied from it.
     cache.apply(
@@ -68,18 +67,18 @@ def test_copies_of_one_step_read_before_they_write(on: DeviceUnderTest) -> None:
 def test_groups_share_tensors() -> None:
     shape = KVShape(1, 4, 4)
     groups = (KVGroupSpec(KVGroupKind.WINDOW, 8, (0, 2), shape), KVGroupSpec(KVGroupKind.FULL, 0, (1,), shape))
-    cache = CacheEngine(groups, 4, 3, 0, torch.float32, CPU)
+    cache = CacheEngine(groups, 4, 3, 0, torch.float32, CpuDevice())
     assert cache.layers[0].k.data_ptr() == cache.layers[1].k.data_ptr()
     assert all(plane.is_contiguous() for layer in cache.layers for plane in (layer.k, layer.v))
     assert cache.layers[0].k.data_ptr() != cache.layers[2].k.data_ptr()
     assert cache.layers[0].k.shape == (4, 1, 4, 4)
     with pytest.raises(ConfigError):
-        CacheEngine((KVGroupSpec(layers=(0, 2)),), 4, 3, 0, torch.float32, CPU)
+        CacheEngine((KVGroupSpec(layers=(0, 2)),), 4, 3, 0, torch.float32, CpuDevice())
 
 
 def test_pools_start_as_zeros_and_untouched_memory_costs_nothing() -> None:
     groups = (KVGroupSpec(shape=KVShape(8, 128, 128)),)
-    big = CacheEngine(groups, 16, 200_000, 0, torch.float32, CPU)  # 26 GB of addresses
+    big = CacheEngine(groups, 16, 200_000, 0, torch.float32, CpuDevice())  # 26 GB of addresses
     assert big.layers[0].k[123_456].abs().sum() == 0
 
 
@@ -87,7 +86,7 @@ def test_groups_of_different_shapes_share_memory_block_by_block(on: DeviceUnderT
     """What one group writes in a block changes no other block of the other group; whole blocks are moved."""
     wide, narrow = KVShape(1, 8, 4), KVShape(2, 2, 2)
     groups = (KVGroupSpec(layers=(0,), shape=wide), KVGroupSpec(KVGroupKind.WINDOW, 8, (1,), narrow))
-    cache = CacheEngine(groups, 4, 5, 5, torch.float32, on.device, on.streams(), on.ops().make_device_blocks)
+    cache = CacheEngine(groups, 4, 5, 5, torch.float32, on.made, on.ops().make_device_blocks)
     first, second = cache.layers
     assert (first.k.shape, first.v.shape) == ((6, 1, 4, 8), (6, 1, 4, 4))
     assert (second.k.shape, second.v.shape) == ((6, 2, 4, 2), (6, 2, 4, 2))
@@ -101,7 +100,7 @@ def test_groups_of_different_shapes_share_memory_block_by_block(on: DeviceUnderT
 
 def test_blocks_that_go_out_may_be_written_at_once(on: DeviceUnderTest) -> None:
     """Their copy comes late: what is overwritten meanwhile, on the device, is not what is kept."""
-    cache = engine(streams=LaggingStreams() if on.device.type == "cpu" else None, on=on)
+    cache = engine(device=LaggingDevice() if on.device.type == "cpu" else None, on=on)
     old = cache.layers[1].v[2].clone()
     cache.swap_out(pairs((2, 3)))
     for layer in cache.layers:
@@ -115,7 +114,7 @@ def test_any_number_of_bytes_moves(elements: int, on: DeviceUnderTest) -> None:
     before = [torch.randint(-128, 128, (9, count), dtype=torch.int8) for count in (elements, 24, 2 * elements)]
     planes = [plane.to(on.device, copy=True) for plane in before]
     blocks = on.ops().make_device_blocks(planes)
-    host = HostBlocks(blocks, 7, on.streams())
+    host = HostBlocks(blocks, 7, on.made)
     sources, parked, targets = (np.array(ids, np.int32) for ids in ([3, 1, 7, 8], [2, 3, 6, 5], [4, 5, 2, 1]))
     host.store(blocks.read(sources), parked)
     blocks.write(targets, host.load(parked))

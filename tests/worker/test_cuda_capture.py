@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda.worker.graphed_forward import CudaCapture
+from pagoda.worker.devices.cuda import CudaCapture
 
 
 class FakeGraphs:

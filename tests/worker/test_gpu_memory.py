@@ -21,8 +21,8 @@ from pagoda.engine_setup import fit_cache, resolve_engine, weights_in_memory
 from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.decode_inputs import DecodeInputs
+from pagoda.worker.devices import Device
 from pagoda.worker.devices.cuda import CudaDevice
-from pagoda.worker.devices.streams import HostStreams
 from pagoda.worker.dry_runs import LargestSteps, largest_graphs
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.sampler import Sampler
@@ -34,10 +34,17 @@ from tests.models.tiny_encoders import make_encoder, save_encoder
 class MadeUpGpu(CudaDevice):
     """free: what is left next to a step, or the error that the step raises; one for each try, then the last."""
 
+    device = torch.device("cpu")
+    margin_bytes = 0
+    to_host, load, store, check = Device.to_host, Device.load, Device.store, Device.check
+
     def __init__(self, *free: int | Exception) -> None:
-        self.device, self.threads, self.free = torch.device("cpu"), 1, list(free)
-        self.streams = HostStreams()
+        super().__init__()
+        self.free = list(free)
         self.runs = 0
+
+    def free_bytes(self) -> int:
+        return 2**30
 
     def prepare(self) -> None:
         pass
@@ -56,13 +63,12 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     folder = write_tiny_llama(tmp_path)
 
     def make(gpu: MadeUpGpu, **options: object):
-        monkeypatch.setattr("pagoda.engine_setup._free_bytes", lambda device: 2**30)
-
         def select(config: ParallelConfig) -> MadeUpGpu:
             assert config.device == "cuda"
             return gpu
 
-        monkeypatch.setattr("pagoda.worker.loaded_model.select_device", select)
+        for module in ("engine_setup", "worker.loaded_model"):
+            monkeypatch.setattr(f"pagoda.{module}.select_device", select)
         settings = {"device": "cuda", "kernels": "torch", "dtype": "float32", "gpu_memory_utilization": 1.0}
         return build_engine_core(EngineConfig.from_options(**{"model": folder, **settings, **options}))
 

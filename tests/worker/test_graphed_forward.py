@@ -21,7 +21,8 @@ from pagoda.kernels.transfer import to_device
 from pagoda.worker import graphed_forward, sampler
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.decode_inputs import DecodeInputs, PaddedSize, padded_context, padded_rows, padded_tokens
-from pagoda.worker.devices.streams import Streams
+from pagoda.worker.devices import Device
+from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.inputs import build_inputs
@@ -29,19 +30,19 @@ from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.queries import Queries
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
-from tests.worker.lagging_streams import LaggingStreams
+from tests.worker.lagging_device import LaggingDevice
 from tests.worker.recalls import Recalls
 
 CPU = torch.device("cpu")
 BLOCK = 4
 
 
-def make(capture, streams: Streams | None = None) -> tuple[ModelRunner, GraphedForward, CacheEngine]:
+def make(capture, device: Device | None = None) -> tuple[ModelRunner, GraphedForward, CacheEngine]:
     model: Any = PagedSumModel()
     ops: Any = TorchOps()
-    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
     forward = GraphedForward(model, ops, 8, 64, CPU, capture=capture)
-    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, CPU, streams=streams), forward, cache
+    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, device or CpuDevice()), forward, cache
 
 
 def decode(run: ModelRunner, numbers: range) -> None:
@@ -142,8 +143,8 @@ def test_a_new_cache_is_captured_again() -> None:
     run, forward, _ = make(Recalls())
     decode(run, range(3))
     assert forward.num_graphs == 1
-    cache = CacheEngine(PagedSumModel().kv_groups, BLOCK, 60, 0, torch.float32, CPU)
-    again = ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, CPU)
+    cache = CacheEngine(PagedSumModel().kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
+    again = ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, CpuDevice())
     decode(again, range(3))
     assert forward.num_graphs == 1
 
@@ -160,7 +161,7 @@ def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
 
     model, recalls = Model(), Recalls()
     forward = GraphedForward(model, TorchOps(), 8, 64, CPU, capture=recalls)  # type: ignore[arg-type]
-    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
     ones, slots = np.ones(2, np.int32), np.arange(2) + BLOCK
     for prefix in (None, (4, 2), None, (8, 2), (12, 1)):
         shared = () if prefix is None else (i32(*prefix),)
@@ -211,8 +212,8 @@ def test_one_copy_brings_all_inputs_of_a_graph(is_ahead: bool, monkeypatch: pyte
 
     for module in (transfer, sampler):
         monkeypatch.setattr(module, "to_device", counted)
-    recalls, streams = Recalls(), LaggingStreams()
-    run, forward, _ = make(recalls, streams)
+    recalls, device = Recalls(), LaggingDevice()
+    run, forward, _ = make(recalls, device)
     admitted = (row_init(0, [3, 1, 4], [1, 2, 3]), row_init(1, [9, 2], [4, 5, 6]), row_init(2, [5], [7, 8]))
     prompts = [[3, 1, 4], [9, 2], [5]]
     steps = [run.launch(step(1, [(0, 0, 3), (1, 0, 2), (2, 0, 1)], admitted=admitted))]
@@ -307,9 +308,9 @@ def test_steps_with_adapters_have_graphs_until_their_tables_move() -> None:
     model, ops, recalls = Model(), TorchOps(), Recalls()
     weight = ops.prepare_linear(torch.ones(1, 1))
     tables = {id(weight): PlainLowRank(3, 1, 1, torch.float32)}
-    forward = GraphedForward(model, ops, 8, 64, CPU, tables, recalls)  # type: ignore[arg-type]
+    forward = GraphedForward(model, ops, 8, 64, CPU, recalls, tables)  # type: ignore[arg-type]
     plain = EagerForward(model, ops, tables)  # type: ignore[arg-type]
-    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
     table, slots = TableMirror(8, 64, BLOCK, 1), i32(0, 2, 1, 0, 0, 0, 0, 0)
     table.apply(step(1, [(0, 0, 1)], admitted=tuple(row_init(row, [3 + row, 1, 4], [1 + row]) for row in range(3))))
     for number in range(8):
@@ -330,7 +331,7 @@ def test_steps_with_adapters_have_graphs_until_their_tables_move() -> None:
 def test_steps_of_several_tokens_per_row(num_layers: int) -> None:
     """Rows that verify drafts, and ends of prompts: each has its own number of tokens, and some have no logits."""
     rng, model, ops, recalls = np.random.default_rng(0), PagedSumModel(), TorchOps(), Recalls()
-    cache, plain_cache = (CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU) for _ in range(2))
+    cache, plain_cache = (CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice()) for _ in range(2))
     forward = GraphedForward(model, ops, 8, 64, CPU, capture=recalls, max_query_len=4)  # type: ignore[arg-type]
     plain, table = EagerForward(model, ops), TableMirror(8, 64, BLOCK, 1)  # type: ignore[arg-type]
     known = [rng.integers(0, 90, 40).tolist() for _ in range(8)]

@@ -21,20 +21,20 @@ from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, VOCAB, PagedSumModel, expected_next, i32, row_init, step
-from tests.worker.lagging_streams import LaggingStreams
+from tests.worker.lagging_device import LaggingDevice
 from tests.worker.sync_watch import SyncWatch
 
 CPU = torch.device("cpu")
 BLOCK = 4
 
 
-def make(broken_token: int = -1, ops: Any = None) -> tuple[ModelRunner, TableMirror, LaggingStreams]:
+def make(broken_token: int = -1, ops: Any = None) -> tuple[ModelRunner, TableMirror, LaggingDevice]:
     model = PagedSumModel(broken_token)
-    streams = LaggingStreams()
-    cache = CacheEngine(model.kv_groups, BLOCK, 60, 10, torch.float32, CPU, streams)
+    device = LaggingDevice()
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 10, torch.float32, device)
     table = TableMirror(8, 64, BLOCK, 1)
     forward = EagerForward(cast(Any, model), ops or cast(Any, TorchOps()))
-    return ModelRunner(forward, table, cache, CPU, Sampler(ops), streams=streams), table, streams
+    return ModelRunner(forward, table, cache, device, Sampler(ops)), table, device
 
 
 def continued(prompt: list[int], count: int) -> list[int]:
@@ -46,7 +46,7 @@ def continued(prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("depth", [2, 3, 5])
 def test_tokens_reach_the_next_steps_before_the_host(depth: int) -> None:
-    run, table, streams = make()
+    run, table, device = make()
     a, b = [3, 1, 4, 1, 5], [9, 2]
     admitted = (row_init(0, a, [1, 2, 3, 4, 5]), row_init(5, b, [6, 7, 8, 9, 10]))
     steps = [run.launch(step(1, [(0, 0, 3), (5, 0, 2)], [(5, 1)], admitted=admitted))]
@@ -56,7 +56,7 @@ def test_tokens_reach_the_next_steps_before_the_host(depth: int) -> None:
         while len(steps) - len(got) >= depth:
             got.append(steps[len(got)].result())
         steps.append(run.launch(step(number, [(5, number, 1), (0, 2 + number, 1)])))
-        assert streams.num_waits == len(got)  # launching does not wait
+        assert device.num_waits == len(got)  # launching does not wait
     got += [later.result() for later in steps[len(got) :]]
     of_b = [int(got[0].sampled[0, 0]), int(got[1].sampled[1, 0])] + [int(out.sampled[0, 0]) for out in got[2:]]
     of_a = [int(got[1].sampled[0, 0])] + [int(out.sampled[1, 0]) for out in got[2:]]
@@ -67,13 +67,13 @@ def test_tokens_reach_the_next_steps_before_the_host(depth: int) -> None:
 
 
 def test_a_late_token_is_not_written_to_the_next_sequence_of_its_row() -> None:
-    run, table, streams = make()
+    run, table, device = make()
     first = run.launch(step(1, [(2, 0, 3)], admitted=(row_init(2, [3, 1, 4], [1]),)))
     second = run.launch(step(2, [(2, 3, 1)]))
     # The request is aborted while its tokens are in flight, and another one gets its row.
     other = row_init(2, [7, 8, 9, 6], [2])
     third = run.launch(step(3, [(2, 0, 2)], [], released=i32(2), admitted=(other,)))
-    assert streams.num_waits == 0
+    assert device.num_waits == 0
     assert [first.result().sampled[0, 0], second.result().sampled[0, 0]] == continued([3, 1, 4], 2)
     assert table.token_ids[2, :4].tolist() == [7, 8, 9, 6]
     fourth = run.launch(step(4, [(2, 2, 2)]))
@@ -105,7 +105,7 @@ def test_a_result_brings_those_of_earlier_steps() -> None:
 def test_the_host_waits_where_it_reads_tokens(params: SamplingParams, waits: bool) -> None:
     results = []
     for ahead in (False, True):
-        run, _, streams = make()
+        run, _, device = make()
         rows = [(0, 0, 3), (1, 0, 2)]
         admitted = (row_init(0, [3, 1, 4], [1, 2, 3], params, eos=(0,)), row_init(1, [8, 8], [4, 5, 6]))
         steps = [run.launch(step(1, rows, admitted=admitted))]
@@ -113,7 +113,7 @@ def test_the_host_waits_where_it_reads_tokens(params: SamplingParams, waits: boo
             if not ahead:
                 steps[-1].result()
             steps.append(run.launch(step(number, [(0, 1 + number, 1), (1, number, 1)])))
-        assert streams.num_waits == (5 if waits or not ahead else 0)
+        assert device.num_waits == (5 if waits or not ahead else 0)
         results.append([each.result() for each in steps])
     for one, other in zip(*results, strict=True):
         assert np.array_equal(one.sampled, other.sampled)
@@ -160,7 +160,7 @@ def test_an_error_of_the_device_is_raised_by_its_own_step() -> None:
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_failed_device_ends_the_worker_whatever_shows_it(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library says in words of its own what went wrong in an earlier step; too little memory is one step's error."""
-    run, _, streams = make()
+    run, _, device = make()
     first = run.launch(step(1, [(0, 0, 3)], admitted=(row_init(0, [3, 1, 4], [1, 2]),)))
     kept: list[weakref.ref[torch.Tensor]] = []
 
@@ -173,7 +173,7 @@ def test_a_failed_device_ends_the_worker_whatever_shows_it(is_broken: bool, monk
         raise WorkerDied("the GPU failed")
 
     if is_broken:
-        monkeypatch.setattr(streams, "check", is_dead)
+        monkeypatch.setattr(device, "check", is_dead)
     monkeypatch.setattr(run._forward, "compute_logits", fails)
     with pytest.raises(WorkerDied if is_broken else RuntimeError) as raised:
         run.launch(step(2, [(0, 3, 1)]))
@@ -217,7 +217,7 @@ def test_no_step_waits_for_the_device_and_each_copies_its_inputs_at_once(
         from pagoda.kernels.triton_ops import TritonOps
 
         ops = TritonOps(64)
-    run, _, streams = make(ops=ops)
+    run, _, device = make(ops=ops)
     watch = SyncWatch()
     for name in ("forward", "compute_logits"):  # the model is a test's, and reads what it is given
         setattr(run._forward, name, watch.within(getattr(run._forward, name)))
@@ -233,7 +233,7 @@ def test_no_step_waits_for_the_device_and_each_copies_its_inputs_at_once(
     with watch:
         steps = [run.launch(first)]
         steps += [run.launch(step(2 + k, [(0, 3 + k, 1), (1, 2 + k, 1)])) for k in range(6)]
-    assert streams.num_waits == 0
+    assert device.num_waits == 0
     assert len(copies) == len(steps)
     tokens = [each.result().sampled[:, 0].tolist() for each in steps]
     alone, _, _ = make(ops=TorchOps())
@@ -260,9 +260,9 @@ def test_constraints_travel_in_one_copy_and_rows_with_logprobs_in_another(copies
     admitted = (row_init(0, [3, 1, 4], [1, 2], params), row_init(1, [8, 8], [5, 6]))
     steps = [step(1, [(0, 0, 3), (1, 0, 2)], admitted=admitted)]
     steps += [step(2 + k, [(0, 3 + k, 1), (1, 2 + k, 1)]) for k in range(4)]
-    run, _, streams = make(ops=ops)
+    run, _, device = make(ops=ops)
     launched = [run.launch(each) for each in steps]
-    assert streams.num_waits == 0
+    assert device.num_waits == 0
     assert len(copies) == 3 * len(steps)
     alone, _, _ = make(ops=ReferenceOps())
     for each, output in zip(launched, steps, strict=True):

@@ -19,6 +19,7 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.memory import (
     KVCapacity,
     KVSlot,
@@ -232,4 +233,4 @@ def test_a_model_without_kv_takes_no_memory_for_it() -> None:
     capacity = plan_capacity((), CacheConfig(), "float32", 512, 0, SCHEDULER)
     assert (capacity.pool_bytes, capacity.num_host_blocks, capacity.max_tokens) == (0, 0, 512)
     assert kv_block_bytes((), "float32", 16) == 0
-    assert CacheEngine((), 16, capacity.num_blocks, 0, torch.float32, torch.device("cpu")).layers == []
+    assert CacheEngine((), 16, capacity.num_blocks, 0, torch.float32, CpuDevice()).layers == []

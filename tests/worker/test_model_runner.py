@@ -22,11 +22,11 @@ BLOCK = 4
 
 
 def runner(on: DeviceUnderTest, broken_token: int = -1) -> ModelRunner:
-    model, ops, streams = PagedSumModel(broken_token), on.ops(), on.streams()
+    model, ops, device = PagedSumModel(broken_token), on.ops(), on.made
     make_blocks = ops.make_device_blocks
-    cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, on.device, streams, make_blocks)
+    cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, device, make_blocks)
     forward = EagerForward(cast("Any", model), ops)
-    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, on.device, Sampler(ops), streams=streams)
+    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, device, Sampler(ops))
 
 
 def continued(prompt: list[int], count: int) -> list[int]:

@@ -8,6 +8,7 @@ from pagoda.kernels.ops import Ops
 from pagoda.loading.loader import load_model
 from pagoda.models.base import Model
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.devices import Device
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.dry_runs import LargestSteps
 from pagoda.worker.forward_pass import ForwardPass
@@ -43,7 +44,7 @@ def load_draft(
     setup: DraftSetup,
     ops: Ops,
     dtype: torch.dtype,
-    device: torch.device,
+    device: Device,
     max_rows: int,
     max_len: int,
     block_size: int,
@@ -54,7 +55,7 @@ def load_draft(
     """
     if setup.files is None:
         return None
-    model = load_model(setup.files, ops, dtype, device, setup.config.quantization, max_len)
+    model = load_model(setup.files, ops, dtype, device.device, setup.config.quantization, max_len)
     forward = make_forward(model, ops, device, max_rows, max_len, _MAX_QUERY_LEN)
     cache = CacheEngine(model.kv_groups, block_size, setup.num_blocks, 0, dtype, device)
     return LoadedDraft(model, forward, cache, setup.num_blocks)

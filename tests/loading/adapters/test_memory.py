@@ -19,6 +19,7 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import identify
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
+from pagoda.worker.devices.cpu import CpuDevice
 from tests.engine.lora_adapters import write_adapter
 from tests.models.tiny import make_model, save
 
@@ -38,7 +39,7 @@ def test_an_adapter_of_everything(
     files = identify(save(make_model(name), tmp_path / "model"))
     modules = {path.rpartition(".")[2] for path in lora_targets(read_model(files))}
     lora = write_adapter(tmp_path / "adapter", files, rank, 1, modules)
-    ops = select_ops("native", CPU, 1)
+    ops = select_ops("native", CpuDevice(1))
     model = load_model(files, ops, dtype, CPU)
     store = AdapterStore(
         model, AdapterTargets(read_architecture(files)[0], model), ops, dtype, CPU, AdapterLimits(2, rank)

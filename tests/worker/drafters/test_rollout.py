@@ -10,6 +10,7 @@ import torch
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
 from pagoda.worker.forward_pass import EagerForward
 from pagoda.worker.graphed_forward import GraphedForward
@@ -54,8 +55,8 @@ def admitted(params: SamplingParams) -> dict[str, Any]:
 
 def decoded(params: SamplingParams, model: PagedSumModel, count: int) -> dict[int, list[int]]:
     """Each row's next tokens, decoded step by step; fewer if logits are not finite."""
-    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
-    run = ModelRunner(EagerForward(model, TorchOps()), TableMirror(3, 64, BLOCK, 1), cache, CPU)  # type: ignore[arg-type]
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
+    run = ModelRunner(EagerForward(model, TorchOps()), TableMirror(3, 64, BLOCK, 1), cache, CpuDevice())  # type: ignore[arg-type]
     found: dict[int, list[int]] = {row: [] for row in PROMPTS}
     spans, events = [(row, 0, len(tokens)) for row, tokens in PROMPTS.items()], admitted(params)
     for number in range(count):
@@ -72,7 +73,7 @@ def rolled_out(params: SamplingParams, model: PagedSumModel, most: np.ndarray, i
     forward: Any = EagerForward(model, TorchOps())  # type: ignore[arg-type]
     if is_graphed:
         forward = GraphedForward(model, TorchOps(), 3, 64, CPU, capture=Recalls(), max_query_len=2)  # type: ignore[arg-type]
-    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CPU)
+    cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
     target, own = (TableMirror(3, 64, BLOCK, 1) for _ in range(2))
     for table in (target, own):
         table.apply(step(1, [(0, 0, 1)], **admitted(params if table is target else GREEDY)))

@@ -1,4 +1,4 @@
-"""CudaStreams on a made-up CUDA: which stream does what, and who waits for whom. Its memory is the host's."""
+"""Copies of a CudaDevice on a made-up CUDA: what each stream does and waits for. Its memory is the host's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from pagoda.base.errors import WorkerDied
-from pagoda.worker.devices.cuda_streams import CudaStreams
+from pagoda.worker.devices.cuda import CudaDevice
 
 CPU = torch.device("cpu")
+
+
+class Copying(CudaDevice):
+    device = CPU
 
 
 class FakeStream:
@@ -89,7 +93,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 
 def test_results_are_copied_to_pinned_memory_and_only_a_wait_waits(cuda: FakeRuntime) -> None:
-    copy = CudaStreams(CPU).to_host([torch.arange(3), torch.tensor([True, False])])
+    copy = Copying().to_host([torch.arange(3), torch.tensor([True, False])])
     assert not copy.is_done()
     assert cuda.log == [("computations", "allocates", "pinned")] * 2 + [("computations", "records", "event")]
     tokens, finite = copy.wait()
@@ -99,15 +103,15 @@ def test_results_are_copied_to_pinned_memory_and_only_a_wait_waits(cuda: FakeRun
 
 
 def test_computations_wait_for_blocks_that_come_in_and_not_for_those_that_go_out(cuda: FakeRuntime) -> None:
-    streams = CudaStreams(CPU)
-    memory = streams.new_host_memory(64).view(8, 8)
+    device = Copying()
+    memory = device.new_host_memory(64).view(8, 8)
     assert list(cuda.registered.values()) == [64]
     blocks = torch.arange(24, dtype=torch.uint8).view(3, 8)
-    streams.store(blocks, [memory[2:4], memory[7:8]])
+    device.store(blocks, [memory[2:4], memory[7:8]])
     assert cuda.log == [("copies", "waits for", "computations"), ("copies", "uses", "tensor")]
     assert torch.equal(memory[[2, 3, 7]], blocks)
     cuda.log.clear()
-    assert torch.equal(streams.load([memory[7:8], memory[2:4]]), blocks[[2, 0, 1]])
+    assert torch.equal(device.load([memory[7:8], memory[2:4]]), blocks[[2, 0, 1]])
     assert cuda.log == [
         ("copies", "records", "event"),
         ("computations", "waits for", "copies"),
@@ -116,7 +120,7 @@ def test_computations_wait_for_blocks_that_come_in_and_not_for_those_that_go_out
 
 
 def test_a_gpu_that_fails_ends_the_worker(cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = CudaStreams(CPU).to_host([torch.arange(3)])
+    copy = Copying().to_host([torch.arange(3)])
 
     def fails(event: FakeEvent) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -127,11 +131,11 @@ def test_a_gpu_that_fails_ends_the_worker(cuda: FakeRuntime, monkeypatch: pytest
 
 
 def test_a_failed_gpu_is_found_by_asking_it(cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, asked = CudaStreams(CPU), list[object]()
+    device, asked = Copying(), list[object]()
     monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
-    streams.check()
+    device.check()
     assert asked == [CPU]
-    copy = streams.to_host([torch.arange(3)])
+    copy = device.to_host([torch.arange(3)])
 
     def fails(*_: object) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -140,7 +144,7 @@ def test_a_failed_gpu_is_found_by_asking_it(cuda: FakeRuntime, monkeypatch: pyte
     monkeypatch.setattr(FakeEvent, "query", fails)
     monkeypatch.setattr(FakeEvent, "synchronize", fails)
     with pytest.raises(WorkerDied, match="the GPU failed: an illegal memory access"):
-        streams.check()
+        device.check()
     assert copy.is_done()  # so that who asks goes on to `wait`
     with pytest.raises(WorkerDied):
         copy.wait()
@@ -149,11 +153,11 @@ def test_a_failed_gpu_is_found_by_asking_it(cuda: FakeRuntime, monkeypatch: pyte
 def test_memory_that_cannot_be_pinned_is_an_error(cuda: FakeRuntime) -> None:
     cuda.status = 2
     with pytest.raises(MemoryError, match=r"64 bytes .*CUDA error 2"):
-        CudaStreams(CPU).new_host_memory(64)
+        Copying().new_host_memory(64)
 
 
 def test_memory_is_no_longer_pinned_once_nothing_uses_it(cuda: FakeRuntime) -> None:
-    memory = CudaStreams(CPU).new_host_memory(64)
+    memory = Copying().new_host_memory(64)
     view = memory.view(8, 8)
     del memory
     assert cuda.registered

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from pagoda.worker.devices.streams import HostCopy, HostStreams
+from pagoda.worker.devices.cpu import CpuDevice
+from pagoda.worker.devices.device import HostCopy
 
 
-class LaggingStreams(HostStreams):
+class LaggingDevice(CpuDevice):
     """Blocks go to the host when others are loaded; results are there when they are waited for.
 
     num_waits: how often the host has waited for the device.   most_behind: copies that were open at once.
@@ -17,6 +18,7 @@ class LaggingStreams(HostStreams):
 
     def __init__(self, delay_s: float = 0.0) -> None:
         """delay_s: how long a wait takes."""
+        super().__init__()
         self._stores: list[Callable[[], None]] = []
         self.delay_s = delay_s
         self.num_waits = self.num_copies = self.most_behind = 0
@@ -38,8 +40,8 @@ class LaggingStreams(HostStreams):
 
 
 class _LateCopy:
-    def __init__(self, streams: LaggingStreams, tensors: list[torch.Tensor]) -> None:
-        self._streams, self._tensors = streams, tensors
+    def __init__(self, device: LaggingDevice, tensors: list[torch.Tensor]) -> None:
+        self._device, self._tensors = device, tensors
         self._was_waited_for = False
 
     def is_done(self) -> bool:
@@ -47,7 +49,7 @@ class _LateCopy:
 
     def wait(self) -> list[np.ndarray]:
         if not self._was_waited_for:
-            time.sleep(self._streams.delay_s)
-            self._streams.num_waits += not self._was_waited_for
+            time.sleep(self._device.delay_s)
+            self._device.num_waits += not self._was_waited_for
             self._was_waited_for = True
         return [tensor.numpy() for tensor in self._tensors]
