@@ -20,12 +20,11 @@ from pagoda.cli.bench.workload import WorkItem, read_workload
 from pagoda.cli.options import engine_options
 
 if TYPE_CHECKING:
-    from pagoda.llm import LLM
+    from pagoda.engine.llm_engine import LLMEngine
 
 
-def decode_speed(llm: "LLM", items: list[WorkItem]) -> tuple[float, float]:
+def decode_speed(engine: "LLMEngine", items: list[WorkItem]) -> tuple[float, float]:
     """Return the mean output tokens per second of the first arrivals, and when the last request ended, in s."""
-    engine = llm.engine
     waiting = sorted(items, key=lambda item: item.arrival_s)
     first = {f"early{i}" for i, item in enumerate(waiting) if item.arrival_s == 0.0}
     speeds: list[float] = []
@@ -61,19 +60,21 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """What streams keep of their speed while long prompts come in."""
-    from pagoda.llm import LLM
+    from pagoda.assemble import build_llm_engine
+    from pagoda.base.config import EngineConfig
 
     items = read_workload(workload)
     early = [item for item in items if item.arrival_s == 0.0]
     pairs: list[tuple[float, float]] = []
     seconds: list[float] = []
-    with LLM(**{"enable_prefix_caching": False, **options}) as llm:  # type: ignore[arg-type]
-        decode_speed(llm, early[:2])
-        for _ in range(rounds):
-            alone, _ = decode_speed(llm, early)
-            next_to_prompts, all_s = decode_speed(llm, items)
-            pairs.append((alone, next_to_prompts))
-            seconds.append(all_s)
+    engine = build_llm_engine(EngineConfig.for_engine(**{"enable_prefix_caching": False, **options}))
+    decode_speed(engine, early[:2])
+    for _ in range(rounds):
+        alone, _ = decode_speed(engine, early)
+        next_to_prompts, all_s = decode_speed(engine, items)
+        pairs.append((alone, next_to_prompts))
+        seconds.append(all_s)
+    engine.shutdown()
     kept = statistics.median(kept / alone for alone, kept in pairs)
     figures = {
         "kept": round(kept, 3),

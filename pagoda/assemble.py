@@ -15,10 +15,12 @@ from pagoda.core.executor import Executor
 from pagoda.core.grammar import GrammarBackend
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor, StepRunner
+from pagoda.input_setup import build_input_processor
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.measured_capacity import measure_capacity
 from pagoda.worker.drafters.registry import make_drafter
@@ -92,6 +94,21 @@ def build_engine_core(
         adapters=own if setup.config.model.lora.enable_lora else None,
         embeds_size=setup.embeds_size,
     )
+
+
+def build_llm_engine(
+    config: EngineConfig, wrap_executor: Callable[[Executor, int], Executor] | None = None
+) -> LLMEngine:
+    """Load the model and return an engine with text in and out, to be stepped by the calling thread.
+
+    wrap_executor, errors: as for `build_engine_core`.
+    """
+    setup = resolve_engine(config)
+    # The tokenizer first, so that its errors are reported before loading the weights.
+    inputs = build_input_processor(setup)
+    core = build_engine_core(setup, wrap_executor=wrap_executor)
+    inputs.limits.fit(core.facts.max_model_len)
+    return LLMEngine(core, inputs)
 
 
 def _make_grammars(setup: EngineSetup) -> GrammarBackend:

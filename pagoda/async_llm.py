@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncGenerator, Sequence
+import os
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from pagoda.assemble import build_engine_core
+from pagoda.assemble import build_llm_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
-from pagoda.base.errors import RequestError, UsageError
+from pagoda.base.errors import PagodaError, RequestError, UsageError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import (
     ClassificationOutput,
@@ -23,15 +24,17 @@ from pagoda.base.outputs import (
 )
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
-from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.thread_client import ThreadClient
+from pagoda.core.request import LoraRef
+from pagoda.engine.async_text import AsyncText
+from pagoda.engine.engine_thread import EngineThread, NewRequest, Reply
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
 from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, text_of
 from pagoda.engine.inputs.scoring import PairOptions
-from pagoda.engine.lazy_engine import LazyEngine
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.pooled import (
     classification_output,
@@ -42,8 +45,8 @@ from pagoda.engine.outputs.pooled import (
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.wire import EngineStats
-from pagoda.engine_setup import resolve_engine
-from pagoda.input_setup import build_input_processor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +78,22 @@ class AsyncLLM:
             options["model"] = model
         config = EngineConfig.for_engine(**options)
         check_settings(config)
-        self._load = functools.partial(_load, config)
-        self._engine = LazyEngine(self._load)
-        self._added: dict[int, Adapter] = {}  # adapters by lora_int_id
+        self._begin(lambda: build_llm_engine(config))
 
     @classmethod
-    def over(cls, engine: AsyncEngine) -> Self:
-        """Return an AsyncLLM that uses an existing engine and closes it with itself."""
-        llm = cls()
-        llm._engine = LazyEngine(llm._load, engine)
+    def over(cls, build: Callable[[], LLMEngine]) -> Self:
+        """Return an AsyncLLM over the engine that `build` returns, which is called on the thread that runs it."""
+        llm = cls.__new__(cls)
+        llm._begin(build)
         return llm
+
+    def _begin(self, build: Callable[[], LLMEngine]) -> None:
+        self._build = build
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loading: asyncio.Task[_Running] | None = None
+        self._added: dict[int, Adapter] = {}  # adapters by lora_int_id
 
     @classmethod
     async def create(cls, model: str | None = None, **options: Any) -> Self:
@@ -93,12 +102,19 @@ class AsyncLLM:
 
     async def start(self) -> Self:
         """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""
-        await self._engine.get()
+        await self._running()
         return self
 
     async def close(self) -> None:
         """Free the model's memory after the step in progress; requests in flight raise UsageError. Idempotent."""
-        await self._engine.close()
+        was_closed, self._is_closed = self._is_closed, True
+        if was_closed or os.getpid() != self._pid or self._loading is None:
+            return
+        with contextlib.suppress(PagodaError):
+            running = await asyncio.shield(self._loading)  # loading cannot be interrupted
+            running.text.close()
+            running.thread.stop()
+            await asyncio.to_thread(running.thread.join)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -129,7 +145,7 @@ class AsyncLLM:
         closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.
         """
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._running(prompt, asked, OutputKind.CUMULATIVE) as outputs:
+        async with self._outputs(prompt, asked, OutputKind.CUMULATIVE) as outputs:
             async for output in outputs:
                 yield output
 
@@ -147,7 +163,7 @@ class AsyncLLM:
         """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
         prompt = await self._render(messages, template_options)
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._running(prompt, asked, OutputKind.CUMULATIVE) as outputs:
+        async with self._outputs(prompt, asked, OutputKind.CUMULATIVE) as outputs:
             async for output in outputs:
                 yield output
 
@@ -165,7 +181,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new part of the request's output as it arrives; arguments and errors as in `generate`."""
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._running(prompt, asked, OutputKind.DELTA) as outputs:
+        async with self._outputs(prompt, asked, OutputKind.DELTA) as outputs:
             async for output in outputs:
                 yield output
 
@@ -183,7 +199,7 @@ class AsyncLLM:
         """Like `stream`, for the assistant's next turn in a conversation."""
         prompt = await self._render(messages, template_options)
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._running(prompt, asked, OutputKind.DELTA) as outputs:
+        async with self._outputs(prompt, asked, OutputKind.DELTA) as outputs:
             async for output in outputs:
                 yield output
 
@@ -191,19 +207,20 @@ class AsyncLLM:
 
     async def abort(self, request_ids: str | Sequence[str]) -> list[str]:
         """Abort requests; return the ids that were running. Each gets a last output with finish_reason "abort"."""
-        engine = await self._engine.get()
-        return await engine.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+        running = await self._running()
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        return await running.call(running.thread.aborting(ids))
 
     async def get_tokenizer(self) -> Tokenizer:
-        return (await self._engine.get()).input_processor.tokenizer
+        return (await self._running()).inputs.tokenizer
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""
-        return await (await self._engine.get()).reset_prefix_cache(preempt_running)
+        return await (await self._running()).call(lambda engine: engine.core.reset_prefix_cache(preempt_running))
 
     async def stats(self) -> EngineStats:
-        """Return the engine's latest gauges and counters."""
-        return (await self._engine.get()).stats()
+        """Return the engine's gauges and counters."""
+        return EngineStats.of(await (await self._running()).call(lambda engine: engine.core.make_stats()))
 
     async def beam_search(
         self,
@@ -225,21 +242,22 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now, so that the first request that uses it need not wait; as LLM.add_lora."""
-        engine = await self._engine.get()
-        lora = await engine.find_adapter(lora_request)
-        await engine.load_adapter(lora)
+        running = await self._running()
+        lora = await running.find_adapter(lora_request)
+        if isinstance(lora, LoraRef):  # the engine does not know of prompt adapters
+            await running.call(lambda engine: engine.core.load_adapter(lora))
         self._added[lora_request.lora_int_id] = lora
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Free the memory of an adapter that `add_lora` loaded, after the last request that uses it has ended.
+        """Free the memory of an adapter that `add_lora` loaded, once no running request uses it.
 
         Return False if there is none with this number.
         """
-        engine = await self._engine.get()
+        running = await self._running()
         lora = self._added.pop(lora_int_id, None)
-        if lora is not None:
-            engine.unload_adapter(lora)
+        if isinstance(lora, LoraRef):
+            await running.call(lambda engine: engine.core.unload_adapter(lora))
         return lora is not None
 
     # ---- pooling
@@ -272,7 +290,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput[EmbeddingOutput]:
         """Return the prompt's embedding; see LLM.embed."""
-        plan = (await self._engine.get()).input_processor.limits.tasks.plan
+        plan = (await self._running()).inputs.limits.tasks.plan
         params = with_task(pooling_params or PoolingParams(), "embed")
         prompt = with_instruction(prompt, instruction_of(plan, prompt_name))
         asked = _Asked(params, request_id, priority, cache_salt, lora_request)
@@ -305,7 +323,7 @@ class AsyncLLM:
         instruction: str | None = None,
     ) -> PoolingRequestOutput[ScoringOutput]:
         """Return how well two texts match; see LLM.score."""
-        text = (await self._engine.get()).text
+        text = (await self._running()).text
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
         scoring = await text.plan_scores(
             first,
@@ -326,10 +344,10 @@ class AsyncLLM:
 
     async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
         check_conversation(messages, None)
-        rendered = await (await self._engine.get()).text.render_chat(messages, ChatOptions(**template_options))
+        rendered = await (await self._running()).text.render_chat(messages, ChatOptions(**template_options))
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
-    def _running(
+    def _outputs(
         self, prompt: Prompt, asked: _Asked, kind: OutputKind
     ) -> contextlib.aclosing[AsyncGenerator[RequestOutput, None]]:
         """Return the request's outputs; leaving the block aborts it."""
@@ -337,39 +355,147 @@ class AsyncLLM:
 
     async def _final(self, prompt: Prompt, asked: _Asked) -> RequestOutput:
         """Return the finished output of a request."""
-        async with self._running(prompt, asked, OutputKind.FINAL_ONLY) as outputs:
+        async with self._outputs(prompt, asked, OutputKind.FINAL_ONLY) as outputs:
             async for output in outputs:
                 return output
         raise AssertionError("a request ends with an output")
 
     async def _run(self, prompt: Prompt, asked: _Asked, kind: OutputKind) -> AsyncGenerator[RequestOutput, None]:
         check_prompt(prompt, None)
-        engine = await self._engine.get()
-        lora = await engine.find_adapter(asked.lora_request) if asked.lora_request is not None else None
-        request = await engine.prepare(
+        running = await self._running()
+        request = await running.text.make_request(
             prompt,
             asked.params if asked.params is not None else SamplingParams(),
-            asked.request_id,
+            asked.request_id if asked.request_id is not None else uuid.uuid4().hex,
+            arrival_time_s=running.engine.core.now(),
             priority=asked.priority,
             cache_salt=asked.cache_salt,
-            lora=lora,
+            lora=await running.find_adapter(asked.lora_request) if asked.lora_request is not None else None,
         )
         has_tokens = False
-        async with contextlib.aclosing(engine.stream(request, kind, text_of(prompt))) as outputs:
+        async with contextlib.aclosing(running.stream(NewRequest(request, kind, text_of(prompt)))) as outputs:
             async for output in outputs:
                 output.lora_request = asked.lora_request
                 has_tokens = has_tokens or any(part.token_ids for part in output.outputs)
                 if output.error is not None and not has_tokens:
                     raise RequestError(output.error, "prompt")
-                if self._engine.is_closed and any(part.finish_reason == "abort" for part in output.outputs):
-                    raise UsageError("this AsyncLLM was closed while it generated")
                 yield output
 
+    async def _running(self) -> "_Running":
+        """Return the engine, after loading it if it is not loaded.
 
-async def _load(config: EngineConfig) -> AsyncEngine:
-    """Load a model into this process, on threads, without blocking the event loop."""
-    setup = await asyncio.to_thread(resolve_engine, config)
-    inputs = await asyncio.to_thread(build_input_processor, setup)
-    client = ThreadClient(lambda: build_engine_core(setup))
-    inputs.limits.fit((await client.start()).max_model_len)
-    return AsyncEngine(client, inputs)
+        Raises the errors of loading it, and UsageError after `close`, in a forked child, and in another event loop.
+        """
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this AsyncLLM belongs to process {self._pid}, and this is a fork of it; make a new one in the child"
+            )
+        if self._is_closed:
+            raise UsageError("this AsyncLLM is closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if self._loop is not loop:
+            raise UsageError("this AsyncLLM belongs to another event loop; make one for each loop, or share an LLM")
+        if self._loading is None or (self._loading.done() and (self._loading.cancelled() or self._loading.exception())):
+            self._loading = asyncio.create_task(_load(self._build))
+        running = await asyncio.shield(self._loading)  # cancelling one caller does not cancel the load
+        if self._is_closed:
+            raise UsageError("this AsyncLLM was closed while it was loading")
+        running.thread.check_usable()
+        return running
+
+
+class _Running:
+    """A loaded engine for the tasks of one event loop; the Listener of all their requests."""
+
+    def __init__(self, thread: EngineThread, engine: LLMEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self.thread = thread
+        self.engine = engine
+        self.inputs = engine.input_processor
+        self.text = AsyncText(engine.input_processor)
+        self._listener = _Mailboxes(loop)
+
+    async def find_adapter(self, given: LoRARequest) -> Adapter:
+        """Return the adapter that a caller names, after checking its files on a thread. Raises RequestError."""
+        known = self.inputs.remembered_adapter(given)
+        return known if known is not None else await asyncio.to_thread(self.inputs.find_adapter, given)
+
+    async def call(self, run: Callable[[LLMEngine], T]) -> T:
+        """Run a command between two steps. Raises its errors, and the engine's."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.thread.post(run, _settling(done))
+        return await done
+
+    async def stream(self, new: NewRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run a prepared request. Raises RequestError if it is refused. Leaving the iteration aborts it."""
+        request_id = new.request.request_id
+        mailboxes = self._listener.by_id
+        if request_id in mailboxes:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        mailbox = mailboxes[request_id] = Mailbox(new.kind)
+        is_running = True
+        try:
+            for error in (await self.call(self.thread.adding(self._listener, [new]))).values():
+                is_running = False
+                raise error
+            while is_running:
+                output = await mailbox.get()
+                is_running = not output.finished
+                yield output
+        finally:
+            del mailboxes[request_id]
+            if is_running:
+                self.thread.abort([request_id])
+
+
+class _Mailboxes:
+    """A Listener that fills the mailboxes of requests on an event loop.   by_id: of all that have a reader."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.by_id: dict[str, Mailbox] = {}
+        self._loop = loop
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        _call_on(self._loop, self._put, outputs)
+
+    def end(self, error: PagodaError) -> None:
+        _call_on(self._loop, self._fail, error)
+
+    def _put(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            mailbox = self.by_id.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output)
+
+    def _fail(self, error: PagodaError) -> None:
+        for mailbox in self.by_id.values():
+            mailbox.fail(error)
+
+
+async def _load(build: Callable[[], LLMEngine]) -> _Running:
+    """Build an engine on its own thread, without blocking the event loop."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[LLMEngine] = loop.create_future()
+    thread = EngineThread(build, _settling(ready), "AsyncLLM")
+    return _Running(thread, await ready, loop)
+
+
+def _settling(future: "asyncio.Future[Any]") -> Reply:
+    """Return a Reply that settles a future in its event loop."""
+
+    def settle(result: object, error: BaseException | None) -> None:
+        if future.done():  # its waiter may have been cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    return lambda result, error: _call_on(future.get_loop(), settle, result, error)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Run `call` on an event loop; do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)

@@ -1,10 +1,10 @@
 """LLM: run a model in a Python program. Outputs are returned in the order of the prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from pagoda.assemble import build_engine_core
+from pagoda.assemble import build_llm_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
@@ -19,6 +19,9 @@ from pagoda.base.outputs import (
 )
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
+from pagoda.core.request import LoraRef
+from pagoda.engine.calls import Ask, OutputStream, generate_all, pool_all
+from pagoda.engine.engine_thread import EngineThread, NewRequest
 from pagoda.engine.inputs.adapters import Adapter, AdapterChoice, adapter_for_each
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
@@ -32,10 +35,10 @@ from pagoda.engine.inputs.prompts import (
     is_embeds,
     is_one_conversation,
     is_one_prompt,
+    text_of,
 )
 from pagoda.engine.inputs.scoring import PairOptions, Scoring
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.output_stream import OutputStream
 from pagoda.engine.outputs.beam_outputs import beams_of
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.pooled import (
@@ -44,12 +47,8 @@ from pagoda.engine.outputs.pooled import (
     pooling_output,
     scoring_outputs,
 )
-from pagoda.engine.shared_engine import Call, SharedEngine
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
-from pagoda.engine.whole_outputs import Ask, WholeOutputs
-from pagoda.engine_setup import resolve_engine
-from pagoda.input_setup import build_input_processor
 
 
 class LLM:
@@ -73,24 +72,18 @@ class LLM:
         """
         if model is not None:
             options["model"] = model
-        setup = resolve_engine(EngineConfig.for_engine(**options))
-        # The tokenizer first, so that its errors are reported before loading the weights.
-        inputs = build_input_processor(setup)
-        core = build_engine_core(setup)
-        inputs.limits.fit(core.facts.max_model_len)
-        self._begin(LLMEngine(core, inputs))
+        config = EngineConfig.for_engine(**options)
+        self._begin(lambda: build_llm_engine(config))
 
     @classmethod
-    def over(cls, engine: LLMEngine) -> Self:
-        """Return an LLM that uses an existing engine."""
+    def over(cls, build: Callable[[], LLMEngine]) -> Self:
+        """Return an LLM over the engine that `build` returns, which is called on the thread that runs it."""
         llm = cls.__new__(cls)
-        llm._begin(engine)
+        llm._begin(build)
         return llm
 
-    def _begin(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self._shared = SharedEngine(engine)
-        self._whole = WholeOutputs(self._shared)
+    def _begin(self, build: Callable[[], LLMEngine]) -> None:
+        self._thread, self.engine = EngineThread.started(build)
         self._added: dict[int, Adapter] = {}  # by lora_int_id
 
     @property
@@ -102,7 +95,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the model's memory after the step in progress; calls of other threads raise UsageError. Idempotent."""
-        self._shared.close()
+        self._thread.stop()
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -177,10 +171,10 @@ class LLM:
         if priority is not None and len(priority) != count:
             raise RequestError(f"{len(priority)} priorities for {count} prompts", "priority")
         asks = map(Ask, prompts, params, priority if priority is not None else [0] * count, adapters)
-        return self._whole.generate(list(asks), use_tqdm)
+        return generate_all(self._thread, self.engine, list(asks), use_tqdm)
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
-        with self._shared.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
+        with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
             rendered = self.engine.input_processor.chats.render(messages, ChatOptions(**template_options))
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
@@ -198,17 +192,11 @@ class LLM:
         Raises RequestError or CapacityError before the first delta.
         """
         check_prompt(prompt, None)
-        call = Call()
-        stream = OutputStream(self._shared, call, lora_request)
-        try:
-            with self._shared.entered():
-                lora = self._shared.find_adapter(lora_request)
-                params = sampling_params or SamplingParams()
-                self._shared.add(call, self._shared.new_id(), prompt, params, OutputKind.DELTA, lora=lora)
-        except BaseException:  # a signal handler may raise when the request is queued
-            stream.close()
-            raise
-        return stream
+        with self._thread.entered():
+            lora = self.engine.input_processor.find_adapter(lora_request) if lora_request is not None else None
+            params = sampling_params or SamplingParams()
+            request = self.engine.prepare(self._thread.new_id(), prompt, params, lora=lora)
+            return OutputStream(self._thread, NewRequest(request, OutputKind.DELTA, text_of(prompt)), lora_request)
 
     def stream_chat(
         self,
@@ -261,9 +249,10 @@ class LLM:
         Requests load the adapters that they need: this only moves the wait, and the errors, to now. Returns True.
         Raises RequestError for an adapter that cannot be used.
         """
-        with self._shared.entered():
+        with self._thread.entered():
             lora = self.engine.input_processor.find_adapter(lora_request)
-            self._shared.load_adapter(lora)
+            if isinstance(lora, LoraRef):  # the engine does not know of prompt adapters
+                self._thread.call(lambda engine: engine.core.load_adapter(lora))
             self._added[lora_request.lora_int_id] = lora
         return True
 
@@ -272,10 +261,10 @@ class LLM:
 
         Return False if there is none with this number.
         """
-        with self._shared.entered():
+        with self._thread.entered():
             lora = self._added.pop(lora_int_id, None)
-            if lora is not None:
-                self._shared.unload_adapter(lora)
+            if isinstance(lora, LoraRef):
+                self._thread.call(lambda engine: engine.core.unload_adapter(lora))
         return lora is not None
 
     # ---- pooling
@@ -356,11 +345,12 @@ class LLM:
         """
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
         params = with_truncation(pooling_params or PoolingParams(), truncate_prompt_tokens)
-        with self._shared.entered():
+        with self._thread.entered():
             options = PairOptions(chat_template, instruction)
             scoring = Scoring(first, second, params, self.engine.input_processor, options=options)
         pairs = zip(scoring.prompts, scoring.params, strict=True)
-        outputs = self._whole.pool([Ask(prompt, one, lora_request=lora_request) for prompt, one in pairs], use_tqdm)
+        asks = [Ask(prompt, one, lora_request=lora_request) for prompt, one in pairs]
+        outputs = pool_all(self._thread, self.engine, asks, use_tqdm)
         return scoring_outputs(scoring, outputs)
 
     def _pool(
@@ -379,4 +369,4 @@ class LLM:
             Ask(with_instruction(prompt, instruction), with_truncation(with_task(one, task), truncate), 0, adapter)
             for prompt, one, adapter in zip(each, given, adapter_for_each(lora_request, len(each)), strict=True)
         ]
-        return self._whole.pool(asks, use_tqdm)
+        return pool_all(self._thread, self.engine, asks, use_tqdm)

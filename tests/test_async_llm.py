@@ -20,8 +20,6 @@ from pagoda import (
     SamplingParams,
     UsageError,
 )
-from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.llm_engine import LLMEngine
 from tests.cached_models import cached_model
 from tests.fake_engine import byte_inputs, fake_core
@@ -33,9 +31,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 def run(test: Callable[[AsyncLLM], Awaitable[None]], step_s: float = 0.0) -> None:
     async def main() -> None:
-        client = ThreadClient(lambda: fake_core(step_s=step_s))
-        await client.start()
-        async with AsyncLLM.over(AsyncEngine(client, byte_inputs())) as llm:
+        async with AsyncLLM.over(lambda: LLMEngine(fake_core(step_s=step_s), byte_inputs())) as llm:
             await test(llm)
 
     asyncio.run(asyncio.wait_for(main(), 30))
@@ -46,7 +42,7 @@ async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 def whole(prompt: Any) -> RequestOutput:
-    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
         return llm.generate(prompt, SHORT)[0]
 
 
@@ -174,7 +170,7 @@ def test_pooled_prompts_on_both_classes() -> None:
         assert await asyncio.gather(*(llm.embed("one") for _ in range(3)))
 
     run(test)
-    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
         first, second = llm.embed(["one", "two"])
         assert first.outputs.embedding != second.outputs.embedding
         assert llm.encode("one", pooling_task="embed")[0].outputs.data.tolist() == first.outputs.embedding

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -33,8 +34,14 @@ SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
         yield llm
+
+
+def wait_until_idle(llm: LLM) -> None:
+    """Wait until no request is left in the engine and no step in flight."""
+    while llm.engine.has_unfinished_requests() or llm.engine.core.has_unfinished_requests():
+        time.sleep(0.001)
 
 
 def text_of(output: RequestOutput) -> str:
@@ -67,7 +74,7 @@ def test_a_stop_string_ends_a_request_with_steps_in_flight(llm: LLM, depth: int)
     params = [SamplingParams(max_tokens=60, seed=3, ignore_eos=True, stop=(stop,)) for stop in stops]
     prompts = [f"prompt {i}" for i in range(6)]
     expected = llm.generate(prompts, params)
-    with LLM.over(LLMEngine(fake_core(depth=depth), byte_inputs())) as ahead:
+    with LLM.over(lambda: LLMEngine(fake_core(depth=depth), byte_inputs())) as ahead:
         got = ahead.generate(prompts, params)
         assert (
             ahead.generate("next", SHORT)[0].outputs[0].token_ids == llm.generate("next", SHORT)[0].outputs[0].token_ids
@@ -137,8 +144,7 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(llm: LLM) -> None:
     assert output.outputs[0].stop_reason == stop
     assert output.outputs[0].token_ids == tokens[: printable + 1]
     assert stop not in text_of(output)
-    while llm.engine.core.has_unfinished_requests():  # what was in flight comes home
-        llm.engine.step()
+    wait_until_idle(llm)
 
 
 def test_chat_renders_one_or_many_conversations(llm: LLM) -> None:
@@ -166,7 +172,7 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
     stream = llm.stream("a stream", SamplingParams(max_tokens=200, ignore_eos=True))
     assert len(list(itertools.islice(stream, 3))) == 3
     stream.close()  # type: ignore[attr-defined]
-    assert not llm.engine.has_unfinished_requests()
+    wait_until_idle(llm)
     assert text_of(llm.generate("next", SHORT)[0]) is not None
 
 
@@ -193,10 +199,10 @@ class InterruptingExecutor(FakeExecutor):
 
 def test_ctrl_c_ends_the_batch_and_not_the_llm() -> None:
     core = fake_core(InterruptingExecutor(64, MAX_LEN, vocab_size=258))
-    with LLM.over(LLMEngine(core, byte_inputs())) as llm:
+    with LLM.over(lambda: LLMEngine(core, byte_inputs())) as llm:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(max_tokens=100, ignore_eos=True))
-        assert not llm.engine.has_unfinished_requests()
+        wait_until_idle(llm)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert len(llm.generate(["a", "b"], SHORT)) == 2
 
@@ -217,7 +223,7 @@ class DyingExecutor(FakeExecutor):
 
 
 def test_a_dead_worker_is_an_error_and_closing_is_idempotent() -> None:
-    llm = LLM.over(LLMEngine(fake_core(DyingExecutor(64, MAX_LEN, vocab_size=258)), byte_inputs()))
+    llm = LLM.over(lambda: LLMEngine(fake_core(DyingExecutor(64, MAX_LEN, vocab_size=258)), byte_inputs()))
     with pytest.raises(WorkerDied):
         llm.generate(["a"], SHORT)
     llm.close()

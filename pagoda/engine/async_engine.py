@@ -117,23 +117,19 @@ class AsyncEngine:
         add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
         key: whose prompt it is; long texts of different keys take turns.
         """
-        arrival_time_s = self._clock.now()
-        self.input_processor.check_before_tokenising(prompt, params)
-        keep = self.input_processor.num_kept(params)
-        encoded = await self.text.read(prompt, add_special_tokens, key, keep)
-        if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
-            params = await self.text.prepare_params(params, key)
-        request_id = request_id if request_id is not None else uuid.uuid4().hex
-        self._check_is_new(request_id)
-        return self.input_processor.make_request(
-            request_id,
-            encoded,
+        request = await self.text.make_request(
+            prompt,
             params,
-            arrival_time_s=arrival_time_s,
+            request_id if request_id is not None else uuid.uuid4().hex,
+            arrival_time_s=self._clock.now(),
             priority=priority,
             cache_salt=cache_salt,
             lora=lora,
+            add_special_tokens=add_special_tokens,
+            key=key,
         )
+        self._check_is_new(request.request_id)
+        return request
 
     async def stream(
         self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None

@@ -7,8 +7,10 @@ from typing import Any
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import Request
 from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.fair_threads import FairThreads
+from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
@@ -80,6 +82,35 @@ class AsyncText:
             return read(prompt, add_special_tokens, keep=keep)
         return await self._threads.run(
             key, size, lambda cancellation: read(prompt, add_special_tokens, cancellation, keep)
+        )
+
+    async def make_request(
+        self,
+        prompt: Prompt,
+        params: Params | PreparedParams,
+        request_id: str,
+        *,
+        arrival_time_s: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: Adapter | None = None,
+        add_special_tokens: bool = True,
+        key: str = "",
+    ) -> Request:
+        """Tokenise and validate a prompt and its parameters, like InputProcessor.process. Raises RequestError."""
+        inputs = self._inputs
+        inputs.check_before_tokenising(prompt, params)
+        encoded = await self.read(prompt, add_special_tokens, key, inputs.num_kept(params))
+        if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
+            params = await self.prepare_params(params, key)
+        return inputs.make_request(
+            request_id,
+            encoded,
+            params,
+            arrival_time_s=arrival_time_s,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora=lora,
         )
 
     async def plan_scores(

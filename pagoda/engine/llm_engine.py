@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
-from pagoda.core.request import RequestStatus
+from pagoda.core.request import Request, RequestStatus
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.input_processor import InputProcessor
@@ -33,9 +33,21 @@ class LLMEngine:
         lora: Adapter | None = None,
     ) -> None:
         """Queue a request. Raises RequestError for an invalid prompt or parameters, and for an id in use."""
-        if request_id in self._outputs:
-            raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        request = self.input_processor.process(
+        request = self.prepare(request_id, prompt, params, priority=priority, cache_salt=cache_salt, lora=lora)
+        self.add(request, kind, text_of(prompt))
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: Adapter | None = None,
+    ) -> Request:
+        """Tokenise and validate a prompt and its parameters. Raises RequestError. Thread-safe, unlike all else."""
+        return self.input_processor.process(
             request_id,
             prompt,
             params,
@@ -44,7 +56,13 @@ class LLMEngine:
             cache_salt=cache_salt,
             lora=lora,
         )
-        self._outputs.open(request, kind, text_of(prompt))
+
+    def add(self, request: Request, kind: OutputKind, prompt: str | None = None) -> None:
+        """Queue a prepared request. If it raises, nothing is queued: RequestError for an id in use, for example."""
+        request_id = request.request_id
+        if request_id in self._outputs:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        self._outputs.open(request, kind, prompt)
         try:
             self.core.add_request(request)
         except BaseException:  # leave no trace of a request that the engine did not accept

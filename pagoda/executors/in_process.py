@@ -77,7 +77,7 @@ class InProcessExecutor:
         if not self._alive:
             future.set_exception(WorkerDied("the executor is not running"))
         elif self._thread is not None:
-            self._thread.submit(self._launch, output, future)
+            self._hand_over(self._thread, future, self._launch, output, future)
         else:
             self._finish(self._launched(output), future)
         return future
@@ -102,7 +102,8 @@ class InProcessExecutor:
         self._alive = False
         if self._thread is not None and self._waiting is not None:
             # Steps that were launched are waited for, because they use the worker's memory; later ones fail.
-            self._thread.submit(lambda: None).result()
+            with suppress(RuntimeError):  # the program ends, and has ended the thread
+                self._thread.submit(lambda: None).result()
             self._waiting.shutdown(wait=True)
             self._thread.shutdown(wait=True)
         self.worker.shutdown()
@@ -113,14 +114,23 @@ class InProcessExecutor:
         if step.is_done():
             self._finish(step, future)
         else:
-            self._waiting.submit(self._wait, step, future)
+            self._hand_over(self._waiting, future, self._wait, step, future)
 
     def _wait(self, step: StepHandle, future: "Future[ModelRunnerOutput]") -> None:
         """On the waiting thread: hand the step back to the worker's when the device has computed it."""
         with suppress(Exception):  # `result` raises it
             step.wait()
         assert self._thread is not None
-        self._thread.submit(self._finish, step, future)
+        self._hand_over(self._thread, future, self._finish, step, future)
+
+    def _hand_over(
+        self, thread: ThreadPoolExecutor, future: "Future[ModelRunnerOutput]", call: Callable[..., None], *args: object
+    ) -> None:
+        """Run `call` on a thread; fail the step if the thread has ended."""
+        try:
+            thread.submit(call, *args)
+        except RuntimeError:  # the end of a program ends such threads, before anyone can shut this executor down
+            future.set_exception(WorkerDied("the program ends, or the executor was shut down"))
 
     def _launched(self, output: SchedulerOutput) -> StepHandle:
         if not self._alive:

@@ -1,10 +1,8 @@
-"""AsyncEngine over an engine on a thread: streams, cancellation, aborts, refusals, a dying engine, an idle one."""
+"""AsyncEngine over an engine on its event loop: streams, cancellation, aborts, refusals, a dying engine."""
 
 import asyncio
 import contextlib
 import dataclasses
-import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -13,12 +11,9 @@ import numpy as np
 import pytest
 
 from pagoda import RequestError, RequestOutput, SamplingParams, WorkerDied
-from pagoda.base.errors import ConfigError
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.thread_client import ThreadClient
-from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.logprob_entries import PromptLogprobs
 from pagoda.engine.outputs.mailbox import Mailbox
@@ -27,22 +22,22 @@ from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
+from tests.inline_client import InlineClient
 
 SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 LONG = SamplingParams(max_tokens=240, seed=1, ignore_eos=True)
 
 
 def run(test: Callable[[AsyncEngine], Awaitable[None]], executor: Executor | None = None, step_s: float = 0.0) -> None:
-    """Run `test` on an AsyncEngine of its own; the engine's thread must be gone afterwards."""
+    """Run `test` on an AsyncEngine of its own."""
 
     async def main() -> None:
-        client = ThreadClient(lambda: fake_core(executor, step_s=step_s))
+        client = InlineClient(lambda: fake_core(executor, step_s=step_s))
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm:
             await test(llm)
 
     asyncio.run(asyncio.wait_for(main(), 30))
-    assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-engine"]
 
 
 async def collect(llm: AsyncEngine, prompt: str, params: SamplingParams = SHORT, **more: Any) -> list[RequestOutput]:
@@ -55,7 +50,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def expected_text(prompt: str, params: SamplingParams = SHORT) -> str:
-    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
         return llm.generate(prompt, params)[0].outputs[0].text
 
 
@@ -172,36 +167,6 @@ def test_a_dead_engine_fails_every_reader_and_later_requests() -> None:
     run(test, DyingExecutor(64, MAX_LEN, vocab_size=258))
 
 
-def test_an_internal_error_of_the_engine_counts_as_its_death() -> None:
-    class Defective(EngineCore):
-        def step(self) -> Any:
-            raise KeyError("a defect")
-
-    async def main() -> None:
-        core = fake_core()
-        core.__class__ = Defective
-        client = ThreadClient(lambda: core)
-        await client.start()
-        async with AsyncEngine(client, byte_inputs()) as llm:
-            with pytest.raises(WorkerDied, match="a defect"):
-                await collect(llm, "a")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda args: None)  # the thread's own traceback is for the log
-        asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_an_error_while_loading_is_raised_by_start() -> None:
-    def build() -> EngineCore:
-        raise ConfigError("no such model")
-
-    async def start() -> None:
-        await ThreadClient(build).start()
-
-    with pytest.raises(ConfigError, match="no such model"):
-        asyncio.run(start())
-
-
 def test_shutting_down_ends_what_is_in_flight() -> None:
     async def test(llm: AsyncEngine) -> None:
         reader = asyncio.create_task(collect(llm, "p", LONG))
@@ -211,21 +176,6 @@ def test_shutting_down_ends_what_is_in_flight() -> None:
         await llm.shutdown()
 
     run(test, step_s=0.01)
-
-
-def test_an_idle_engine_uses_no_cpu() -> None:
-    async def test(llm: AsyncEngine) -> None:
-        await collect(llm, "p")
-        used_s = []
-        for _ in range(5):  # other threads of this process may have work of their own for a while
-            before = time.process_time()
-            await asyncio.sleep(0.3)
-            used_s.append(time.process_time() - before)
-            if used_s[-1] < 0.1:
-                break
-        assert min(used_s) < 0.1
-
-    run(test)
 
 
 def test_text_services() -> None:

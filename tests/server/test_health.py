@@ -12,10 +12,10 @@ import pytest
 from pagoda import SamplingParams, WorkerDied
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.server.app import create_app
 from pagoda.server.draining import Drain
 from tests.fake_engine import byte_inputs, fake_core
+from tests.inline_client import InlineClient
 
 
 def test_health_is_503_once_outputs_can_no_longer_be_read(
@@ -24,7 +24,7 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
     caplog.set_level(logging.CRITICAL, logger="pagoda")
 
     async def main() -> None:
-        client = ThreadClient(fake_core)
+        client = InlineClient(fake_core)
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm, contextlib.AsyncExitStack() as stack:
             process = SimpleNamespace(

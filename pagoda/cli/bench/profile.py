@@ -26,11 +26,8 @@ class Part(TypedDict):
 
 def load_profiled(options: Mapping[str, Any]) -> "tuple[LLM, Worker]":
     """An LLM as `LLM(**options)` makes it, and the worker in it. Raises what LLM raises."""
-    from pagoda.assemble import build_engine_core
-    from pagoda.engine.llm_engine import LLMEngine
-    from pagoda.engine_setup import resolve_engine
+    from pagoda.assemble import build_llm_engine
     from pagoda.executors.in_process import InProcessExecutor
-    from pagoda.input_setup import build_input_processor
     from pagoda.llm import LLM
     from pagoda.worker.worker import Worker
 
@@ -41,12 +38,12 @@ def load_profiled(options: Mapping[str, Any]) -> "tuple[LLM, Worker]":
             found.append(executor.worker)
         return executor
 
-    setup = resolve_engine(EngineConfig.from_options(**options))
-    inputs = build_input_processor(setup)
-    core = build_engine_core(setup, wrap_executor=look_inside)
+    config = EngineConfig.from_options(**options)
+    llm = LLM.over(lambda: build_llm_engine(config, look_inside))
     if not found:
+        llm.close()
         raise ConfigError("--profile needs a worker in this process (distributed_executor_backend in_process)")
-    return LLM.over(LLMEngine(core, inputs)), found[0]
+    return llm, found[0]
 
 
 def breakdown(profile: "StepProfile", secs: float) -> list[Part]:

@@ -1,5 +1,6 @@
 """InputProcessor: validate and tokenise a caller's prompt and parameters into a core Request."""
 
+import itertools
 import operator
 import secrets
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class InputProcessor:
         renderer = renderer if renderer is not None else InProcessRenderer()
         self.chats = ChatPrompts(tokenizer, self.prompts, limits, renderer, parses_special_tokens_in_chat)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
-        self._next_handle = 0
+        self._handles = itertools.count(1)  # threads share it
 
     def process(
         self,
@@ -150,7 +151,6 @@ class InputProcessor:
         ready = (params if isinstance(params, PreparedParams) else self.params.prepare(params)).params
         sampling = self.params.fit(ready, len(prompt_ids)) if isinstance(ready, SamplingParams) else None
         pooling = ready if isinstance(ready, PoolingParams) else None
-        self._next_handle += 1
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt_ids,
@@ -159,7 +159,7 @@ class InputProcessor:
             skip_prefix_read=pooling is not None and not self.limits.tasks.reads_prefix_cache(pooling),
             arrival_time_s=arrival_time_s,
             priority=_normal_priority(priority),
-            handle=self._next_handle,
+            handle=next(self._handles),
             seed=self._seed(sampling.seed) if sampling is not None else 0,
             eos_token_ids=self._eos_token_ids,
             lora=lora if isinstance(lora, LoraRef) else None,

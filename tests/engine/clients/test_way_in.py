@@ -19,13 +19,13 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.engine_link import EngineLink
 from pagoda.engine.clients.journal import Journal, JournalEntry
 from pagoda.engine.clients.process_client import ProcessClient
-from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputProcessor
 from pagoda.llm import LLM
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 from tests.engine.clients.test_process_client import collect, run, tokens
 from tests.fake_engine import byte_inputs, fake_core
+from tests.inline_client import InlineClient
 
 MODULE = "tests.engine.faulty_engine"
 Work = Callable[[AsyncEngine, ProcessClient], Awaitable[None]]
@@ -172,14 +172,14 @@ class BrokenOnce:
             raise RuntimeError("injected")
 
 
-def test_an_engine_on_a_thread_refuses_a_request_that_fails_to_enter_and_continues(
+def test_an_engine_refuses_a_request_that_fails_to_enter_and_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = BrokenOnce()
     monkeypatch.setattr(Scheduler, "add_request", lambda scheduler, request: broken(scheduler, request))
 
     async def main() -> None:
-        client = ThreadClient(fake_core)
+        client = InlineClient(fake_core)
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm:
             for name in ("early", "late"):
@@ -193,7 +193,7 @@ def test_an_engine_on_a_thread_refuses_a_request_that_fails_to_enter_and_continu
 
 def test_a_request_that_fails_to_enter_leaves_an_llm_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Scheduler.add_request
-    with LLM.over(LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
         expected = llm.generate("hello", SamplingParams(seed=1))[0].outputs[0].text
 
         def failing(scheduler: Scheduler, request: Request) -> None:
@@ -226,7 +226,7 @@ def test_output_that_cannot_be_read_ends_its_request_only() -> None:
             return self._inner.token_bytes(token_id)
 
     async def main() -> None:
-        client = ThreadClient(fake_core)
+        client = InlineClient(fake_core)
         await client.start()
         inputs = byte_inputs()
         faulty = Faulty()

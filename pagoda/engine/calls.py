@@ -1,0 +1,200 @@
+"""What LLM does with an EngineThread: run lists of prompts to their end, and iterate over the deltas of one."""
+
+import logging
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from pagoda.base.errors import CapacityError, PagodaError, RequestError
+from pagoda.base.lora import LoRARequest
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.engine_thread import EngineThread, NewRequest
+from pagoda.engine.inputs.prompts import Prompt, text_of
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.outputs.output_processor import OutputKind
+
+logger = logging.getLogger("pagoda")
+
+_BAR_DELAY_S = 1.0  # short work shows no bar
+
+
+class Call:
+    """Requests that one caller waits for; a Listener.   live: ids of those whose last output it has not returned."""
+
+    __slots__ = ("_mail", "live")
+
+    def __init__(self, request_ids: Iterable[str]) -> None:
+        self.live = set(request_ids)
+        self._mail: queue.SimpleQueue[list[RequestOutput] | PagodaError | None] = queue.SimpleQueue()
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        self._mail.put(outputs)
+
+    def end(self, error: PagodaError) -> None:
+        self._mail.put(error)
+
+    def next_outputs(self) -> list[RequestOutput]:
+        """Wait for outputs and return them; an empty list if all requests have finished. Raises the engine's error."""
+        if not self.live:
+            return []
+        outputs = self._mail.get()
+        if outputs is None or isinstance(outputs, PagodaError):
+            self._mail.put(outputs)  # another thread may wait for the same stream
+            if outputs is not None:
+                raise outputs
+            return []
+        self.live.difference_update(output.request_id for output in outputs if output.finished)
+        if not self.live:
+            self._mail.put(None)
+        return outputs
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """The deltas of one request. `close`, or dropping the last reference, aborts the request."""
+
+    def __init__(self, thread: EngineThread, new: NewRequest, lora_request: LoRARequest | None = None) -> None:
+        """Queue the request. Raises RequestError or CapacityError if it is refused.
+
+        lora_request: the adapter that the request uses; its outputs have it.
+        """
+        self._thread = thread
+        self._lora_request = lora_request
+        self._has_tokens = False
+        self._call = Call([new.request.request_id])
+        for error in thread.call(thread.adding(self._call, [new])).values():
+            self._call.live.clear()
+            raise error
+
+    def __next__(self) -> RequestOutput:
+        """Return the next delta.
+
+        Raises RequestError if the engine ends the request before its first token, UsageError if the LLM was closed
+        meanwhile, WorkerDied if its engine died.
+        """
+        try:
+            with self._thread.entered():
+                outputs = self._call.next_outputs()
+        except BaseException:
+            self.close()
+            raise
+        if not outputs:
+            raise StopIteration
+        (output,) = outputs
+        output.lora_request = self._lora_request
+        self._has_tokens = self._has_tokens or any(part.token_ids for part in output.outputs)
+        if output.error is not None and not self._has_tokens:
+            raise RequestError(output.error, "prompt")
+        return output
+
+    def close(self) -> None:
+        """Abort the request if it is still running. Never blocks. Idempotent."""
+        live, self._call.live = self._call.live, set()
+        if live:
+            self._thread.abort(live)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt of a list, with its parameters.   prompt: or the reason why it could not be rendered."""
+
+    prompt: Prompt | RequestError
+    params: SamplingParams | PoolingParams
+    priority: int = 0
+    lora_request: LoRARequest | None = None
+
+
+_Refuse = Callable[[int, str, RequestError | CapacityError], RequestOutput]
+"""Called with the index of a prompt that cannot be served, its request id and the reason; returns its output or raises
+an error, which ends all requests of the list."""
+
+
+def generate_all(thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], use_tqdm: bool) -> list[RequestOutput]:
+    """Return an output for each prompt, in their order; that of a prompt that cannot be served has `error` set.
+
+    Raises RequestError or CapacityError if that is the only prompt.
+    """
+
+    def refuse(index: int, request_id: str, error: RequestError | CapacityError) -> RequestOutput:
+        if len(asks) == 1:
+            raise error
+        logger.warning("prompt %d is not served: %s", index, error)
+        prompt = asks[index].prompt
+        shown = None if isinstance(prompt, RequestError) else text_of(prompt)
+        ending = CompletionOutput(index=0, finish_reason="error")
+        return RequestOutput(request_id, shown, outputs=[ending], finished=True, error=str(error))
+
+    with thread.entered():
+        outputs = _run(thread, engine, asks, use_tqdm, refuse)
+    if len(outputs) == 1 and outputs[0].error is not None and not any(o.token_ids for o in outputs[0].outputs):
+        raise RequestError(outputs[0].error, "prompt")
+    return outputs
+
+
+def pool_all(thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], use_tqdm: bool) -> list[RequestOutput]:
+    """Return an output for each prompt, all or none. Raises RequestError for the first that cannot be served."""
+
+    def refuse(index: int, request_id: str, error: RequestError | CapacityError) -> RequestOutput:
+        if not isinstance(error, RequestError) or len(asks) == 1:
+            raise error
+        raise RequestError(f"prompts[{index}]: {error}", error.param) from None
+
+    prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, RequestError)]
+    assert len(prompts) == len(asks), "prompts to pool are not rendered"
+    with thread.entered():
+        encoded = engine.input_processor.tokenized(prompts, [ask.params for ask in asks])
+        with_tokens = [replace(ask, prompt=prompt) for ask, prompt in zip(asks, encoded, strict=True)]
+        return _run(thread, engine, with_tokens, use_tqdm, refuse)
+
+
+def _run(
+    thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], use_tqdm: bool, refuse: _Refuse
+) -> list[RequestOutput]:
+    """Run all prompts in one batch with those of other threads' calls."""
+    index_of = {thread.new_id(): index for index in range(len(asks))}
+    outputs: dict[str, RequestOutput] = {}
+    new: list[NewRequest] = []
+    for request_id, index in index_of.items():
+        try:
+            new.append(_prepare(engine, request_id, asks[index]))
+        except (RequestError, CapacityError) as error:
+            outputs[request_id] = refuse(index, request_id, error)
+    call = Call(one.request.request_id for one in new)
+    try:
+        # All in one command, so that they share the first step.
+        for request_id, error in thread.call(thread.adding(call, new)).items() if new else ():
+            call.live.discard(request_id)
+            if not isinstance(error, RequestError | CapacityError):
+                raise error
+            outputs[request_id] = refuse(index_of[request_id], request_id, error)
+        _collect(call, outputs, use_tqdm)
+    finally:
+        if call.live:
+            thread.abort(call.live)
+    results = [outputs[request_id] for request_id in index_of]
+    for output, ask in zip(results, asks, strict=True):
+        output.lora_request = ask.lora_request
+    return results
+
+
+def _prepare(engine: LLMEngine, request_id: str, ask: Ask) -> NewRequest:
+    if isinstance(ask.prompt, RequestError):
+        raise ask.prompt
+    lora = engine.input_processor.find_adapter(ask.lora_request) if ask.lora_request is not None else None
+    request = engine.prepare(request_id, ask.prompt, ask.params, priority=ask.priority, lora=lora)
+    return NewRequest(request, OutputKind.FINAL_ONLY, text_of(ask.prompt))
+
+
+def _collect(call: Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
+    """Wait until all requests of the call have finished; store their outputs in `outputs`."""
+    disable = None if use_tqdm else True  # None: off when there is no terminal
+    with tqdm(total=len(call.live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
+        while some := call.next_outputs():
+            outputs.update((output.request_id, output) for output in some)
+            bar.update(len(some))

@@ -1,0 +1,285 @@
+"""EngineThread: run an LLMEngine on a thread of its own, for all threads or tasks of a program.
+
+Callers post commands: requests, aborts, adapters. The thread runs them between two steps, so that the requests of all
+callers share one batch, and hands each step's outputs to the listeners that own them. Callers only wait. Everything
+that they share with the thread is a SimpleQueue or a single dict operation: a signal handler, a finalizer or a fork may
+interrupt a caller anywhere without leaving a lock behind.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied
+from pagoda.base.outputs import RequestOutput
+from pagoda.core.request import Request
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.outputs.output_processor import OutputKind
+
+logger = logging.getLogger("pagoda.engine")
+
+T = TypeVar("T")
+
+Reply = Callable[[Any, BaseException | None], object]
+"""Called on the engine's thread with a command's result, or with its error. Must not block."""
+
+_EXIT_WAIT_S = 10.0  # how long the end of the program waits for the step in progress
+
+
+class Listener(Protocol):
+    """Receives the outputs of the requests that it added. Called on the engine's thread: must not block."""
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        """Receive what one step, or an abort, put out for this listener's requests."""
+        ...
+
+    def end(self, error: PagodaError) -> None:
+        """The engine has ended: there are no further outputs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A prepared request.   prompt: its text, if it has one, for its outputs."""
+
+    request: Request
+    kind: OutputKind
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[LLMEngine], object]
+    reply: Reply
+
+
+class EngineThread:
+    """Thread-safe access to one LLMEngine. The engine ends with `stop`, or when nothing refers to this object."""
+
+    def __init__(self, build: Callable[[], LLMEngine], on_ready: Reply, name: str = "LLM") -> None:
+        """Start the thread.
+
+        build: makes the engine; called on the thread, because the thread settings of math libraries apply to the
+            calling thread.   on_ready: gets the engine, or the error of `build`.
+        name: what errors call the object that the caller uses.
+        """
+        self._runner = _Runner(name)
+        self._name = name
+        self._pid = os.getpid()
+        self._is_stopped = False
+        self._ids = itertools.count()
+        self._inside: set[int] = set()  # threads in a call
+        # The thread refers to the runner only, so that this object can be dropped while it runs.
+        self._thread = threading.Thread(
+            target=self._runner.run, args=(build, on_ready), name="pagoda-engine", daemon=True
+        )
+        weakref.finalize(self, _stop, self._runner.commands, self._thread)
+        self._thread.start()
+
+    @classmethod
+    def started(cls, build: Callable[[], LLMEngine]) -> "tuple[EngineThread, LLMEngine]":
+        """Start the thread and wait for the engine. Raises what `build` raises."""
+        ready: queue.SimpleQueue[tuple[LLMEngine, BaseException | None]] = queue.SimpleQueue()
+        thread = cls(build, lambda engine, error: ready.put((engine, error)))
+        return thread, _result(ready.get())
+
+    # ---- callers
+
+    def check_usable(self) -> None:
+        """Raise UsageError if the engine is stopped or belongs to the parent of this process, or its own error."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this {self._name} belongs to process {self._pid}, and this is a fork of it, without its threads; "
+                f"make a new {self._name} in the child, or start the child with the spawn method"
+            )
+        if self._is_stopped:
+            raise UsageError(f"this {self._name} is closed")
+        if self._runner.error is not None:
+            raise self._runner.error
+
+    @contextlib.contextmanager
+    def entered(self) -> Generator[None]:
+        """Mark the calling thread as being in a call, which may hold locks of tokenizers and templates.
+
+        Raises UsageError if this thread is in one already (the caller is a signal handler); errors of `check_usable`.
+        """
+        self.check_usable()
+        me = threading.get_ident()
+        if me in self._inside:
+            raise UsageError(
+                f"this {self._name} is in use by the same thread: it cannot be called from a signal handler or a "
+                "callback that interrupts one of its calls; set a flag there and call it afterwards"
+            )
+        try:
+            self._inside.add(me)
+            yield
+        finally:
+            self._inside.discard(me)
+
+    def new_id(self) -> str:
+        """Return a request id that no other call of this method has returned."""
+        return str(next(self._ids))
+
+    def post(self, run: Callable[[LLMEngine], object], reply: Reply) -> None:
+        """Run a command between two steps and pass its result to `reply`; the engine's error if it has ended."""
+        self._runner.commands.put(_Command(run, reply))
+        if self._runner.error is not None:  # the thread may have ended before it could see the command
+            self._runner.refuse_commands()
+
+    def call(self, run: Callable[[LLMEngine], T]) -> T:
+        """Run a command between two steps and wait for its result. Raises its errors, and the engine's."""
+        done: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
+        self.post(run, lambda result, error: done.put((result, error)))
+        return _result(done.get())
+
+    def adding(self, listener: Listener, new: Sequence[NewRequest]) -> Callable[[LLMEngine], dict[str, Exception]]:
+        """Return a command that queues requests, whose outputs go to `listener`.
+
+        Its result: why requests were refused, by id.
+        """
+        return lambda engine: self._runner.add(engine, listener, new)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Abort requests after the step in progress, without waiting. Ignore unknown ids."""
+        self.post(self.aborting(list(request_ids)), lambda *_: None)
+
+    def aborting(self, request_ids: Sequence[str]) -> Callable[[LLMEngine], list[str]]:
+        """Return a command that aborts requests; their listeners get a last output each. Its result: ids that ran."""
+        runner = self._runner
+        return lambda engine: runner.deliver(engine.abort(request_ids))
+
+    # ---- the end
+
+    def stop(self) -> None:
+        """End the engine after the step in progress, without waiting: callers get UsageError. Idempotent.
+
+        In a forked child nothing ends: the engine is the parent's.
+        """
+        self._is_stopped = True
+        if os.getpid() == self._pid:
+            self._runner.commands.put(None)
+
+    def join(self) -> None:
+        """Wait until the engine has ended and released its memory.
+
+        Does not wait in a forked child, and in a signal handler that interrupts a call: that may hold what the engine
+        waits for.
+        """
+        if os.getpid() == self._pid and threading.get_ident() not in self._inside:
+            self._thread.join()
+
+
+class _Runner:
+    """What the thread runs, and what callers share with it."""
+
+    def __init__(self, name: str) -> None:
+        self.commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self.error: PagodaError | None = None  # why the engine has ended
+        self._name = name
+        self._owners: dict[str, Listener] = {}  # by request id
+
+    def run(self, build: Callable[[], LLMEngine], on_ready: Reply) -> None:
+        """Build the engine, and step it until it is stopped or fails."""
+        try:
+            engine = build()
+        except BaseException as error:  # passed on to the caller
+            self._end(UsageError(f"this {self._name} could not be loaded: {error}"))
+            on_ready(None, error)
+            return
+        on_ready(engine, None)
+        reason: PagodaError = UsageError(f"this {self._name} was closed while it generated")
+        try:
+            while self._run_commands(engine):
+                self.deliver(engine.step())
+        except Exception as error:
+            reason = self._reason(error)
+        finally:
+            self._end(reason)
+            engine.shutdown()
+
+    def _run_commands(self, engine: LLMEngine) -> bool:
+        """Run all posted commands; wait for one if the engine is idle. Return False to stop."""
+        commands = self.commands
+        while not engine.core.has_unfinished_requests() or not commands.empty():
+            command = commands.get()
+            if command is None:
+                return False
+            try:
+                result = command.run(engine)
+            except Exception as error:
+                command.reply(None, error)
+                if isinstance(error, WorkerDied | InvariantBroken):
+                    raise
+            else:
+                command.reply(result, None)
+            del command  # its requests, while this waits for the next one
+        return True
+
+    def add(self, engine: LLMEngine, listener: Listener, new: Sequence[NewRequest]) -> dict[str, Exception]:
+        """Queue requests; return the errors of those that were refused, by id."""
+        refused: dict[str, Exception] = {}
+        for one in new:
+            try:
+                engine.add(one.request, one.kind, one.prompt)
+            except (WorkerDied, InvariantBroken):
+                raise
+            except Exception as error:  # concerns this request only: the core has removed it
+                refused[one.request.request_id] = error
+            else:
+                self._owners[one.request.request_id] = listener
+        return refused
+
+    def deliver(self, outputs: Sequence[RequestOutput]) -> list[str]:
+        """Hand outputs to the owners of their requests, once per owner; return the requests' ids."""
+        by_listener: dict[Listener, list[RequestOutput]] = {}
+        for output in outputs:
+            request_id = output.request_id
+            owner = self._owners.pop(request_id, None) if output.finished else self._owners.get(request_id)
+            if owner is not None:
+                by_listener.setdefault(owner, []).append(output)
+        for owner, some in by_listener.items():
+            owner.deliver(some)
+        return [output.request_id for output in outputs]
+
+    def refuse_commands(self) -> None:
+        """Reply to commands that will not run. Any thread may call this once the engine has ended."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self.commands.get_nowait()
+                if command is not None:
+                    command.reply(None, self.error)
+
+    def _end(self, error: PagodaError) -> None:
+        self.error = error  # before the queue is emptied: see `post`
+        self.refuse_commands()
+        for owner in set(self._owners.values()):
+            owner.end(error)
+        self._owners.clear()
+
+    def _reason(self, error: Exception) -> PagodaError:
+        """Return what callers are told of an error that ended the engine."""
+        if isinstance(error, PagodaError) and not isinstance(error, InvariantBroken):
+            return error
+        logger.exception("the engine failed", exc_info=error)
+        return WorkerDied(f"a step of this {self._name} failed: {type(error).__name__}: {error}; make a new one")
+
+
+def _stop(commands: "queue.SimpleQueue[_Command | None]", thread: threading.Thread) -> None:
+    """End an engine that nothing refers to. At the program's end, wait: a thread in native code must not outlive it."""
+    commands.put(None)
+    if not threading.main_thread().is_alive():
+        thread.join(_EXIT_WAIT_S)
+
+
+def _result(done: tuple[T, BaseException | None]) -> T:
+    result, error = done
+    if error is not None:
+        raise error
+    return result
