@@ -30,8 +30,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
-from pagoda.kernels.linear.fp8 import Fp8Weight
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q6, Q8, WeightForm
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe import reference as reference_moe
 from pagoda.kernels.moe import triton_moe, triton_route
@@ -273,26 +273,26 @@ def routed_by_torch(moe: Callable[..., object], *args: object) -> object:
         return moe(*args)
 
 
-def coded(out_features: int, in_features: int) -> dict[str, QuantizedWeight | Fp8Weight]:
+def coded(out_features: int, in_features: int) -> dict[str, CodedWeight]:
     """Return a weight of every form, by title."""
 
-    def grouped(bits: int, group: int, has_minima: bool = False) -> QuantizedWeight:
+    def grouped(form: WeightForm, group: int) -> QuantizedWeight:
         scales = torch.zeros(out_features, in_features // group, dtype=torch.float16)
         codes = torch.zeros(out_features, in_features, dtype=torch.uint8)
-        return QuantizedWeight(codes, scales, scales if has_minima else None, in_features, group, bits)
+        return QuantizedWeight(form, codes, scales, scales if form is Q4_MIN else None, in_features, group)
 
     zero_points = partial(with_zero_points, out_features, in_features)
     fp8 = Fp8Weight(torch.zeros(out_features, in_features, dtype=FP8), torch.zeros(out_features))
     return {
-        "int8": grouped(8, 64),
-        "Q8_0": grouped(8, 32),
-        "Q4_0": grouped(4, 32),
-        "Q4_K": grouped(4, 32, has_minima=True),
+        "int8": grouped(Q8, 64),
+        "Q8_0": grouped(Q8, 32),
+        "Q4_0": grouped(Q4, 32),
+        "Q4_K": grouped(Q4_MIN, 32),
         "AWQ": zero_points(128),
         "AWQ, groups of 64": zero_points(64),
         "AWQ, groups of 32": zero_points(32),
         "GPTQ, symmetric": symmetric_gptq(out_features, in_features, 128),
-        "Q6_K": grouped(6, 16),
+        "Q6_K": grouped(Q6, 16),
         "fp8": fp8,
         "fp8 with fp8": fp8,
     }
@@ -304,7 +304,7 @@ def with_zero_points(out_features: int, in_features: int, group: int) -> Quantiz
     qzeros = torch.zeros(in_features // group, out_features // 8, dtype=torch.int32)
     scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
     stored = PackedFormat("awq", group, symmetric=False)
-    return in_kernel_groups(read_awq(qweight, qzeros, scales, group), stored.kernel_group)
+    return in_kernel_groups(read_awq(qweight, qzeros, scales, group), stored.held_as.group)
 
 
 def symmetric_gptq(out_features: int, in_features: int, group: int) -> QuantizedWeight:
@@ -314,7 +314,7 @@ def symmetric_gptq(out_features: int, in_features: int, group: int) -> Quantized
     qzeros = torch.full((in_features // group, out_features // 8), 0x7777_7777, dtype=torch.int32)
     scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
     weight = without_zeros(read_gptq(qweight, qzeros, scales, group, stored.stored_zero))
-    return in_kernel_groups(weight, stored.kernel_group)
+    return in_kernel_groups(weight, stored.held_as.group)
 
 
 def _sampling() -> dict[str, Callable[[], object]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
+from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.base.errors import ConfigError
 from pagoda.base.flat_options import option_names, read_options
 from pagoda.base.hf_overrides import HFOverrides
@@ -63,7 +64,7 @@ class ModelConfig:
             "int8, fp8 (GPUs): quantize the weights while loading; gguf, awq, gptq: compute with the checkpoint's own "
             "(awq, gptq: the default).",
             unset="none",
-            words=("int8", "fp8", "gguf", "awq", "gptq"),
+            words=QUANTIZATIONS,
         ),
     ] = None
     max_model_len: Annotated[

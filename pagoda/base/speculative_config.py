@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from pagoda.base.abbreviate import abbreviate
+from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.base.errors import ConfigError
 from pagoda.base.setting import Setting
 
@@ -46,9 +47,7 @@ class SpeculativeConfig:
     ] = None
     quantization: Annotated[
         str | None,
-        Setting(
-            "draft_model: quantization of its weights.", unset="none", words=("int8", "fp8", "gguf", "awq", "gptq")
-        ),
+        Setting("draft_model: quantization of its weights.", unset="none", words=QUANTIZATIONS),
     ] = None
     num_draft_layers: Annotated[
         int | None,

@@ -13,8 +13,7 @@ import torch
 
 from pagoda.kernels.constraints.batch import BatchConstraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
-from pagoda.kernels.linear.fp8 import Fp8Weight
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.quantize import CodedWeight
 from pagoda.kernels.low_rank.table import FillableLowRank
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.logprobs import LogprobTensors
@@ -30,7 +29,7 @@ class PrepareOps(Protocol):
         ...
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
         """Pack codes and scales.
 

@@ -12,8 +12,7 @@ import torch
 from pagoda.kernels.constraints import reference as constraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import reference as linear
-from pagoda.kernels.linear.fp8 import Fp8Weight
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.quantize import CodedWeight
 from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.checks import check_below
@@ -85,7 +84,7 @@ class ReferenceOps:
         return linear.PlainLinear(weight, bias)
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
         return linear.prepare_quantized(weight, dtype, bias)
 

@@ -9,8 +9,7 @@ import torch
 from pagoda.kernels.constraints import library as constraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import library as linear
-from pagoda.kernels.linear.fp8 import Fp8Weight
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.quantize import CodedWeight
 from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.reference_ops import implementation, reference_of
@@ -48,7 +47,7 @@ class TorchOps:
         return linear.prepare(weight, bias)
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
         return linear.prepare(weight.dequantize().to(dtype), bias)
 

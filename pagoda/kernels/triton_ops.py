@@ -15,9 +15,8 @@ from pagoda.kernels.attention.triton_bidirectional import bidirectional_attentio
 from pagoda.kernels.constraints import triton_constraints
 from pagoda.kernels.kv_cache.triton_blocks import TritonDeviceBlocks
 from pagoda.kernels.linear import triton_forms
-from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.quantize import CodedWeight
 from pagoda.kernels.linear.triton_forms import TiledLinear
 from pagoda.kernels.linear.triton_linear import TritonLinear
 from pagoda.kernels.low_rank.triton_low_rank import StackedLowRank
@@ -77,7 +76,7 @@ class TritonOps(TorchOps):
         return LibraryLinear(weight, bias, *weight.shape, packed=False)
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
         del dtype  # a kernel turns codes into floats of the dtype of its rows
         return triton_forms.prepare(weight, bias)

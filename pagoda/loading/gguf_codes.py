@@ -1,14 +1,16 @@
 """Read GGUF tensors as codes and scales, for kernels that multiply codes directly."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES
 
+from pagoda.kernels.linear.forms import Q6, Q8
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.loading import dequantize
-from pagoda.loading.code_forms import GROUP, code_form
 from pagoda.loading.dequantize import Kind
+from pagoda.loading.gguf_file import form_of
 
 _PIECE_VALUES = 1 << 22  # values decoded at a time
 
@@ -22,45 +24,36 @@ def read_codes(data: memoryview, kind: Kind, rows: int, columns: int) -> Quantiz
     Q4_0, Q4_1, Q5_0, Q8_0 and Q6_K lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types
     have no form of their own: they become 8 bits in groups of 32, a step that is small compared with theirs.
     """
-    form = code_form(kind)
+    form = form_of(kind)
     if form is None:
         return None
     if kind not in _DECODERS:
         values = torch.empty(rows, columns)
         dequantize.dequantize(data, kind, values)
-        return quantize(values, GROUP)
+        return quantize(values, Q8.gguf_group)
     decode = _DECODERS[kind]
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes)
     pieces = [decode(piece) for piece in blocks.split(_PIECE_VALUES // block_values)]
     codes = torch.cat([codes for codes, _, _ in pieces]).view(rows, columns)
-    scales = torch.cat([scales for _, scales, _ in pieces]).view(rows, columns // form.group)
-    if form.bits != 6:  # Q6_K's scales are products, which float16 does not hold
+    groups = columns // form.gguf_group
+    scales = torch.cat([scales for _, scales, _ in pieces]).view(rows, groups)
+    if form is not Q6:  # Q6_K's scales are products, which float16 does not hold
         scales = scales.half()
     minima = [least for _, _, least in pieces if least is not None]
-    least = torch.cat(minima).half().view(rows, columns // form.group) if minima else None
-    return QuantizedWeight(codes, scales, least, columns, form.group, form.bits)
+    least = torch.cat(minima).half().view(rows, groups) if minima else None
+    return QuantizedWeight(form, codes, scales, least, columns, form.gguf_group)
 
 
 def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different kinds."""
     first = parts[0]
-    if len({(part.bits, part.group, part.minima is None, part.zeros is None) for part in parts}) > 1:
-        parts = [part if part.bits == 8 else quantize(part.dequantize(), GROUP) for part in parts]
+    if len({part.held_as for part in parts}) > 1:
+        parts = [part if part.form is Q8 else quantize(part.dequantize(), Q8.gguf_group) for part in parts]
         first = parts[0]
-    minima, zeros = (
-        torch.cat(given) if (given := [of for part in parts if (of := getattr(part, name)) is not None]) else None
-        for name in ("minima", "zeros")
-    )
-    return QuantizedWeight(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        minima,
-        first.in_features,
-        first.group,
-        first.bits,
-        zeros,
-    )
+    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(first, codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
 
 
 def _q4_0(blocks: torch.Tensor) -> _Groups:

@@ -17,6 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.out_of_memory import is_out_of_memory
+from pagoda.kernels.linear.forms import WeightForm, gguf_form
 
 _VERSIONS = (2, 3)
 _LARGEST_ALIGNMENT = 1 << 20
@@ -48,6 +49,12 @@ class GGUFTensor:
     type: GGMLQuantizationType
     offset: int
     num_bytes: int
+
+
+def form_of(kind: GGMLQuantizationType) -> WeightForm | None:
+    """Return the form of a type's codes, in memory; None for plain floats."""
+    is_coded = kind in GGML_QUANT_SIZES and GGML_QUANT_SIZES[kind][0] > 1
+    return gguf_form(kind.name) if is_coded else None
 
 
 class StringArray:

@@ -1,21 +1,20 @@
 """load_model: build a model from a checkpoint's files and fill its parameters, prepared for given kernels."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.fp8 import Fp8Weight, quantize_fp8
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize_to
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Declaration, Matrix, Parameter, Part, PickedRows, RotaryTable, Table, Vector
 from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import MatrixShard, shard_of
 from pagoda.loading.choose_naming import choose_naming
-from pagoda.loading.code_forms import INT8_GROUP
 from pagoda.loading.gguf_codes import stack_codes
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
@@ -26,12 +25,6 @@ from pagoda.loading.weights import Weights, open_weights
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
-
-_QUANTIZERS: dict[str, Callable[[torch.Tensor], QuantizedWeight | Fp8Weight]] = {
-    "int8": lambda weight: quantize(weight, INT8_GROUP),
-    "fp8": quantize_fp8,
-}
-"""By the setting, what makes codes of a matrix of floats. With other settings, the checkpoint's own codes are kept."""
 
 
 def load_model(
@@ -100,6 +93,7 @@ class Filler:
         self._weights, self._naming, self._ops = weights, naming, ops
         self._dtype, self._device, self._quantization = dtype, device, quantization
         self._num_positions = num_positions
+        self._made = MADE_WHILE_LOADING.get(quantization or "")  # of floats; else a checkpoint's own codes are kept
 
     def fill(self, model: Model) -> None:
         """Fill every parameter in the order of the tree, which is the order in which a forward reads them."""
@@ -185,7 +179,7 @@ class Filler:
             return self._ops.prepare_quantized_linear(codes, self._dtype)
         assert isinstance(table.value, torch.Tensor)
         weight = self._prepare(matrix, table.value, None)
-        shared = None if self._quantizes(matrix) else self._ops.table_of(weight)
+        shared = None if self._made is not None and matrix.quantizable else self._ops.table_of(weight)
         if shared is not None:
             table.fill(shared)
         return weight
@@ -220,12 +214,9 @@ class Filler:
         return self._prepare(matrix, self._stacked(pieces), bias)
 
     def _prepare(self, matrix: Matrix, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        if self._quantization is not None and self._quantizes(matrix):
-            return self._ops.prepare_quantized_linear(_QUANTIZERS[self._quantization](weight), self._dtype, bias)
+        if self._made is not None and matrix.quantizable:
+            return self._ops.prepare_quantized_linear(quantize_to(self._made, weight), self._dtype, bias)
         return self._ops.prepare_linear(weight, bias)
-
-    def _quantizes(self, matrix: Matrix) -> bool:
-        return self._quantization in _QUANTIZERS and matrix.quantizable
 
     def _stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the pieces stacked row-wise, in the compute dtype."""
@@ -240,7 +231,7 @@ class Filler:
 
     def _codes(self, pieces: Sequence[Piece]) -> QuantizedWeight | None:
         """Return the pieces stacked as their stored codes; None if floats are stored or codes are not wanted."""
-        if self._quantization is None or self._quantization in _QUANTIZERS:
+        if self._quantization is None or self._made is not None:
             return None
         codes: list[QuantizedWeight] = []
         for piece in pieces:
@@ -248,7 +239,7 @@ class Filler:
             found = self._weights.read_codes(piece.name, piece.region)
             if found is None:
                 return None
-            for tensor in (found.codes, found.scales, found.minima):
+            for tensor in (found.codes, found.scales, found.offsets):
                 if tensor is not None:
                     self._undo_interleaving(tensor, piece.part)
             codes.append(found)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.forms import Q4, Q4_ZERO, HeldAs
 from pagoda.loading.json_file import read_json_object
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.config_reader import ConfigReader
@@ -31,9 +32,10 @@ class PackedFormat:
     stored_zero: int = 0
 
     @property
-    def kernel_group(self) -> int:
-        """Elements that share a scale in memory: `group`, or a part of it."""
-        return next(size for size in (128, 64, 32) if self.group is None or self.group % size == 0)
+    def held_as(self) -> HeldAs:
+        """Return the form of its codes in memory; elements that share a scale are `group`, or a part of it."""
+        group = next(size for size in (128, 64, 32) if self.group is None or self.group % size == 0)
+        return HeldAs(Q4 if self.symmetric else Q4_ZERO, group)
 
 
 def packed_format(files: ModelFiles) -> PackedFormat | None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.forms import Q4, Q4_ZERO
 from pagoda.kernels.linear.quantize import QuantizedWeight
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -47,15 +48,15 @@ def check_group_order(g_idx: torch.Tensor, group: int) -> None:
 
 def without_zeros(weight: QuantizedWeight) -> QuantizedWeight:
     """Return a symmetric weight without its zero points. Raises ConfigError if one is not 8."""
-    assert weight.zeros is not None
-    others = weight.zeros[weight.zeros != _SYMMETRIC]
+    assert weight.offsets is not None
+    others = weight.offsets[weight.offsets != _SYMMETRIC]
     if len(others):
         raise ConfigError(
             f"the settings say that it is symmetric (sym = true, or zero_point = false), but it has a zero point of "
             f"{int(others[0])} instead of {_SYMMETRIC}; correct sym, zero_point or checkpoint_format in "
             "quantization_config, or fetch the model again"
         )
-    return replace(weight, zeros=None)
+    return replace(weight, form=Q4, offsets=None)
 
 
 def in_kernel_groups(weight: QuantizedWeight, group: int) -> QuantizedWeight:
@@ -65,9 +66,9 @@ def in_kernel_groups(weight: QuantizedWeight, group: int) -> QuantizedWeight:
     padding = -weight.in_features % group
     groups = (weight.in_features + padding) // group
     scales = weight.scales.expand(-1, groups)
-    zeros = None if weight.zeros is None else weight.zeros.expand(-1, groups)
+    offsets = None if weight.offsets is None else weight.offsets.expand(-1, groups)
     codes = torch.nn.functional.pad(weight.codes[:, : weight.in_features], (0, padding))
-    return replace(weight, codes=codes, scales=scales, zeros=zeros, group=group)
+    return replace(weight, codes=codes, scales=scales, offsets=offsets, group=group)
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
@@ -89,4 +90,4 @@ def _coded(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group
     """codes: uint8 [out, in].   zeros: uint8 [out, groups].   scales: [groups, out]."""
     in_features = codes.shape[1]
     codes = torch.nn.functional.pad(codes, (0, -in_features % group))
-    return QuantizedWeight(codes, scales.T.contiguous(), None, in_features, group, 4, zeros.contiguous())
+    return QuantizedWeight(Q4_ZERO, codes, scales.T.contiguous(), zeros.contiguous(), in_features, group)

@@ -94,4 +94,4 @@ class PackedWeights:
             weight = without_zeros(weight) if self._stored.symmetric else weight
         except ConfigError as error:
             raise ConfigError(f"tensor '{stem}.qweight': {error}") from None
-        return in_kernel_groups(weight, self._stored.kernel_group)
+        return in_kernel_groups(weight, self._stored.held_as.group)

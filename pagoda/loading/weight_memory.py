@@ -4,13 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda.base.dtypes import DTYPE_BYTES
-from pagoda.kernels.linear.packed_bytes import Form, packed_bias_bytes, packed_bytes, tiled_bytes
+from pagoda.kernels.linear.forms import FLOATS, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Declaration, Matrix, RotaryTable, Table, Vector
 from pagoda.layers.sharding import shard_of
 from pagoda.loading.choose_naming import choose_naming
-from pagoda.loading.code_forms import INT8_GROUP, stacked_form
-from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.gguf_file import GGUFFile, form_of
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.packed_format import packed_format, packed_stem
@@ -19,7 +18,6 @@ from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
-from pagoda.models.naming import Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
     """
     architecture, config = read_architecture(files)
     model = build_tree(files, architecture, config)
-    form_of = _forms(files, architecture, model, prepared)
+    held_as = _forms(files, architecture, model, prepared)
     paths: dict[int, str] = {}
     total = 0
     for path, parameter in parameters(model):
@@ -54,23 +52,24 @@ def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
         declared = parameter.declared
         if isinstance(declared, Matrix) and declared.tied is not None:
             path = paths[id(declared.tied)]
-            if _shares_table(form_of(path, declared)[0], prepared):
-                total -= _bytes(path, declared.tied.declared, prepared, form_of)
-        total += _bytes(path, declared, prepared, form_of)
+            if _shares_table(held_as(path, declared), prepared):
+                total -= _bytes(path, declared.tied.declared, prepared, held_as)
+        total += _bytes(path, declared, prepared, held_as)
     return total
 
 
-def _shares_table(form: Form, prepared: PreparedAs) -> bool:
-    """Whether a tied embedding reads its rows from the head, held in `form`: see PrepareOps.table_of."""
-    holds_floats = form.value == prepared.dtype
+def _shares_table(held: HeldAs, prepared: PreparedAs) -> bool:
+    """Whether a tied embedding reads its rows from the head: see PrepareOps.table_of."""
+    holds_floats = held.form is FLOATS[prepared.dtype]
     packed_by_torch = not (prepared.packed or prepared.tiled) and prepared.dtype == "bfloat16"
     return holds_floats and not packed_by_torch
 
 
-_FormOf = Callable[[str, Matrix], tuple[Form, int]]
+_HeldAs = Callable[[str, Matrix], HeldAs]
+"""From a matrix and the path of its stored values to how it is held."""
 
 
-def _bytes(path: str, declared: Declaration, prepared: PreparedAs, form_of: _FormOf) -> int:
+def _bytes(path: str, declared: Declaration, prepared: PreparedAs, held_as: _HeldAs) -> int:
     """Return the bytes of one parameter.   path: of the stored values (for a tied head, the table's)."""
     element = DTYPE_BYTES[prepared.dtype]
     match declared:
@@ -82,67 +81,58 @@ def _bytes(path: str, declared: Declaration, prepared: PreparedAs, form_of: _For
             return 2 * prepared.num_positions * (head_dim // 2) * 4
         case Matrix() as matrix:
             count = max(1, matrix.num_experts)
-            form, group = form_of(path, matrix)
+            held = held_as(path, matrix)
             if prepared.packed:
                 bias = packed_bias_bytes(matrix.rows) if matrix.bias else 0
-                return count * (packed_bytes(form, matrix.rows, matrix.columns, group) + bias)
+                return count * (held.packed_bytes(matrix.rows, matrix.columns) + bias)
             if not prepared.tiled:
-                form = Form(prepared.dtype)
+                held = HeldAs(FLOATS[prepared.dtype])
             bias = matrix.rows * element if matrix.bias else 0
-            return count * (tiled_bytes(form, matrix.rows, matrix.columns, group) + bias)
+            return count * (held.tiled_bytes(matrix.rows, matrix.columns) + bias)
 
 
-def _forms(files: ModelFiles, architecture: Architecture, model: Model, prepared: PreparedAs) -> _FormOf:
-    """Return a function that gives the form of a matrix, and its group if quantised."""
-    floats = (Form(prepared.dtype), 0)
+def _forms(files: ModelFiles, architecture: Architecture, model: Model, prepared: PreparedAs) -> _HeldAs:
+    """Return a function that says how a matrix is held."""
     quantization = resolve_quantization(files, prepared.quantization)
-    match quantization:
-        case None:
-            stored = None
-        case "int8":
-            return lambda _, matrix: (Form.Q8, INT8_GROUP) if matrix.quantizable else floats
-        case "fp8":
-            return lambda _, matrix: (Form.FP8, 0) if matrix.quantizable else floats
-        case "gguf":
-            stored = _gguf_form(files, architecture.gguf)
-        case _:
-            stored = _packed_form(files, architecture, model)
+    made, stored = MADE_WHILE_LOADING.get(quantization or ""), None
+    if made is None and quantization is not None:
+        by_format = _gguf_form if quantization == "gguf" else _packed_form
+        stored = by_format(files, architecture, model)
 
-    def form_of(path: str, matrix: Matrix) -> tuple[Form, int]:
-        return floats if stored is None or not matrix.quantizable else stored(path, matrix) or floats
+    def held_as(path: str, matrix: Matrix) -> HeldAs:
+        held = (stored(path, matrix) if stored is not None else made) if matrix.quantizable else None
+        return held or HeldAs(FLOATS[prepared.dtype])
 
-    return form_of
+    return held_as
 
 
-_StoredForm = Callable[[str, Matrix], tuple[Form, int] | None]
+_StoredAs = Callable[[str, Matrix], HeldAs | None]
 
 
-def _gguf_form(files: ModelFiles, naming: Naming) -> _StoredForm:
+def _gguf_form(files: ModelFiles, architecture: Architecture, model: Model) -> _StoredAs:
+    """8 bits where the parts of a matrix have different codes, floats where any part has floats."""
     tensors = GGUFFile(files.path).tensors
 
-    def form_of(path: str, matrix: Matrix) -> tuple[Form, int] | None:
-        pieces = weight_pieces(naming, path, matrix, shard_of(matrix, 0, 1))
-        kinds = [tensors[piece.name].type for piece in pieces if piece.name in tensors]
-        codes = stacked_form(kinds) if kinds else None
-        if codes is None:
+    def held_as(path: str, matrix: Matrix) -> HeldAs | None:
+        pieces = weight_pieces(architecture.gguf, path, matrix, shard_of(matrix, 0, 1))
+        forms = {form_of(tensors[piece.name].type) for piece in pieces if piece.name in tensors}
+        if not forms or None in forms:
             return None
-        if codes.bits == 4:
-            return (Form.Q4_MIN if codes.has_minima else Form.Q4), codes.group
-        return (Form.Q8 if codes.bits == 8 else Form.Q6), codes.group
+        form = forms.pop() if len(forms) == 1 else Q8
+        return None if form is None else HeldAs(form, form.gguf_group)
 
-    return form_of
+    return held_as
 
 
-def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) -> _StoredForm:
+def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) -> _StoredAs:
     """Of AWQ and GPTQ: codes where all parts of a matrix, and of all experts of a layer, are stored as codes."""
     names, stored = read_headers(files.path), packed_format(files)
     assert stored is not None
     naming = choose_naming(architecture, files, names, model)
-    form = Form.Q4 if stored.symmetric else Form.Q4_ZERO, stored.kernel_group
 
-    def form_of(path: str, matrix: Matrix) -> tuple[Form, int] | None:
+    def held_as(path: str, matrix: Matrix) -> HeldAs | None:
         shard, experts = shard_of(matrix, 0, 1), range(max(1, matrix.num_experts))
         pieces = (piece for expert in experts for piece in weight_pieces(naming, path, matrix, shard, expert))
-        return form if all(packed_stem(piece.name, names) for piece in pieces) else None
+        return stored.held_as if all(packed_stem(piece.name, names) for piece in pieces) else None
 
-    return form_of
+    return held_as

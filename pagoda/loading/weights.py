@@ -9,10 +9,9 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.quantize import QuantizedWeight
-from pagoda.loading.code_forms import code_form
 from pagoda.loading.dequantize import dequantize
 from pagoda.loading.gguf_codes import read_codes
-from pagoda.loading.gguf_file import GGUFFile, GGUFTensor
+from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, form_of
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.packed_format import packed_format
 from pagoda.loading.packed_weights import PackedWeights
@@ -78,7 +77,7 @@ class GGUFWeights:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
 
     def has_codes(self, name: str) -> bool:
-        return name in self._file.tensors and code_form(self._file.tensors[name].type) is not None
+        return name in self._file.tensors and form_of(self._file.tensors[name].type) is not None
 
     def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
         tensor = self._file.tensors[name]

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernel_report import BF16, FP8, cache_of, coded, metadata_of, recorded_launches
-from pagoda.kernels.linear.fp8 import Fp8Weight
+from pagoda.kernels.linear.quantize import Fp8Weight
 from pagoda.kernels.triton_ops import TritonOps
 
 ARCH = 90

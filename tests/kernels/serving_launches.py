@@ -22,7 +22,7 @@ from benchmarks.kernel_report import (
     symmetric_gptq,
     with_zero_points,
 )
-from pagoda.kernels.linear.fp8 import Fp8Weight
+from pagoda.kernels.linear.quantize import Fp8Weight
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe.triton_route import route
 from pagoda.kernels.sampling.draw_params import DrawParams

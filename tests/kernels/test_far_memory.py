@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pagoda.kernels.batch import KVLayer
+from pagoda.kernels.linear.forms import Q4
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
@@ -130,7 +131,7 @@ def test_rows_and_weights(make_triton_ops: Any, reference: Any) -> None:
     plain = LibraryLinear(apart(weight), None, 4, 96, packed=False)
     torch.testing.assert_close(ops.linear(apart(x), plain), want, atol=1e-5, rtol=1e-5)
     codes = torch.randint(0, 16, (4, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    coded = QuantizedWeight(codes, (draw(4, 3, seed=2) / 8).half(), None, 96, 32, 4)
+    coded = QuantizedWeight(Q4, codes, (draw(4, 3, seed=2) / 8).half(), None, 96, 32)
     want = reference.linear(x, reference.prepare_quantized_linear(coded, F32))
     near = ops.prepare_quantized_linear(coded, F32)
     far = replace(near, codes=apart(near.codes))

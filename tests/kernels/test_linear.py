@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, quantize_rows
 from pagoda.kernels.native_ops import NativeOps
@@ -27,9 +28,12 @@ def quantized(kind: str, out_features: int, in_features: int) -> QuantizedWeight
     groups = -(-in_features // 32)
     codes = torch.randint(0, 16, (out_features, 32 * groups), dtype=torch.uint8)
     scales = (torch.rand(out_features, groups) / 10).half()
-    minima = (torch.randn(out_features, groups) / 10).half() if kind == "q4_min" else None
-    zeros = torch.randint(0, 17, (out_features, groups), dtype=torch.uint8) if kind == "q4_zero" else None
-    return QuantizedWeight(codes, scales, minima, in_features, 32, 4, zeros)
+    form, offsets = Q4, None
+    if kind == "q4_min":
+        form, offsets = Q4_MIN, (torch.randn(out_features, groups) / 10).half()
+    elif kind == "q4_zero":
+        form, offsets = Q4_ZERO, torch.randint(0, 17, (out_features, groups), dtype=torch.uint8)
+    return QuantizedWeight(form, codes, scales, offsets, in_features, 32)
 
 
 def any_weight(native: Any, kind: torch.dtype | str, out_features: int, in_features: int) -> LinearWeight:
@@ -87,7 +91,7 @@ def test_quantized_equals_its_definition(native: Any, kind: str, shape: tuple[in
 def test_zero_points_in_the_middle_give_the_bits_of_symmetric_codes(native: Any) -> None:
     torch.manual_seed(0)
     symmetric, x = quantized("q4", 33, 130), torch.randn(20, 130).bfloat16()
-    middle = replace(symmetric, zeros=torch.full(symmetric.scales.shape, 8, dtype=torch.uint8))
+    middle = replace(symmetric, form=Q4_ZERO, offsets=torch.full(symmetric.scales.shape, 8, dtype=torch.uint8))
     ours, theirs = (native.logits(x, native.linears.prepare_quantized(weight)) for weight in (middle, symmetric))
     assert torch.equal(ours, theirs)
 

@@ -6,6 +6,7 @@ from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
+from pagoda.kernels.linear.forms import Q4, Q4_MIN
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
@@ -97,7 +98,7 @@ def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:
     drawn = torch.randint(0, 16, (out_features, 32 * groups), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(out_features, groups, generator=generator) / 40).half()
     minima = (-8 * scales.float()).half() if kind == "q4_min" else None
-    return QuantizedWeight(drawn, scales, minima, in_features, 32, 4)
+    return QuantizedWeight(Q4 if minima is None else Q4_MIN, drawn, scales, minima, in_features, 32)
 
 
 @pytest.mark.parametrize("kind", ["q8", "q8_32", "q4", "q4_min"])

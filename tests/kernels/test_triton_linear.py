@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda.kernels.linear.fp8 import Fp8Weight, quantize_fp8, quantize_vectors
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO, Q6, Q8, HeldAs
+from pagoda.kernels.linear.quantize import CodedWeight, QuantizedWeight, quantize, quantize_fp8, quantize_vectors
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {F32: 2e-5, BF16: 2e-2, F16: 3e-3}
 
-KINDS = {  # bits, group, with minima or zeros
-    "int8": (8, 64, ""),
-    "int8 of 32": (8, 32, ""),
-    "int4": (4, 32, ""),
-    "int4 with minima": (4, 32, "minima"),
-    "int4 of 128 with minima": (4, 128, "minima"),
-    "int4 of 64 with zeros": (4, 64, "zeros"),
-    "int4 of 128 with zeros": (4, 128, "zeros"),
-    "int6": (6, 16, ""),
+KINDS = {
+    "int8": HeldAs(Q8, 64),
+    "int8 of 32": HeldAs(Q8, 32),
+    "int4": HeldAs(Q4, 32),
+    "int4 with minima": HeldAs(Q4_MIN, 32),
+    "int4 of 128 with minima": HeldAs(Q4_MIN, 128),
+    "int4 of 64 with zeros": HeldAs(Q4_ZERO, 64),
+    "int4 of 128 with zeros": HeldAs(Q4_ZERO, 128),
+    "int6": HeldAs(Q6, 16),
 }
 
 
@@ -31,34 +31,36 @@ def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
 
 def coded(kind: str, out_features: int, in_features: int, seed: int = 0) -> QuantizedWeight:
     """Random codes of every value, with scales that float16 holds exactly."""
-    bits, group, offsets = KINDS[kind]
+    held = KINDS[kind]
+    bits, group = held.form.bits, held.group
     groups = -(-in_features // group)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (out_features, groups * group), generator=generator, dtype=torch.uint8)
     codes[:, in_features:] = 255 >> (8 - bits)  # what is not there must not count
     scales = (torch.rand(out_features, groups, generator=generator) / (1 << bits)).half()
-    minima = -torch.rand(out_features, groups, generator=generator).half() / 2 if offsets == "minima" else None
-    zeros = None
-    if offsets == "zeros":
-        zeros = torch.randint(0, 17, (out_features, groups), generator=generator, dtype=torch.uint8)
-    return QuantizedWeight(codes, scales, minima, in_features, group, bits, zeros).to(DEVICE)
+    offsets = None
+    if held.form is Q4_MIN:
+        offsets = -torch.rand(out_features, groups, generator=generator).half() / 2
+    elif held.form is Q4_ZERO:
+        offsets = torch.randint(0, 17, (out_features, groups), generator=generator, dtype=torch.uint8)
+    return QuantizedWeight(held.form, codes, scales, offsets, in_features, group).to(DEVICE)
 
 
-def drawn(kind: str, out_features: int, in_features: int, seed: int = 0) -> QuantizedWeight | Fp8Weight:
+def drawn(kind: str, out_features: int, in_features: int, seed: int = 0) -> CodedWeight:
     """Return a random weight of a kind: of KINDS, "fp8" or "widened fp8"."""
     if "fp8" in kind:
         return quantize_fp8(draw(out_features, in_features, seed=seed) / 4)
     return coded(kind, out_features, in_features, seed)
 
 
-def prepared(ops: Any, kind: str, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype) -> Any:
+def prepared(ops: Any, kind: str, weight: CodedWeight, dtype: torch.dtype) -> Any:
     """Prepare a weight; for the reference, widened fp8 is a weight of floats, whose input is not rounded."""
     if kind == "widened fp8" and ops.name == "reference":
         return ops.prepare_linear(weight.dequantize())
     return ops.prepare_quantized_linear(weight, dtype)
 
 
-def check(ops: Any, reference: Any, weight: QuantizedWeight | Fp8Weight, rows: int, dtype: torch.dtype,
+def check(ops: Any, reference: Any, weight: CodedWeight, rows: int, dtype: torch.dtype,
           with_bias: bool) -> torch.Tensor:  # fmt: skip
     out_features, in_features = weight.dequantize().shape
     bias = draw(out_features, dtype=dtype, seed=3) if with_bias else None
@@ -207,5 +209,5 @@ def test_what_cannot_be_prepared(triton_ops: Any) -> None:
         triton_ops.prepare_experts(mixed)
     with pytest.raises(ValueError, match="groups of 24 have no kernel"):
         triton_ops.prepare_quantized_linear(
-            QuantizedWeight(weight.codes, weight.scales, None, 64, 24, 8), BF16
+            QuantizedWeight(Q8, weight.codes, weight.scales, None, 64, 24), BF16
         )  # fmt: skip

@@ -52,7 +52,7 @@ def values_of(kind: Kind) -> torch.Tensor:
 def test_values(kind: Kind) -> None:
     codes, expected = codes_of(kind), values_of(kind)
     assert (codes.dequantize() - expected).abs().max() <= KINDS[kind] * expected.abs().max() + 1e-6
-    assert codes.bits == {"Q4": 4, "Q6": 6}.get(kind.name[:2], 8)
+    assert codes.form.bits == {"Q4": 4, "Q6": 6}.get(kind.name[:2], 8)
 
 
 def test_floats_have_no_codes() -> None:
@@ -64,6 +64,6 @@ def test_stacked_parts(second: Kind) -> None:
     """Of one kind: the codes themselves. Mixed, as in a Q4_K_M file's q, k and v: 8 bits."""
     stacked = stack_codes([codes_of(Kind.Q4_1), codes_of(second)])
     expected = torch.cat((values_of(Kind.Q4_1), values_of(second)))
-    assert stacked.bits == (4 if second == Kind.Q4_1 else 8)
+    assert stacked.form.bits == (4 if second == Kind.Q4_1 else 8)
     tolerance = 1e-6 if second == Kind.Q4_1 else 4e-3 * float(expected.abs().max())
     assert (stacked.dequantize() - expected).abs().max() <= tolerance

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.forms import Q4, Q4_ZERO, HeldAs
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.loading.packed_int4 import check_group_order, in_kernel_groups, read_awq, read_gptq, without_zeros
 
@@ -66,12 +67,12 @@ def gptq_v2() -> tuple[QuantizedWeight, torch.Tensor]:
 @pytest.mark.parametrize("made", [awq, gptq, gptq_v2])
 def test_values(made: Any) -> None:
     weight, values = made()
-    assert (weight.bits, weight.group, weight.in_features) == (4, GROUP, IN)
+    assert (weight.held_as, weight.in_features) == (HeldAs(Q4_ZERO, GROUP), IN)
     assert torch.equal(weight.dequantize(), values)
 
 
 def test_version_1_has_zeros_from_1_to_16() -> None:
-    zeros = gptq()[0].zeros
+    zeros = gptq()[0].offsets
     assert zeros is not None
     assert (int(zeros.min()), int(zeros.max())) == (1, 16)
 
@@ -80,7 +81,7 @@ def test_symmetric_codes_need_no_zeros() -> None:
     sevens = torch.full((IN // GROUP, OUT // 8), 0x77777777, dtype=torch.int32)
     stored = words(IN // 8, OUT, seed=0), sevens, scales_of()
     weight = without_zeros(read_gptq(*stored, GROUP))
-    assert weight.zeros is None
+    assert (weight.form, weight.offsets) == (Q4, None)
     assert torch.equal(weight.dequantize(), gptq_values(*stored))
     with pytest.raises(ConfigError, match="sym = true.* has a zero point of 7 instead of 8"):
         without_zeros(read_gptq(*stored, GROUP, stored_zero=0))

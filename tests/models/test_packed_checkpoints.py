@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.fp8 import Fp8Weight
+from pagoda.kernels.linear.forms import FLOAT32, NATIVE_FORMS, Q4, Q4_ZERO, WeightForm
 from pagoda.kernels.linear.packed import PackedWeight
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize_rows
+from pagoda.kernels.linear.quantize import CodedWeight, quantize_rows
 from pagoda.kernels.linear.reference import PlainLinear
-from pagoda.kernels.native.abi import Kind
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.layers.module import parameters
@@ -121,7 +120,7 @@ class RoundedInputs(PlainLinear):
 
 class RoundedInputOps(ReferenceOps):
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> PlainLinear:
         return RoundedInputs(weight.dequantize(), bias)
 
@@ -165,9 +164,9 @@ def test_greedy_tokens_are_those_of_the_values(
     assert ours == theirs
 
 
-def kinds_of(folder: Path, quantization: str | None = None) -> dict[str, Kind]:
+def forms_of(folder: Path, quantization: str | None = None) -> dict[str, WeightForm]:
     return {
-        path: Kind(parameter.value.record.kind)
+        path: NATIVE_FORMS[parameter.value.record.kind]
         for path, parameter in parameters(load(folder, "native", quantization).model)
         if isinstance(parameter.value, PackedWeight)
     }
@@ -175,12 +174,12 @@ def kinds_of(folder: Path, quantization: str | None = None) -> dict[str, Kind]:
 
 def test_codes_stay_codes(folders: Callable[[str], Folders]) -> None:
     """Also of fused projections; one with a part of floats is held as floats, and so is the head."""
-    held = kinds_of(folders("awq").packed)
-    assert held.pop("lm_head.weight") is Kind.F32
-    assert set(held.values()) == {Kind.Q4_ZERO}
-    assert set(kinds_of(folders("gptq, symmetric").packed).values()) == {Kind.Q4, Kind.F32}
-    held = kinds_of(folders("awq, layers left out").packed)
-    floats = {path for path, kind in held.items() if kind is Kind.F32}
+    held = forms_of(folders("awq").packed)
+    assert held.pop("lm_head.weight") is FLOAT32
+    assert set(held.values()) == {Q4_ZERO}
+    assert set(forms_of(folders("gptq, symmetric").packed).values()) == {Q4, FLOAT32}
+    held = forms_of(folders("awq, layers left out").packed)
+    floats = {path for path, form in held.items() if form is FLOAT32}
     assert {path for path in held if "qkv" in path} < floats
     assert {path for path in floats if ".mlp." in path} == {path for path in held if "1.mlp.gate_up" in path}
 

@@ -3,7 +3,7 @@
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
-from pagoda.kernels.linear.fp8 import quantize_vectors
+from pagoda.kernels.linear.quantize import quantize_vectors
 from pagoda.kernels.rotary.reference import rotary
 
 

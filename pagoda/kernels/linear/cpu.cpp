@@ -62,13 +62,14 @@ PAGODA_EXPORT void pagoda_pack_words(int32_t word_bytes, const void* from, void*
         pack_words(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), out_features, steps, threads);
 }
 
-// Codes uint8 [out, groups * group] and scales f16 [out, groups] to panels of records; `offsets` are f16 minima
-// (KIND_Q4_MIN) or u16 zero points (KIND_Q4_ZERO), [out, groups].
+// Codes uint8 [out, groups * group] and scales f16 [out, groups] to panels of records; `offsets` are f16 minima or u16
+// zero points, [out, groups], for the forms that have them.
 PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint16_t* scales,
                                      const uint16_t* offsets, int32_t threads) {
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
     int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
+    int bits = WEIGHT_FORMS[w.kind].bits, quads = 8 / bits;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
     parallel(threads, [&](int thread, int num_threads) {
         Range mine = share_of(panels, thread, num_threads);
@@ -83,13 +84,9 @@ PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* 
                     if (header > 2 * PANEL) memcpy(at + 2 * PANEL + 2 * c, offsets + row * groups + g, 2);
                     const uint8_t* code = codes + (row * groups + g) * w.group;
                     for (int64_t quad = 0; quad < w.group / 4; quad++) {
-                        if (w.kind == KIND_Q8) {
-                            memcpy(at + header + quad * 4 * PANEL + 4 * c, code + 4 * quad, 4);
-                        } else {
-                            uint8_t* bytes = at + header + quad / 2 * 4 * PANEL + 4 * c;
-                            for (int64_t j = 0; j < 4; j++)
-                                bytes[j] = static_cast<uint8_t>(bytes[j] | code[4 * quad + j] << (quad % 2 * 4));
-                        }
+                        uint8_t* bytes = at + header + quad / quads * 4 * PANEL + 4 * c;
+                        for (int64_t j = 0; j < 4; j++)
+                            bytes[j] = static_cast<uint8_t>(bytes[j] | code[4 * quad + j] << (quad % quads * bits));
                     }
                 }
             }

@@ -84,18 +84,18 @@ constexpr Tiles int_tiles() {
 
 const Tiles& tiles_of(const PackedLinear& w) {
     static const Tiles f32 = float_tiles<StepF32>(), bf16 = float_tiles<StepBF16>(), f16 = float_tiles<StepF16>();
-    static const Tiles q8_64 = int_tiles<KIND_Q8, 64>(), q8_32 = int_tiles<KIND_Q8, 32>();
-    static const Tiles q4 = int_tiles<KIND_Q4, 32>(), q4_min = int_tiles<KIND_Q4_MIN, 32>(),
-                       q4_zero = int_tiles<KIND_Q4_ZERO, 32>();
     switch (w.kind) {
         case KIND_F32: return f32;
         case KIND_BF16: return bf16;
         case KIND_F16: return f16;
-        case KIND_Q8: return w.group == 64 ? q8_64 : q8_32;
-        case KIND_Q4: return q4;
-        case KIND_Q4_MIN: return q4_min;
-        default: return q4_zero;
+        default: break;
     }
+    const Tiles* found = nullptr;
+    with_code_group(w, [&](auto at) {
+        static const Tiles tiles = int_tiles<CODE_GROUPS[at].kind, CODE_GROUPS[at].size>();
+        found = &tiles;
+    });
+    return *found;
 }
 
 // ---- epilogue: from sums to the output ----

@@ -45,8 +45,10 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                      int64_t out_stride, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
     constexpr int64_t HEADER = header_bytes(KIND);
-    constexpr int64_t RECORD = HEADER + (KIND == KIND_Q8 ? GROUP : GROUP / 2) * PANEL;
-    constexpr int32_t ZERO_POINT = KIND == KIND_Q8 ? 128 : KIND == KIND_Q4 ? 8 : 0;
+    constexpr int64_t RECORD = quantized_record_bytes(KIND, GROUP);
+    constexpr int BITS = WEIGHT_FORMS[KIND].bits, QUADS = 8 / BITS;  // quads that share their bytes
+    constexpr Offset OFFSET = WEIGHT_FORMS[KIND].offset;
+    constexpr int32_t ZERO_POINT = OFFSET == OFFSET_MIDDLE ? 1 << (BITS - 1) : 0;
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t* record = panel + g * RECORD;
@@ -55,50 +57,32 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             i32x16 zero_points = {};
-            if constexpr (KIND == KIND_Q4_ZERO)
+            if constexpr (OFFSET == OFFSET_ZERO_POINT)
                 zero_points = (i32x16)load_halfwords(record + (v / 2) * panel_stride + 2 * PANEL + (v % 2) * 32);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 int32_t sum = x.sums[r * groups + g];
-                dot[r][v] = KIND == KIND_Q4_ZERO ? zero_points * -sum : i32x16{} - ZERO_POINT * sum;
+                dot[r][v] = OFFSET == OFFSET_ZERO_POINT ? zero_points * -sum : i32x16{} - ZERO_POINT * sum;
             }
         }
         const int8_t* bytes = x.bytes + g * GROUP;
-        if constexpr (KIND == KIND_Q8) {
-            for (int quad = 0; quad < GROUP / 4; quad++) {
-                prefetch.next();
+        for (int word = 0; word < GROUP / (4 * QUADS); word++) {
+            prefetch.next();
+#pragma GCC unroll 4
+            for (int part = 0; part < QUADS; part++) {
                 u32x16 w[VECTORS];
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++)
-                    w[v] = load_words(data + (v / 2) * panel_stride + quad * 4 * PANEL + (v % 2) * 64);
+                for (int v = 0; v < VECTORS; v++) {
+                    w[v] = load_words(data + (v / 2) * panel_stride + word * 4 * PANEL + (v % 2) * 64);
+                    if constexpr (QUADS > 1) w[v] = (w[v] >> (part * BITS)) & (0x01010101u * ((1u << BITS) - 1));
+                }
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
-                    uint32_t word;
-                    memcpy(&word, bytes + r * groups * GROUP + quad * 4, 4);
-                    u32x16 spread = u32x16{} + word;
+                    uint32_t quad;
+                    memcpy(&quad, bytes + r * groups * GROUP + (word * QUADS + part) * 4, 4);
+                    u32x16 spread = u32x16{} + quad;
 #pragma GCC unroll 8
                     for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads(dot[r][v], w[v], spread);
-                }
-            }
-        } else {
-            for (int pair = 0; pair < GROUP / 8; pair++) {
-#pragma GCC unroll 2
-                for (int high = 0; high < 2; high++) {
-                    if (high == 0) prefetch.next();
-                    u32x16 w[VECTORS];
-#pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++) {
-                        u32x16 both = load_words(data + (v / 2) * panel_stride + pair * 4 * PANEL + (v % 2) * 64);
-                        w[v] = (high ? both >> 4 : both) & 0x0f0f0f0fu;
-                    }
-#pragma GCC unroll 8
-                    for (int r = 0; r < ROWS; r++) {
-                        uint32_t word;
-                        memcpy(&word, bytes + r * groups * GROUP + (2 * pair + high) * 4, 4);
-                        u32x16 spread = u32x16{} + word;
-#pragma GCC unroll 8
-                        for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads(dot[r][v], w[v], spread);
-                    }
                 }
             }
         }
@@ -107,12 +91,12 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
             const uint8_t* header = record + (v / 2) * panel_stride + (v % 2) * 32;
             f32x16 scale = load(reinterpret_cast<const f16*>(header));
             f32x16 minimum = {};
-            if constexpr (KIND == KIND_Q4_MIN) minimum = load(reinterpret_cast<const f16*>(header + 2 * PANEL));
+            if constexpr (OFFSET == OFFSET_MINIMUM) minimum = load(reinterpret_cast<const f16*>(header + 2 * PANEL));
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 float x_scale = x.scales[r * groups + g];
                 acc[r][v] = fma(converted<f32x16>(dot[r][v]), scale * x_scale, acc[r][v]);
-                if constexpr (KIND == KIND_Q4_MIN) {
+                if constexpr (OFFSET == OFFSET_MINIMUM) {
                     float x_sum = x_scale * static_cast<float>(x.sums[r * groups + g]);
                     acc[r][v] = fma(minimum, splat(x_sum), acc[r][v]);
                 }

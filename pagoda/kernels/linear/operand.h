@@ -20,7 +20,7 @@ inline int64_t row_words(const PackedLinear& w) { return w.kind == KIND_BF16 && 
 inline int64_t row_bytes(const PackedLinear& w) { return is_quantized(w.kind) ? word_steps(w) : 4 * row_words(w); }
 // How many times a tile prefetches a line of the next panels, per pass over x.
 inline int64_t tile_steps(const PackedLinear& w) {
-    return is_quantized(w.kind) ? groups_of(w) * w.group / (w.kind == KIND_Q8 ? 4 : 8) : word_steps(w);
+    return is_quantized(w.kind) ? groups_of(w) * w.group * WEIGHT_FORMS[w.kind].bits / 32 : word_steps(w);
 }
 
 // Passes over x of a tile of `rows` rows.
@@ -100,6 +100,5 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
 }
 template <class T>
 void quantize(const LinearJob& job, int64_t begin, int64_t end) {
-    auto run = job.weight->group == 64 ? quantize_rows<64, T> : quantize_rows<32, T>;
-    run(job, begin, end);
+    with_code_group(*job.weight, [&](auto at) { quantize_rows<CODE_GROUPS[at].size, T>(job, begin, end); });
 }

@@ -1,29 +1,38 @@
-// The memory layout of weights for the linear kernels (PackedLinear, of abi.h).
+// The memory layout of weights for the linear kernels (PackedLinear). Their forms are in abi.h, from linear/forms.py.
 //
 // Output columns are divided into panels of 32, padded with zeros. Within a panel, K is outermost, so a multiplication
 // reads the panel as one stream:
 //
 //   F32, F16   [K][32]                          BF16      [K / 2][32][2], pairs of adjacent elements along K
-//   Q8         [K / group] of {scale f16[32], [group / 4][32][4] unsigned bytes, the value plus 128}
-//   Q4         [K / 32] of {scale f16[32], [4][32][4] bytes}; a byte's low nibble is of quad 2i, the high of quad 2i + 1
-//   Q4_MIN     as Q4 with {scale f16[32], minimum f16[32], ...}
-//   Q4_ZERO    as Q4 with {scale f16[32], zero point u16[32], ...}
-//
-// Values of the quantised kinds: Q8 scale * (q - 128); Q4 scale * (q - 8); Q4_MIN scale * q + minimum;
-// Q4_ZERO scale * (q - zero point).
+//   codes      [K / group] of records: scale f16[32], of some a minimum f16[32] or a zero point u16[32], and the codes
+//              [group * bits / 32][32][4 bytes]. Of a quad, four elements along K, each code has a byte. Of 8 / bits
+//              quads, the first has the lowest bits of the bytes.
 #pragma once
+
+#include <type_traits>
 
 #include "abi.h"
 
-inline bool is_quantized(int32_t kind) { return kind >= KIND_Q8; }
+constexpr bool is_quantized(int32_t kind) { return WEIGHT_FORMS[kind].offset != OFFSET_NONE; }
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 // Bytes in front of a record's codes: scales, and minima or zero points.
 constexpr int64_t header_bytes(int32_t kind) {
-    return kind == KIND_Q4_MIN || kind == KIND_Q4_ZERO ? 4 * PANEL : 2 * PANEL;
+    return WEIGHT_FORMS[kind].offset == OFFSET_MIDDLE ? 2 * PANEL : 4 * PANEL;
 }
-inline int64_t quantized_record_bytes(int32_t kind, int64_t group) {
-    return header_bytes(kind) + (kind == KIND_Q8 ? group : group / 2) * PANEL;
+constexpr int64_t quantized_record_bytes(int32_t kind, int64_t group) {
+    return header_bytes(kind) + group * WEIGHT_FORMS[kind].bits / 8 * PANEL;
+}
+// Call f with the index into CODE_GROUPS of a quantised weight, as a constant.
+template <int AT = 0, class F>
+void with_code_group(const PackedLinear& w, F&& f) {
+    constexpr int COUNT = sizeof(CODE_GROUPS) / sizeof(CODE_GROUPS[0]);
+    if constexpr (AT < COUNT) {
+        if (w.kind == CODE_GROUPS[AT].kind && w.group == CODE_GROUPS[AT].size)
+            f(std::integral_constant<int, AT>());
+        else
+            with_code_group<AT + 1>(w, f);
+    }
 }
 // Bytes of one panel.
 inline int64_t panel_bytes(const PackedLinear& w) {

@@ -9,11 +9,10 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.arena import Arena, WeightArena
-from pagoda.kernels.linear.fp8 import Fp8Weight
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+from pagoda.kernels.linear.forms import FLOATS, PANEL, WeightForm
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeight, quantize
 from pagoda.kernels.moe.reference import ExpertList
-from pagoda.kernels.native.abi import PANEL, ExpertStack, Kind, PackedLinear, Shared
-from pagoda.kernels.native.dtypes import DTYPE_CODES
+from pagoda.kernels.native.abi import ExpertStack, PackedLinear, Shared
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.ops.tensor import LinearWeight
 
@@ -79,7 +78,8 @@ class PackedLinears:
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return a copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""
         out_features, in_features = weight.shape
-        packed = self._empty(out_features, in_features, weight.dtype, Kind(DTYPE_CODES[weight.dtype]), 0, bias)
+        form = FLOATS[str(weight.dtype).removeprefix("torch.")]
+        packed = self._empty(out_features, in_features, weight.dtype, form, 0, bias)
         if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
             weight = torch.nn.functional.pad(weight, (0, 1))
         weight = weight.contiguous()
@@ -90,31 +90,26 @@ class PackedLinears:
         return packed
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> PackedWeight:
-        """Return the codes and scales in panels; inputs are quantised in the same groups.
+        """Return the codes and scales in panels, as HeldAs.native says; inputs are quantised in the same groups.
 
-        Codes of 6 bits become 8 bits in groups of 32, a step that is small compared with theirs.
+        Raises ValueError for codes without a kernel.
         """
-        if weight.bits == 6:
-            weight = quantize(weight.dequantize(), 32)
-        elif weight.bits == 4 and weight.group > 32 and weight.group % 32 == 0:
-            weight = weight.in_groups_of(32)
-        if weight.group not in ((32, 64) if weight.bits == 8 else (32,)):
-            raise ValueError(
-                f"{weight.bits}-bit weights in groups of {weight.group} have no kernel; 8 bits have 32 or 64, 4 have 32"
-            )
-        kind = _kind_of(weight)
-        packed = self._empty(weight.codes.shape[0], weight.in_features, None, kind, weight.group, bias)
-        codes, scales = weight.codes.contiguous(), weight.scales.half().contiguous()
-        minima = None if weight.minima is None else weight.minima.half()
-        offsets = minima if weight.zeros is None else weight.zeros.to(torch.int16)
-        offsets = None if offsets is None else offsets.contiguous()
+        held = weight.held_as.native()
+        if held.form is not weight.form:
+            weight = quantize(weight.dequantize(), held.group)
+        elif held.group != weight.group:
+            weight = weight.in_groups_of(held.group)
+        packed = self._empty(weight.codes.shape[0], weight.in_features, None, weight.form, weight.group, bias)
+        codes, scales, offsets = weight.codes.contiguous(), weight.scales.half().contiguous(), weight.offsets
+        if offsets is not None:
+            offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
         offsets_pointer = None if offsets is None else offsets.data_ptr()
         pack = self._library["pack_codes"]
         pack(packed.address, codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
         return packed
 
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> PackedWeight:
         """See PrepareOps."""
         if isinstance(weight, Fp8Weight):
@@ -147,22 +142,14 @@ class PackedLinears:
         out_features: int,
         in_features: int,
         dtype: torch.dtype | None,
-        kind: Kind,
+        form: WeightForm,
         group: int,
         bias: torch.Tensor | None,
     ) -> PackedWeight:
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -out_features % PANEL)).contiguous()
         bias_pointer = None if bias is None else bias.data_ptr()
-        record = PackedLinear(None, bias_pointer, out_features, in_features, kind, group)
+        record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group)
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
         return PackedWeight(out_features, in_features, dtype, record, panels, bias)
-
-
-def _kind_of(weight: QuantizedWeight) -> Kind:
-    if weight.bits == 8:
-        return Kind.Q8
-    if weight.zeros is not None:
-        return Kind.Q4_ZERO
-    return Kind.Q4 if weight.minima is None else Kind.Q4_MIN

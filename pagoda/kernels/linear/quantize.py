@@ -1,68 +1,88 @@
 """Quantised weights before packing: codes and scales, made from floats or read from a checkpoint.
 
-These functions define the values of the packed kinds; `dequantize` returns them.
+These functions define the values of the forms of codes; `dequantize` returns them.
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
+
+from pagoda.kernels.linear.forms import FP8, Q8, HeldAs, Offset, WeightForm
+
+LARGEST_FP8 = 448.0
+"""The largest number of float8_e4m3fn."""
 
 _PIECE_ROWS = 4096  # rows quantised at a time, so that the float32 copy stays small
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """codes: uint8 [out, in padded to `group`].   scales, minima: float16 or float32 [out, groups].
+    """Codes in groups along `in` that share a scale. Kernels keep scales and minima in float16, zero points exactly.
 
-    Values are scale * (code - zero), or with minima scale * code + minimum.   bits: 8, 6 or 4, all a code takes.
-    zeros: of 4-bit codes without minima, uint8 [out, groups], the zero of each group, 0 to 16; None if all are the
-        middle of the codes.
-    Kernels keep scales and minima in float16, and zeros exactly.
+    codes: uint8 [out, in padded to `group`].   scales: float16 or float32 [out, groups].
+    offsets: as `form.offset` says, minima like scales, zero points uint8 [out, groups], or None.
     """
 
+    form: WeightForm
     codes: torch.Tensor
     scales: torch.Tensor
-    minima: torch.Tensor | None
+    offsets: torch.Tensor | None
     in_features: int
     group: int
-    bits: int
-    zeros: torch.Tensor | None = None
 
     @property
-    def zero(self) -> int:
-        """The zero of all codes, where there are no `zeros`."""
-        return 0 if self.minima is not None else 1 << (self.bits - 1)
+    def held_as(self) -> HeldAs:
+        return HeldAs(self.form, self.group)
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        scales, minima, zeros = (None if of is None else of.to(device) for of in (self.scales, self.minima, self.zeros))
-        assert scales is not None
-        return replace(self, codes=self.codes.to(device), scales=scales, minima=minima, zeros=zeros)
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
 
     def rows(self, first: int, end: int) -> "QuantizedWeight":
         """Return output features first .. end - 1."""
-        scales, minima, zeros = (None if of is None else of[first:end] for of in (self.scales, self.minima, self.zeros))
-        assert scales is not None
-        return replace(self, codes=self.codes[first:end], scales=scales, minima=minima, zeros=zeros)
+        offsets = None if self.offsets is None else self.offsets[first:end]
+        return replace(self, codes=self.codes[first:end], scales=self.scales[first:end], offsets=offsets)
 
     def in_groups_of(self, group: int) -> "QuantizedWeight":
         """Return the same values in smaller groups, which divide its own."""
         groups = -(-self.in_features // group)
-        scales, minima, zeros = (
+        scales, offsets = (
             None if of is None else of.repeat_interleave(self.group // group, dim=1)[:, :groups]
-            for of in (self.scales, self.minima, self.zeros)
+            for of in (self.scales, self.offsets)
         )
         assert scales is not None
-        codes = self.codes[:, : groups * group]
-        return replace(self, codes=codes, scales=scales, minima=minima, zeros=zeros, group=group)
+        return replace(self, codes=self.codes[:, : groups * group], scales=scales, offsets=offsets, group=group)
 
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]."""
-        codes = self.codes.float().unflatten(1, (-1, self.group))
-        zero = self.zero if self.zeros is None else self.zeros.float().unsqueeze(-1)
-        values = (codes - zero) * self.scales.float().unsqueeze(-1)
-        if self.minima is not None:
-            values += self.minima.float().unsqueeze(-1)
+        codes, scales = self.codes.float().unflatten(1, (-1, self.group)), self.scales.float().unsqueeze(-1)
+        offsets = 1 << (self.form.bits - 1) if self.offsets is None else self.offsets.float().unsqueeze(-1)
+        values = codes * scales + offsets if self.form.offset is Offset.MINIMUM else (codes - offsets) * scales
         return values.flatten(1)[:, : self.in_features]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Weight:
+    """8-bit floats (e4m3). Values are scale * code.
+
+    codes: float8_e4m3fn [out, in].   scales: float32 [out].
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out, in]."""
+        return self.codes.float() * self.scales.unsqueeze(-1)
+
+
+CodedWeight: TypeAlias = QuantizedWeight | Fp8Weight
+
+
+def quantize_to(held: HeldAs, weight: torch.Tensor) -> CodedWeight:
+    """Quantise weight [out, in], any float dtype, to one of forms.MADE_WHILE_LOADING."""
+    return quantize_fp8(weight) if held.form is FP8 else quantize(weight, held.group)
 
 
 def quantize(weight: torch.Tensor, group: int = 64) -> QuantizedWeight:
@@ -70,7 +90,7 @@ def quantize(weight: torch.Tensor, group: int = 64) -> QuantizedWeight:
     pieces = [_quantize(piece, group) for piece in weight.split(_PIECE_ROWS)]
     codes = torch.cat([codes for codes, _ in pieces])
     scales = torch.cat([scales for _, scales in pieces])
-    return QuantizedWeight(codes, scales, None, weight.shape[1], group, 8)
+    return QuantizedWeight(Q8, codes, scales, None, weight.shape[1], group)
 
 
 def _quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,3 +110,20 @@ def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     # Divide a tensor: for a Python number torch multiplies with the reciprocal, which rounds twice.
     inverse = torch.where(limit > 0, torch.tensor(127.0) / limit, 0)
     return (groups * inverse.unsqueeze(-1)).round_().flatten(1).to(torch.int8), limit / 127
+
+
+def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
+    """Quantise weight [out, in], any float dtype: the largest magnitude of a row becomes 448, ties to even."""
+    pieces = [quantize_vectors(piece) for piece in weight.split(_PIECE_ROWS)]
+    return Fp8Weight(torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces]))
+
+
+def quantize_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., D] -> (float8_e4m3fn [..., D], float32 scales [...]); a vector with NaN has the scale NaN."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1)
+    # Divide by tensors, and tensors: with a number torch may multiply with the reciprocal, which rounds twice.
+    limit = torch.full_like(largest, LARGEST_FP8)
+    inverse = torch.where(largest > 0, limit / largest, 0)
+    codes = (wide * inverse.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8)
+    return codes.to(torch.float8_e4m3fn), largest / limit

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.kernels.linear.fp8 import Fp8Weight, quantize_vectors
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, quantize_vectors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +36,7 @@ class Fp8Linear(PlainLinear):
         return codes.float() * scales.unsqueeze(-1)
 
 
-def prepare_quantized(
-    weight: QuantizedWeight | Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None
-) -> PlainLinear:
+def prepare_quantized(weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PlainLinear:
     """Return the values that the codes stand for; those of groups rounded to `dtype`."""
     if isinstance(weight, Fp8Weight):
         return Fp8Linear(weight.dequantize(), bias)

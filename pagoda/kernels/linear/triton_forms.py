@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pagoda.kernels.linear.fp8 import Fp8Weight
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight
 from pagoda.ops.tensor import LinearWeight
 
-_GROUPS_PER_RECORD = {"int8": 1, "int4": 2, "int6": 4}
 _MOST_PER_LOAD = 64  # elements of a group, so that tiles of long groups fit in shared memory
 
 
@@ -73,22 +71,25 @@ def plain(weight: LibraryLinear) -> TiledLinear:
     return TiledLinear("plain", weight.weight, None, None, weight.bias, weight.out_features, weight.in_features)
 
 
-def prepare(weight: QuantizedWeight | Fp8Weight, bias: torch.Tensor | None) -> TiledLinear:
+def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
     """Pack codes; scales and minima are rounded to float16, zero points kept."""
     if isinstance(weight, Fp8Weight):
         codes = weight.codes.contiguous().view(torch.uint8)
         return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
-    form = f"int{weight.bits}"
-    per_record = max(_GROUPS_PER_RECORD[form], 64 // weight.group)
+    form, in_bytes = f"int{weight.form.bits}", weight.form.groups_per_record
+    per_record = max(in_bytes, 64 // weight.group)
     if weight.group not in (16, 32, 64, 128):
         raise ValueError(f"weights in groups of {weight.group} have no kernel; a group has 16, 32, 64 or 128")
     padding = -weight.scales.shape[1] % per_record
+    offsets = weight.offsets
+    if offsets is not None and offsets.is_floating_point():
+        offsets = offsets.half()
     codes = torch.nn.functional.pad(weight.codes, (0, padding * weight.group))
     scales, minima = (
         None if of is None else torch.nn.functional.pad(of, (0, padding)).T.contiguous()
-        for of in (weight.scales.half(), weight.zeros if weight.minima is None else weight.minima.half())
+        for of in (weight.scales.half(), offsets)
     )
-    groups = codes.unflatten(1, (-1, _GROUPS_PER_RECORD[form], weight.group))
+    groups = codes.unflatten(1, (-1, in_bytes, weight.group))
     if form == "int4":
         groups = groups[:, :, 0] | groups[:, :, 1] << 4
     elif form == "int6":

@@ -64,7 +64,7 @@ def _add_parts(parts, bias, out, num_parts, size, out_features, HAS_BIAS: tl.con
 
 @jit
 def _quantize_rows(x, codes, scales, size, x_stride, BLOCK: tl.constexpr):
-    """codes [T, size], e4m3, and scales [T] of x: see fp8.quantize_vectors."""
+    """codes [T, size], e4m3, and scales [T] of x: see quantize.quantize_vectors."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -170,7 +170,7 @@ def rows_for(x: torch.Tensor, weight: TiledLinear, multiplies_fp8: bool) -> tupl
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See fp8.quantize_vectors; x [T, D] -> (uint8 [T, D], the bits of e4m3, float32 scales [T])."""
+    """See quantize.quantize_vectors; x [T, D] -> (uint8 [T, D], the bits of e4m3, float32 scales [T])."""
     rows, size = x.shape
     codes = torch.empty((rows, size), dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)

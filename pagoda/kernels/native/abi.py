@@ -10,27 +10,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from pagoda.kernels.linear.forms import Offset
 from pagoda.ops.declare import Argument, Cache, Domain, DType, Experts, Group, LowRank, Op, Packed, Rows, Scalar, Table
 from pagoda.ops.forward import OP_TABLE
 
-PANEL = 32
-"""Output columns of a packed weight that are stored together."""
-
-
 NO_CACHE = -1
 """In place of a number of blocks: the op reads no cache, and all tokens of a row must be in the batch."""
-
-
-class Kind(IntEnum):
-    """The format of a packed weight: see linear/packed.h."""
-
-    F32 = 0
-    BF16 = 1
-    F16 = 2
-    Q8 = 3
-    Q4 = 4
-    Q4_MIN = 5
-    Q4_ZERO = 6
 
 
 class Bad(IntEnum):
@@ -54,7 +39,7 @@ class Layout(IntEnum):
 ENUMS: dict[str, type[IntEnum]] = {
     "": DType,
     "DOMAIN_": Domain,
-    "KIND_": Kind,
+    "OFFSET_": Offset,
     "BAD_": Bad,
     "LAYOUT_": Layout,
 }

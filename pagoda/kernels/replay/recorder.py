@@ -12,8 +12,9 @@ from typing import NoReturn, cast
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
+from pagoda.kernels.linear.forms import PANEL
 from pagoda.kernels.linear.packed import PackedWeight
-from pagoda.kernels.native.abi import NO_CACHE, PANEL, RowGroup
+from pagoda.kernels.native.abi import NO_CACHE, RowGroup
 from pagoda.kernels.native.arguments import RowsFacts, prepare_call
 from pagoda.kernels.native.dtypes import DTYPE_CODES
 from pagoda.kernels.native.library import NativeLibrary

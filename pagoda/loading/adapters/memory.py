@@ -1,7 +1,7 @@
 """The memory of LoRA adapters, from the model's declarations. No torch: `pagoda plan` uses it."""
 
 from pagoda.base.dtypes import DTYPE_BYTES
-from pagoda.kernels.linear.packed_bytes import Form, packed_bytes
+from pagoda.kernels.linear.forms import FLOATS, HeldAs
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.models.base import Model
 
@@ -11,16 +11,16 @@ def adapter_memory(model: Model, max_rank: int, dtype: str, packed: bool) -> int
 
     dtype: the compute dtype.   packed: in the native kernels' panels; else as dense matrices.
     """
-    form, element = Form(dtype), DTYPE_BYTES[dtype]
+    held, element = HeldAs(FLOATS[dtype]), DTYPE_BYTES[dtype]
     stacked_ranks: dict[int, int] = {}  # of the parts of a fused weight, whose `a` are one weight
     inputs: dict[int, int] = {}
     total = 0
     for target in lora_targets(model).values():
         rows = len(target.rows)
-        total += packed_bytes(form, rows, max_rank) if packed else rows * max_rank * element
+        total += held.packed_bytes(rows, max_rank) if packed else rows * max_rank * element
         key = id(target.parameter)
         stacked_ranks[key] = stacked_ranks.get(key, 0) + max_rank + (max_rank % 2 if packed else 0)
         inputs[key] = target.inputs
     for key, rank in stacked_ranks.items():
-        total += packed_bytes(form, rank, inputs[key]) if packed else rank * inputs[key] * element
+        total += held.packed_bytes(rank, inputs[key]) if packed else rank * inputs[key] * element
     return total

@@ -1,0 +1,134 @@
+"""The table of weight forms: how the elements of a linear weight are held in memory. Does not import torch.
+
+What else knows forms takes them from here: loading (which form the codes of a checkpoint have), the estimate of memory,
+the header of the native kernels (native/abi.py), and what packs weights for them (packed.py) and for Triton's kernels
+(triton_forms.py). To add one: its entry here, what reads its codes from a checkpoint (loading/gguf_codes.py), what
+multiplies it, if no kernel does yet, and a test.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import gcd
+
+PANEL = 32
+"""Output columns of a weight for the native kernels that are stored together."""
+
+
+class Offset(IntEnum):
+    """What makes a value of a code, besides the scale of its group."""
+
+    NONE = 0  # floats
+    MIDDLE = 1  # scale * (code - 2^(bits - 1))
+    MINIMUM = 2  # scale * code + minimum: a float16 per group
+    ZERO_POINT = 3  # scale * (code - zero point): an integer per group, 0 to 16
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """One form.
+
+    bits: per element.   offset: of codes; NONE for floats.
+    native_groups: how many elements along a row the native kernels take together: those that share a scale; of floats,
+        those that are stored side by side. Empty where they have no such kernel.
+    native_as: the form that the native kernels have in place of this one, in groups of 32.
+    gguf_types: the GGUF types whose codes have this form.   gguf_group: their elements that share a scale.
+    """
+
+    name: str
+    bits: int
+    offset: Offset = Offset.NONE
+    native_groups: tuple[int, ...] = ()
+    native_as: "WeightForm | None" = None
+    gguf_types: tuple[str, ...] = ()
+    gguf_group: int = 32
+
+    @property
+    def kind(self) -> int:
+        """Return the number by which the native kernels know the form."""
+        return NATIVE_FORMS.index(self)
+
+    @property
+    def groups_per_record(self) -> int:
+        """Return how many groups Triton's kernels have side by side, so that their codes fill whole bytes."""
+        return 8 // gcd(8, self.bits)
+
+    def record_bytes(self, group: int) -> int:
+        """Return the bytes of a group and of what it shares, for the native kernels: see packed.h."""
+        shared = {Offset.NONE: 0, Offset.MIDDLE: 2, Offset.MINIMUM: 4, Offset.ZERO_POINT: 4}[self.offset]
+        return shared + group * self.bits // 8
+
+
+FLOAT32 = WeightForm("F32", 32, native_groups=(1,))
+BFLOAT16 = WeightForm("BF16", 16, native_groups=(2,))
+FLOAT16 = WeightForm("F16", 16, native_groups=(1,))
+Q8 = WeightForm("Q8", 8, Offset.MIDDLE, (32, 64), gguf_types=("Q8_0", "Q5_0"))
+Q4 = WeightForm("Q4", 4, Offset.MIDDLE, (32,), gguf_types=("Q4_0",))
+Q4_MIN = WeightForm("Q4_MIN", 4, Offset.MINIMUM, (32,), gguf_types=("Q4_1", "Q4_K"))
+Q4_ZERO = WeightForm("Q4_ZERO", 4, Offset.ZERO_POINT, (32,))
+# In groups of 32, a step of 8 bits is small compared with that of 6.
+Q6 = WeightForm("Q6", 6, Offset.MIDDLE, native_as=Q8, gguf_types=("Q6_K",), gguf_group=16)
+FP8 = WeightForm("FP8", 8)
+"""8-bit floats (e4m3) with a float32 scale per output feature."""
+
+FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q4, Q4_MIN, Q4_ZERO, Q6, FP8)
+NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
+FLOATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+"""By the name of the compute dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAs:
+    """A form and its group: elements along a row that share a scale; 0 for floats, and for a scale per output."""
+
+    form: WeightForm
+    group: int = 0
+
+    def native(self) -> "HeldAs":
+        """Return what the native kernels hold in its place: the same, smaller groups, or another form.
+
+        Raises ValueError where they have nothing.
+        """
+        form = self.form
+        if form.native_as is not None:
+            return HeldAs(form.native_as, 32)
+        if form in FLOATS.values():
+            return self
+        fitting = [group for group in form.native_groups if self.group and self.group % group == 0]
+        if not fitting:
+            known = " or ".join(map(str, form.native_groups)) or "none"
+            raise ValueError(
+                f"weights of the form {form.name} in groups of {self.group} have no native kernel (groups: {known})"
+            )
+        return HeldAs(form, max(fitting))
+
+    def packed_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes of a weight's panels, for the native kernels."""
+        held = self.native()
+        group = held.group or held.form.native_groups[0]
+        return -(-out_features // PANEL) * PANEL * -(-in_features // group) * held.form.record_bytes(group)
+
+    def tiled_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes of a weight for Triton's kernels: its floats, or codes, scales and what is per group."""
+        form, group = self.form, self.group
+        if form in FLOATS.values():
+            return out_features * in_features * form.bits // 8
+        if not group:
+            return out_features * (in_features + 4)
+        per_group = {Offset.MIDDLE: 2, Offset.MINIMUM: 4, Offset.ZERO_POINT: 3}[form.offset]
+        padded = max(form.groups_per_record, 64 // group)  # see triton_forms
+        groups = -(-in_features // (group * padded)) * padded
+        return out_features * groups * (group * form.bits // 8 + per_group)
+
+
+def packed_bias_bytes(out_features: int) -> int:
+    """Return the bytes of a bias for the native kernels: float32, padded to whole panels."""
+    return -(-out_features // PANEL) * PANEL * 4
+
+
+MADE_WHILE_LOADING = {"int8": HeldAs(Q8, 64), "fp8": HeldAs(FP8)}
+"""What the setting `quantization` makes of a matrix of floats; its other words keep the codes of a checkpoint."""
+
+
+def gguf_form(type_name: str) -> WeightForm:
+    """Return the form that the codes of a GGUF type have; types without one of their own become 8 bits."""
+    return next((form for form in FORMS if type_name in form.gguf_types), Q8)

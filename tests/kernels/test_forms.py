@@ -1,0 +1,58 @@
+"""The table of weight forms, and what is derived from it."""
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+
+from pagoda.base.dtypes import QUANTIZATIONS
+from pagoda.kernels.linear.forms import (
+    BFLOAT16,
+    FORMS,
+    FP8,
+    MADE_WHILE_LOADING,
+    NATIVE_FORMS,
+    Q4_MIN,
+    Q4_ZERO,
+    Q6,
+    Q8,
+    HeldAs,
+    Offset,
+)
+from pagoda.kernels.linear.quantize import quantize_to
+from pagoda.kernels.native.header import header
+from pagoda.loading.gguf_file import form_of
+
+
+def test_a_gguf_type_has_one_form() -> None:
+    names = [name for form in FORMS for name in form.gguf_types]
+    assert len(names) == len(set(names))
+    assert set(names) <= {kind.name for kind in Kind}
+    assert form_of(Kind.Q4_K) is Q4_MIN
+    assert form_of(Kind.Q3_K) is Q8  # has no form of its own
+    assert form_of(Kind.BF16) is None
+
+
+def test_every_setting_is_made_while_loading_or_of_a_checkpoint() -> None:
+    assert set(QUANTIZATIONS) - set(MADE_WHILE_LOADING) == {"gguf", "awq", "gptq"}
+    weight = torch.randn(3, 64)
+    for held in MADE_WHILE_LOADING.values():
+        assert (quantize_to(held, weight).dequantize() - weight).abs().max() < 0.2
+
+
+def test_what_the_native_kernels_hold() -> None:
+    assert HeldAs(Q8, 64).native() == HeldAs(Q8, 64)
+    assert HeldAs(Q4_ZERO, 128).native() == HeldAs(Q4_ZERO, 32)
+    assert HeldAs(Q6, 16).native() == HeldAs(Q8, 32)
+    assert HeldAs(BFLOAT16).native() == HeldAs(BFLOAT16)
+    with pytest.raises(ValueError, match=r"Q8 in groups of 48 have no native kernel \(groups: 32 or 64\)"):
+        HeldAs(Q8, 48).native()
+    with pytest.raises(ValueError, match=r"FP8 .*groups: none"):
+        HeldAs(FP8).native()
+
+
+def test_the_header_has_every_form() -> None:
+    text = header()
+    for form in NATIVE_FORMS:
+        assert f"KIND_{form.name} = {form.kind}" in text
+        if form.offset is not Offset.NONE:
+            assert all(f"{{KIND_{form.name}, {group}}}" in text for group in form.native_groups)
