@@ -11,6 +11,7 @@ from pagoda.core.decision_log import Reason
 from pagoda.core.drafts import Drafts
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_state import RequestState
+from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.step_plan import StepPlan
@@ -133,21 +134,46 @@ class PrefillBesideDecodes(ChunkLimit):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Budget(ChunkLimit):
-    """What is left of the step's tokens. A prompt that must not be cut gets all it needs, or nothing."""
+    """What is left of the step's tokens. A prompt that must not be cut gets all it needs, or nothing.
+
+    A running prompt leaves one token for each decoding row after it that has siblings, so that they run together.
+    """
 
     config: SchedulerOptions
+    table: RequestTable
+    batch: RunningBatch
+    drafts: Drafts
 
     def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
-        if num_new <= plan.budget:
+        budget = plan.budget
+        if row >= 0 and row in self.batch.prefilling:
+            rows = self.batch.running.rows
+            num_wanted = self.drafts.num_wanted(rows, self.table.num_computed[rows])
+            budget -= int(self._kept(rows, num_wanted)[int(np.flatnonzero(rows == row)[0]) :].sum())
+        if num_new <= budget:
             return num_new
-        return plan.budget if self._may_cut(request, start + num_new) else 0
+        return budget if self._may_cut(request, start + num_new) else 0
 
     def fit_rows(self, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
-        taken = np.cumsum(num_new)
-        if taken[-1] <= plan.budget:
+        if num_new.sum() <= plan.budget:
             return num_new
+        if self.batch.prefilling:
+            num_new = self._leave_room(plan.budget, rows, num_new)
         # Earlier rows get what they want; the last one served gets the rest.
-        return np.clip(plan.budget - (taken - num_new), 0, num_new)
+        return np.clip(plan.budget - (np.cumsum(num_new) - num_new), 0, num_new)
+
+    def _leave_room(self, budget: int, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+        """Cut the chunks of prompts so that later rows with siblings decode."""
+        kept = self._kept(rows, num_new)
+        kept_after, cut = kept.sum() - np.cumsum(kept), num_new.copy()
+        for i in np.flatnonzero(np.isin(rows, list(self.batch.prefilling))).tolist():
+            room = budget - int(cut[:i].sum()) - int(kept_after[i])
+            cut[i] = min(max(room, 0), int(num_new[i]))
+        return cut
+
+    def _kept(self, rows: np.ndarray, num_wanted: np.ndarray) -> np.ndarray:
+        """Return the running `rows` for which prompts leave a token; bool [num_rows]."""
+        return self.table.have_siblings(rows) & ~np.isin(rows, list(self.batch.prefilling)) & (num_wanted > 0)
 
     def _may_cut(self, request: RequestState, num_tokens: int) -> bool:
         """Prompts are cut in mixed mode only; but a phased engine must cut what has outgrown a step with its output."""
@@ -219,6 +245,7 @@ def make_chunk_limits(
     requests: Sized,
     batch: RunningBatch,
     drafts: Drafts,
+    table: RequestTable,
     encoder: ChunkLimit,
     *,
     whole_items: bool,
@@ -233,4 +260,4 @@ def make_chunk_limits(
         limits.append(LongPromptCap(config.long_prefill_token_threshold, requests, drafts, whole_items))
     if cuts_prompts and config.prefill_beside_decodes:
         limits.append(PrefillBesideDecodes(config.prefill_beside_decodes, batch, drafts))
-    return ChunkLimits([*limits, Budget(config), encoder])
+    return ChunkLimits([*limits, Budget(config, table, batch, drafts), encoder])

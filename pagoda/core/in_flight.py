@@ -47,9 +47,10 @@ class StepsInFlight:
         """Stop waiting for `step`, whose results are committed, for the sequences that left its rows."""
         self._late_until = {one: last_step for one, last_step in self._late_until.items() if last_step > step}
 
-    def disown(self, sequence: Sequence) -> None:
-        """Forget the sequence: its tokens in flight will be dropped."""
-        self._late_until.pop(sequence, None)
+    def disown(self, request: RequestState) -> None:
+        """Forget the request's sequences: their tokens in flight will be dropped."""
+        for sequence in request.sequences:
+            self._late_until.pop(sequence, None)
 
     def has_late_tokens(self, request: RequestState) -> bool:
         """Return whether a sequence left its row while a step that names the row is still in flight."""

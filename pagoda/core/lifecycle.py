@@ -100,16 +100,21 @@ class Lifecycle:
     # Out of the running batch
 
     def requeue(self, request: RequestState) -> None:
-        """The request loses all KV and waits again. Tokens are kept."""
+        """The request loses all KV, wherever that is, and waits again. Tokens are kept."""
+        is_parked = request.status is RequestStatus.SWAPPED
         for sequence in request.sequences:
             if sequence.row >= 0:
                 self._free_row(sequence)
             if not sequence.is_finished:
+                self.kv.drop_parked(sequence)
                 self.table.rewind(sequence)
                 sequence.status = RequestStatus.PREEMPTED
         if request.facts.is_beam_search:
             self._restart_search(request)
-        self._leave(request)
+        if is_parked:
+            self.swapped.remove(request)
+        else:
+            self._leave(request)
         request.status = RequestStatus.PREEMPTED
         request.sort_key = self.policy.key_on_return(request)
         self.waiting.push(request)

@@ -13,6 +13,7 @@ from pagoda.core.kv import KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox
 from pagoda.core.policy import Policy
+from pagoda.core.request import RequestStatus
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
@@ -117,8 +118,8 @@ class Preemption:
             not any(row in self.batch.leaders for row in rows)
             and not (victim.facts.is_beam_search and victim.beams is None)  # its rows may share the slot they write
             and not any(self.encoder.has_media_ahead(row) for row in rows)
-            and self.rule(victim, num_computed, self._num_blocks(rows))
             and self.kv.can_swap_out(rows)
+            and self.rule(victim, num_computed, self._num_blocks(rows))
         )
 
     def _num_blocks(self, rows: list[int]) -> int:
@@ -145,10 +146,12 @@ class Preemption:
     def preempt_all(self) -> None:
         """Take all requests out, newest first, so that the queue keeps their order. Tokens in flight are lost."""
         for request in reversed(list(self.batch.requests.values())):
-            rows = request.rows
+            self.recompute(request)
+
+    def recompute(self, request: RequestState) -> None:
+        """Take the request out with all its KV, wherever that is. Its tokens in flight are lost."""
+        if request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED):
             self.lifecycle.requeue(request)
             self._count(request)
-            for row in rows:
-                self.table.disown(row)
-            for sequence in request.sequences:
-                self.in_flight.disown(sequence)
+        self.table.disown(request)
+        self.in_flight.disown(request)

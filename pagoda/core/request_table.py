@@ -4,7 +4,7 @@ One row is one sequence of a running request. A sequence that waits, was preempt
 tokens and its computed count are kept in the Sequence until it runs again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import IntEnum
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.readonly import readonly
 from pagoda.core.request import Request
-from pagoda.core.request_state import Sequence
+from pagoda.core.request_state import RequestState, Sequence
 
 _NO_LIMIT = np.iinfo(np.int32).max
 
@@ -147,9 +147,12 @@ class RequestTable:
         else:
             self._free(row)
 
-    def disown(self, row: int) -> None:
-        """Late results of a pinned row belong to no sequence any more; they will be dropped."""
-        self.sequence_of[row] = None
+    def disown(self, request: RequestState) -> None:
+        """Late results of the request's pinned rows belong to no sequence any more; they will be dropped."""
+        for row, _ in self._pinned:
+            sequence = self.sequence_of[row]
+            if sequence is not None and sequence.request is request:
+                self.sequence_of[row] = None
 
     def unpin(self, step: int) -> None:
         """Step `step` is complete: rows that only steps up to it name can be given out again."""
@@ -241,10 +244,23 @@ class RequestTable:
         """Return how many tokens of each row are known, those that are expected included; int32 [num_rows]."""
         return self._num_tokens[rows] + self._num_pending[rows]
 
+    def have_siblings(self, rows: np.ndarray) -> np.ndarray:
+        """Return which of `rows`, in running order, are followed or preceded by one of the same request; bool."""
+        requests = self._order[rows] >> 16
+        same = requests[1:] == requests[:-1]
+        return np.append(same, False) | np.append(False, same)
+
     def active_rows(self) -> np.ndarray:
         """int64 [n]: rows of running sequences, in running order."""
         rows = (self._state == RowState.ACTIVE).nonzero()[0]
         return rows[np.argsort(self._order[rows], kind="stable")]
+
+    def rows_of(self, request_ids: Collection[str]) -> set[int]:
+        """Return the rows of these requests, also those that their sequences have left."""
+        if not request_ids:
+            return set()
+        owners = enumerate(self.sequence_of)
+        return {row for row, one in owners if one is not None and one.request.request_id in request_ids}
 
     def owner(self, row: int) -> Sequence:
         """Return the sequence of a row that has one."""

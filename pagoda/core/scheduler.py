@@ -22,6 +22,7 @@ from pagoda.core.chunk_limits import make_chunk_limits
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
+from pagoda.core.failures import failed_result
 from pagoda.core.gates import GateContext, Gates
 from pagoda.core.grammar import CompiledGrammars
 from pagoda.core.in_flight import StepsInFlight
@@ -101,7 +102,7 @@ class Scheduler:
         )
         gates = Gates(GateContext(config, table, batch, in_flight, waiting, grammars), log)
         self._limits = limits = make_chunk_limits(
-            config, self._requests, batch, drafts, encoder, whole_items=whole_items
+            config, self._requests, batch, drafts, table, encoder, whole_items=whole_items
         )
         beams = PendingBeams()
         forgetful = (kv, drafts, batch, encoder, beams)
@@ -124,8 +125,8 @@ class Scheduler:
         self._finish_plan = FinishPlan(table, kv, batch, outbox, encoder, beams, fork, log)
         extend_beams = ExtendBeams(table, kv, batch, lifecycle, outbox, beams)
         self._commit = CommitOutputs(
-            table, kv, drafts, batch, in_flight, outbox, lifecycle, encoder, extend_beams, self._stops, costs, counters,
-            clock,
+            table, kv, drafts, batch, in_flight, outbox, lifecycle, preemption, encoder, extend_beams, self._stops,
+            costs, counters, clock,
         )  # fmt: skip
 
     # Requests come and go
@@ -224,6 +225,19 @@ class Scheduler:
         outputs = self._commit.run(scheduler_output, model_output)
         if model_output.drafts:
             self._offer_drafts(model_output.drafts)
+        if self.config.check_invariants:
+            self.check()
+        return outputs
+
+    def fail_step(self, scheduler_output: SchedulerOutput, message: str) -> dict[int, EngineCoreOutputs]:
+        """Apply that a step raised, in the order of planning. Its sequences end with ERROR and `message`.
+
+        Its events (block moves, rows) must have been applied. Requests that depend on its results in steps that were
+        planned after it are computed again.
+        """
+        if scheduler_output.is_empty:
+            return self._outbox.take_deferred()
+        outputs = self._commit.run(scheduler_output, failed_result(scheduler_output, message), raised=True)
         if self.config.check_invariants:
             self.check()
         return outputs

@@ -1,6 +1,5 @@
 """EngineCore: the loop around scheduler and executor, advanced by `step`."""
 
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from pagoda.core.executor import AdapterLoader, Executor
 from pagoda.core.grammar import GrammarBackend
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
-from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import EngineFacts
 
 logger = logging.getLogger("pagoda")
@@ -70,7 +69,6 @@ class EngineCore:
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
-        self._suspect_until_step = 0  # steps up to this one were scheduled before an earlier failure was known
 
     def now(self) -> float:
         """Return the engine's clock in seconds; Request.arrival_time_s uses the same clock."""
@@ -139,8 +137,18 @@ class EngineCore:
                 return outputs
             if not output.is_empty and self._may_schedule():
                 return {}
-        step = in_flight.popleft()
-        return self._scheduler.update_from_output(step.output, self._result_of(step))
+        return self._collect(in_flight.popleft())
+
+    def _collect(self, step: _InFlight) -> dict[int, EngineCoreOutputs]:
+        try:
+            result = step.future.result()
+        except (WorkerDied, InvariantBroken):
+            raise
+        except Exception as error:  # only the step's requests fail
+            logger.exception("step %d failed; its %d rows end with an error", step.output.step, len(step.output.rows))
+            return self._scheduler.fail_step(step.output, f"the step failed: {type(error).__name__}: {error}")
+        self._no_drafts_until = max(self._no_drafts_until, result.no_drafts_until)
+        return self._scheduler.update_from_output(step.output, result)
 
     def _may_schedule(self) -> bool:
         """Return whether another step may be scheduled before the oldest result is collected."""
@@ -148,20 +156,6 @@ class EngineCore:
         if not in_flight or not self._waits_for_drafts:
             return len(in_flight) < self._depth
         return len(in_flight) < self._depth and in_flight[-1].output.step <= self._no_drafts_until
-
-    def _result_of(self, step: _InFlight) -> ModelRunnerOutput:
-        try:
-            result = step.future.result()
-        except (WorkerDied, InvariantBroken):
-            raise
-        except Exception as error:  # only the step's requests fail
-            logger.exception("step %d failed; its %d rows end with an error", step.output.step, len(step.output.rows))
-            self._suspect_until_step = max((later.output.step for later in self._in_flight), default=0)
-            return _failed_result(step.output, f"the step failed: {type(error).__name__}: {error}")
-        self._no_drafts_until = max(self._no_drafts_until, result.no_drafts_until)
-        if step.output.step <= self._suspect_until_step:
-            return _without_shared_prefixes(step.output, result)
-        return result
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Empty the prefix cache. Return False, changing nothing, if blocks are in use and preempt_running is False."""
@@ -267,27 +261,4 @@ def _has_events(output: SchedulerOutput) -> bool:
         or output.block_delta.rows.size
         or output.encoder_freed
         or output.finished_ids
-    )
-
-
-def _without_shared_prefixes(output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Return the result of a step that was scheduled before an earlier failure was known.
-
-    Rows admitted with a cached prefix may have read blocks that the failed step should have written: they fail too.
-    """
-    message = "an earlier step failed, and this prompt's cached prefix may depend on it"
-    prefixed = {init.row for init in output.admitted if init.num_computed and init.kind is not AdmitKind.SWAPPED_IN}
-    forked = {fork.dst for fork in output.forks if fork.src in prefixed}
-    doubtful = dict.fromkeys((*prefixed, *forked), message)
-    return dataclasses.replace(result, failed={**doubtful, **result.failed}) if doubtful else result
-
-
-def _failed_result(output: SchedulerOutput, message: str) -> ModelRunnerOutput:
-    """Return a result in which every row of the step has failed."""
-    num_samples = len(output.sample_rows)
-    return ModelRunnerOutput(
-        output.step,
-        sampled=np.full((num_samples, 1), -1, np.int32),
-        num_sampled=np.zeros(num_samples, np.int32),
-        failed=dict.fromkeys((*output.rows.tolist(), *output.sample_rows.tolist()), message),  # forks sample, too
     )

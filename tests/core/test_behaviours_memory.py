@@ -326,6 +326,22 @@ def test_rule_099_blocks_outside_the_window_are_freed() -> None:
     assert held == [3, 3, 3, 2]  # computed after the step: 17, 18, 19, 20; blocks go at 16 (two) and at 19 (a third)
 
 
+def test_the_whole_prompt_check_counts_the_blocks_that_a_window_holds_after_a_long_hit() -> None:
+    """Most entries of the hit are out of the window: the rest of the prompt still needs what a window holds."""
+    rig = Rig(groups=(window(8),), enable_prefix_caching=True, num_blocks=10, max_num_batched_tokens=8)
+    for name in ("x", "y"):
+        rig.add(name, 5, max_tokens=40)
+    rig.step()
+    rig.step()
+    head = list(range(100, 140))
+    rig.add("a", head, max_tokens=1)
+    while "a" in rig.step().scheduled:
+        pass
+    assert rig.free == 5
+    rig.add("b", [*head, *range(200, 224)])  # 40 tokens are cached; the decodes take one of the five blocks it may hold
+    assert "b" not in rig.step().scheduled
+
+
 def test_rule_100_window_blocks_are_freed_by_computed_positions() -> None:
     rig = Rig(groups=(window(8),), max_num_batched_tokens=8, pipeline_depth=2, async_scheduling=True)
     rig.add("a", 24)

@@ -161,3 +161,16 @@ def test_siblings_that_resume_together_share_the_prompts_limit() -> None:
     preempt(rig, "a")
     assert rig.step().scheduled == {"b": 1, "a/0": 1, "a/1": 1}
     assert rig.step().scheduled == {"b": 1, "a/0": 1, "a/1": 1, "a/2": 1}
+
+
+@pytest.mark.parametrize("in_row_order", [False, True])
+def test_a_prompt_leaves_a_token_for_every_sequence_of_a_request_with_several(in_row_order: bool) -> None:
+    """in_row_order: a request with media in the batch has the step planned row by row."""
+    media = (MediaItem("image", 50, 4),) if in_row_order else ()
+    settings = {"num_blocks": 40, "encoder_budget": 8, "encoder_cache_tokens": 8}
+    rig = Rig(long_prefill_token_threshold=7, max_num_batched_tokens=10, **settings)
+    rig.add("long", 60, media=media)
+    rig.add("group", 3, n=6)
+    assert rig.step().scheduled == {"long": 7, "group/0": 3}
+    for _ in range(3):
+        assert rig.step().scheduled == {"long": 4, **{f"group/{number}": 1 for number in range(6)}}

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from pagoda.base.config import PreemptionMode
+from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.preemption import CostModel, make_preemption_rule
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tests.core.rig import Rig
 
 
 def state(num_seqs: int) -> RequestState:
@@ -49,3 +50,19 @@ def test_small_steps_do_not_count_as_prefill_speed() -> None:
     costs = CostModel()
     observe(costs, num_tokens=8, num_rows=8, duration_s=1.0, num_copied_blocks=0, copy_s=0.0)
     assert costs.prefill_s_per_token == 0.0
+
+
+def test_a_model_without_kv_can_be_preempted_for_a_more_urgent_request() -> None:
+    rig = Rig(
+        groups=(),
+        max_num_seqs=1,
+        pipeline_depth=2,
+        preemption_mode=PreemptionMode.SWAP,
+        scheduling_policy=SchedulingPolicy.PRIORITY,
+        evict_for_priority=True,
+    )
+    rig.add("a", 6, priority=2)
+    first = rig.plan()
+    rig.add("b", 6, priority=1)
+    assert rig.plan().output.preempted_ids == ("a",)
+    rig.deliver(first)

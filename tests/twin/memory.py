@@ -117,12 +117,12 @@ class Memory:
             if spec.kind is KVGroupKind.CROSS:
                 need += blocks_for(request.encoder_len, self.block_size)
                 continue
-            want = blocks_for(tokens, self.block_size)
+            want = max(blocks_for(tokens, self.block_size) - len(hits[group]), 0)
+            want += len({block for block in hits[group] if block != NULL and self.pool.is_free(block)})
             if capped and spec.kind is KVGroupKind.WINDOW:
                 most = min(spec.window - 1 + self.max_in_flight, self.max_model_len)
                 want = min(want, blocks_for(most, self.block_size) + 1)
-            need += max(want - len(hits[group]), 0)
-            need += len({block for block in hits[group] if block != NULL and self.pool.is_free(block)})
+            need += want
         return need
 
     def growth_need(self, sequence: TwinSequence, upto: int) -> int:

@@ -183,6 +183,8 @@ class TwinScheduler:
                 upto = min(known + self.config.num_lookahead_slots, self.max_model_len)
                 continue
             if self.running == [state] or self._can_never_hold(state, upto):
+                if sequence.placeholders:
+                    return victims  # its token in flight still counts: it ends when that is back
                 self._outgrown(state, sequence)
                 return victims
             victim = self._victim(self.running)
@@ -204,7 +206,25 @@ class TwinScheduler:
         want = self._capped(state, sequence.computed, want, len(sequence.drafts))
         if sequence.mid_prefill and self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
+        if sequence.mid_prefill:
+            want = min(want, self.budget - self._kept_after(sequence))
         return min(want, self.budget, self.max_model_len - sequence.computed - 1)
+
+    def _kept_after(self, prompt: TwinSequence) -> int:
+        """Tokens that a prompt leaves: one for each decoding sequence after it that runs with siblings."""
+        order = [(state, [one for one in state.alive if one.started]) for state in self.running]
+        running = [(state, sequence, len(started) > 1) for state, started in order for sequence in started]
+        after = running[[sequence for _, sequence, _ in running].index(prompt) + 1 :]
+        return sum(
+            has_siblings and not sequence.mid_prefill and self._lacks_tokens(state, sequence)
+            for state, sequence, has_siblings in after
+        )
+
+    def _lacks_tokens(self, state: TwinRequest, sequence: TwinSequence) -> bool:
+        known = len(sequence.tokens) + sequence.placeholders
+        if sequence.placeholders and known >= sequence.num_prompt + self._max_tokens(state):
+            return False  # what is in flight ends it
+        return min(known + len(sequence.drafts), self.max_model_len - 1) > sequence.computed
 
     def _capped(self, state: TwinRequest, computed: int, want: int, num_drafts: int = 0) -> int:
         """Prompts are capped; drafts are not, nor are media items that must stay whole."""

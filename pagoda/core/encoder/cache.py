@@ -93,6 +93,16 @@ class EncoderCache:
         del self._holders[content_hash]
         self._unreferenced.pop(content_hash, None)
 
+    def holders_of(self, content_hash: str) -> frozenset[str]:
+        """Return ids of the requests that reference the output."""
+        return frozenset(self._holders.get(content_hash, ()))
+
+    def evict(self, content_hash: str) -> None:
+        """Drop an output that nothing references, if it is cached."""
+        if content_hash in self._unreferenced:
+            self.forget(content_hash)
+            self._evicted.append(content_hash)
+
     def take_evicted(self) -> tuple[str, ...]:
         """Return hashes that workers must drop before this step's encoder runs; each once.
 

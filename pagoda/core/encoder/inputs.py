@@ -1,5 +1,6 @@
 """EncoderInputs: which media must be encoded in a step, and where a chunk must end because one cannot be."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -146,6 +147,15 @@ class EncoderInputs(ChunkLimit):
             row, items = requests[holder].rows[0], requests[holder].facts.media
             item = next(number for number, media in enumerate(items) if media.content_hash == run.content_hash)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, run.content_hash))
+
+    def waiting_for(self, runs: Iterable[EncoderRun]) -> set[str]:
+        """Return ids of the requests that hold the outputs of these runs."""
+        return {request_id for run in runs for request_id in self._cache.holders_of(run.content_hash)}
+
+    def drop_outputs(self, runs: Iterable[EncoderRun]) -> None:
+        """These runs failed: their outputs, which no request holds any more, are not there."""
+        for run in runs:
+            self._cache.evict(run.content_hash)
 
     def forget(self, row: int) -> None:
         self._rows.pop(row, None)

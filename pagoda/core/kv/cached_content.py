@@ -122,7 +122,7 @@ class CachedContent:
         first = int(self._table.num_computed[row]) // self._block_size
         last = int(self.num_cached[row])
         for group in self._groups:
-            self._remove(self._tables.entries[group.index][row, first:last])
+            self.uncache_blocks(self._tables.entries[group.index][row, first:last])
         self.num_cached[row] = min(first, last)
 
     def uncache(self, sequence: Sequence) -> None:
@@ -131,12 +131,13 @@ class CachedContent:
         if row >= 0:
             self.num_cached[row] = count = int(self._tables.num_blocks[row])
             for group in self._groups:
-                self._remove(self._tables.entries[group.index][row, :count])
+                self.uncache_blocks(self._tables.entries[group.index][row, :count])
         elif chain is not None:
             for group in self._groups:
-                self._remove(np.array(self.prefix_cache.blocks_with(group.index, chain.hashes), np.int32))
+                self.uncache_blocks(np.array(self.prefix_cache.blocks_with(group.index, chain.hashes), np.int32))
 
-    def _remove(self, blocks: np.ndarray) -> None:
+    def uncache_blocks(self, blocks: np.ndarray) -> None:
+        """Remove `blocks` from the cache. 0 is the null block."""
         blocks = blocks[blocks != 0]
         self.prefix_cache.remove(blocks.tolist())
         self._pool.drop_content(blocks)

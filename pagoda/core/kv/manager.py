@@ -154,10 +154,10 @@ class KVCacheManager:
                 continue
             blocks = prefix.blocks[group.index]
             passed = group.num_passed_blocks(prefix.num_tokens)
-            need += max(group.num_required(num_tokens, capped) - max(passed, len(blocks)), 0)
             cached = [block for block in blocks[passed:] if block]
-            if cached:
-                need += int(np.count_nonzero(self._pool.ref_count[cached] == 0))
+            own = max(blocks_for(num_tokens, self.block_size) - len(blocks), 0)
+            own += int(np.count_nonzero(self._pool.ref_count[cached] == 0)) if cached else 0
+            need += min(own, group.max_held) if capped and group.max_held else own
         return need
 
     def _result_for(self, num_needed: int, *, others_run: bool) -> AdmissionResult:
@@ -199,6 +199,17 @@ class KVCacheManager:
         self._allocator.share(source, row, num_tokens)
         self._content.share(source, row, num_tokens)
 
+    @property
+    def growing(self) -> tuple[int, ...]:
+        """The KV groups whose tables grow with the sequence."""
+        return tuple(group.index for group in self._allocator.growing)
+
+    def blocks_between(self, row: int, start: int, end: int) -> set[int]:
+        """Return the blocks of positions `start` .. `end` - 1, also of a row that its sequence has left."""
+        first, last = start // self.block_size, blocks_for(end, self.block_size)
+        tables = [self._tables.entries[group] for group in self.growing]
+        return {block for entries in tables for block in entries[row, first:last].tolist()}
+
     def cache_blocks(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Insert the full blocks of `rows` into the prefix cache, up to `ends` computed tokens."""
         self._content.cache_filled(rows, ends)
@@ -206,6 +217,10 @@ class KVCacheManager:
     def uncache_uncomputed(self, row: int) -> None:
         """The row was taken out of the step: what it would have computed is removed from the prefix cache."""
         self._content.uncache_uncomputed(row)
+
+    def uncache_blocks(self, blocks: Iterable[int]) -> None:
+        """These blocks do not hold what they should: remove them from the prefix cache."""
+        self._content.uncache_blocks(np.array(sorted(blocks), np.int32))
 
     def uncache(self, sequence: Sequence) -> None:
         """The sequence's KV cannot be trusted: its blocks are removed from the prefix cache."""
@@ -236,6 +251,10 @@ class KVCacheManager:
     def swap_out(self, sequences: list[Sequence]) -> None:
         """Move the KV of sibling sequences to the host. Their rows lose all device blocks."""
         self._host.swap_out(sequences)
+
+    def drop_parked(self, sequence: Sequence) -> None:
+        """Free what the sequence has on the host, if anything."""
+        self._host.drop(sequence)
 
     def can_swap_in(self, sequences: list[Sequence], ends: list[int], *, others_run: bool) -> AdmissionResult:
         """`can_allocate` for sequences that would come back from the host, and compute up to `ends`."""

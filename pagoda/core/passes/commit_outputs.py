@@ -7,12 +7,13 @@ import numpy as np
 from pagoda.base.clock import Clock
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
+from pagoda.core.failures import find_spoiled
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
 from pagoda.core.lifecycle import Lifecycle
 from pagoda.core.outbox import Outbox, only_finishes
 from pagoda.core.passes.extend_beams import BeamResults, ExtendBeams, join_outputs
-from pagoda.core.preemption import CostModel
+from pagoda.core.preemption import CostModel, Preemption
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
@@ -35,6 +36,7 @@ class CommitOutputs:
     in_flight: StepsInFlight
     outbox: Outbox
     lifecycle: Lifecycle
+    preemption: Preemption
     encoder: EncoderInputs
     extend_beams: ExtendBeams
     stops: StopTokens
@@ -42,18 +44,27 @@ class CommitOutputs:
     counters: Counters
     clock: Clock
 
-    def run(self, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        """Commit the result of a step that computed something. Return what each client gets."""
+    def run(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, *, raised: bool = False
+    ) -> dict[int, EngineCoreOutputs]:
+        """Commit the result of a step that computed something. Return what each client gets.
+
+        raised: all rows have failed because the step raised; what earlier steps computed can be trusted.
+        """
         self.in_flight.completed(output, result, self.clock)
         self.table.complete(output.rows, output.num_new)
         self.encoder.complete(output.rows)
         self.costs.observe(output, result)
+        result = self.extend_beams.without_unscored(output, result)
+        failures = self._fail_rows(output, result, raised=raised) if result.failed else []
         beams = self.extend_beams.run(output, result)
         if beams is not None:
             by_client = self._add_beams(self._commit_any(output, beams.rest), beams)
         else:
             commit = self._commit_plain if self._is_plain(output, result) else self._commit_any
             by_client = commit(output, result)
+        for client, finish in failures:
+            by_client[client] = _with_finishes(by_client.get(client, NOTHING), (finish,))
         if self.table.has_pinned_rows:
             self.table.unpin(output.step)
             self.in_flight.unpin(output.step)
@@ -125,9 +136,6 @@ class CommitOutputs:
             sequence = table.sequence_of[row]
             if sequence is None or sequence.is_finished:
                 continue
-            if row in result.failed:
-                finishes += self._fail(sequence, result.failed[row], row in result.refused)
-                continue
             tokens = result.sampled[i, : result.num_sampled[i]].tolist()
             self.drafts.verified(sequence, row, len(output.drafts.get(row, ())), len(tokens))
             if sequence.row < 0 and tokens and not sequence.request.has_output:
@@ -135,10 +143,6 @@ class CommitOutputs:
             num_kept[i], finish = self._append(sequence, tokens)
             if finish is not None:
                 finishes.append((int(clients[i]), finish))
-        for row, message in result.failed.items():
-            sequence = table.sequence_of[row]
-            if sequence is not None and not sequence.is_finished:
-                finishes += self._fail(sequence, message, row in result.refused)
         pooled: dict[int, dict[int, np.ndarray]] = {}
         if result.pooled:
             first += self.outbox.take_first_outputs(np.fromiter(result.pooled, np.int32, len(result.pooled)))
@@ -175,12 +179,35 @@ class CommitOutputs:
         table.append_tokens(sequence, tokens[: end.num_kept])
         return end.num_kept, self.lifecycle.finish(sequence, end.status, end.stop_token)
 
-    def _fail(self, sequence: Sequence, message: str, is_refused: bool) -> list[tuple[int, Finish]]:
-        """End a sequence that cannot continue, perhaps as its numbers are not finite: none may reuse its blocks."""
-        self.kv.uncache(sequence)
-        status = RequestStatus.FINISHED_IGNORED if is_refused else RequestStatus.FINISHED_ERROR
-        finishes = self.lifecycle.finish_one(sequence, status, message=message)
-        return [(sequence.request.facts.client_index, finish) for finish in finishes]
+    def _fail_rows(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, *, raised: bool
+    ) -> list[tuple[int, Finish]]:
+        """End the sequences of the rows that failed, and undo what was planned on top of them.
+
+        No block that such a row should have filled stays in the prefix cache. Sequences that read one, or forked from
+        such a row, are computed again: their results, which are in flight, are dropped.
+        """
+        lost_runs = output.encoder_runs if raised else ()
+        dependent = self.table.rows_of(self.encoder.waiting_for(lost_runs))
+        rows, blocks = find_spoiled(result.failed, dependent, output, self.in_flight.outputs, self.kv)
+        sequences = [self.table.sequence_of[row] for row in rows]
+        finishes: list[tuple[int, Finish]] = []
+        for row, message in result.failed.items():
+            sequence = self.table.sequence_of[row]
+            if sequence is None or sequence.is_finished:
+                continue
+            if not raised:
+                self.kv.uncache(sequence)  # its numbers may have been wrong before they showed in the logits
+            status = RequestStatus.FINISHED_IGNORED if row in result.refused else RequestStatus.FINISHED_ERROR
+            client = sequence.request.facts.client_index
+            finishes += [(client, finish) for finish in self.lifecycle.finish_one(sequence, status, message=message)]
+        spoiled = {one.request for one in sequences if one is not None and not one.is_finished}
+        spoiled.update(self.lifecycle.requests[request_id] for request_id in self.encoder.waiting_for(lost_runs))
+        for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order
+            self.preemption.recompute(request)
+        self.encoder.drop_outputs(lost_runs)
+        self.kv.uncache_blocks(blocks)
+        return finishes
 
     def _add_beams(self, by_client: dict[int, EngineCoreOutputs], beams: BeamResults) -> dict[int, EngineCoreOutputs]:
         """Add the outputs of beam searches that are done to the others of the step."""

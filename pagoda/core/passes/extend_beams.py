@@ -72,10 +72,8 @@ class ExtendBeams:
                 continue
             if sequence.row != row:
                 self._compute_again(sequence)
-            elif result.logprobs is None:
-                results.rest.failed[row] = "this worker does not return log-probabilities, which beam search needs"
-                results.rest = replace(results.rest, refused=results.rest.refused | {row})
             else:
+                assert result.logprobs is not None, "`without_unscored` has refused these rows"
                 self._search_of(sequence.request).take(sequence.index, _candidates(sequence, result.logprobs, first[i]))
                 requests[sequence.request] = None
         for request in requests:
@@ -83,6 +81,16 @@ class ExtendBeams:
             if search is not None and search.is_ready:
                 self._extend(request, search, results)
         return results
+
+    def without_unscored(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Refuse the beams of a worker that returns no log-probabilities."""
+        if result.logprobs is not None or not self.table.may_have_beams:
+            return result
+        sampled = output.sample_rows[result.num_sampled > 0]
+        rows = sampled[self.table.is_beam[sampled]].tolist()
+        message = "this worker does not return log-probabilities, which beam search needs"
+        failed = dict.fromkeys(rows, message) | result.failed
+        return replace(result, failed=failed, refused=result.refused.union(rows)) if rows else result
 
     def _compute_again(self, sequence: Sequence) -> None:
         """The sequence left its row while its token was in flight: after a swap, it computes the last token again."""
@@ -158,7 +166,7 @@ def _without_samples(result: ModelRunnerOutput, mask: np.ndarray) -> ModelRunner
         kept = ~np.repeat(mask, result.num_sampled)
         logprobs = LogprobColumns(logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept])
     num_sampled = np.where(mask, 0, result.num_sampled).astype(np.int32)
-    return replace(result, num_sampled=num_sampled, logprobs=logprobs, failed=dict(result.failed))
+    return replace(result, num_sampled=num_sampled, logprobs=logprobs)
 
 
 def join_outputs(parts: Iterable[EngineCoreOutputs]) -> EngineCoreOutputs:

@@ -86,6 +86,8 @@ class RunRunning:
                 end = end_of_known
                 continue
             if self._has_outgrown_pool(request, end_of_known):
+                if self.table.num_pending[row]:
+                    return True  # its token in flight still counts: it ends when that is back
                 message = f"the KV cache has {self.kv.num_blocks} blocks: too few for this request to continue"
                 rows = set(request.rows)
                 finishes = self.lifecycle.finish_one(sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)

@@ -1,0 +1,191 @@
+"""Failed steps and rows: nothing that they should have computed is found or used, whoever planned on top of it."""
+
+import numpy as np
+import pytest
+
+from pagoda.base.config import PreemptionMode
+from pagoda.core.request import MediaItem, RequestStatus
+from pagoda.core.scheduler_output import ModelRunnerOutput
+from tests.core.rig import FILL, PlannedStep, Rig
+
+PROMPT = list(range(100, 109))  # two full blocks, and one more token
+
+
+def overlapping(**config: object) -> Rig:
+    settings: dict[str, object] = {"enable_prefix_caching": True, "pipeline_depth": 2, "async_scheduling": True}
+    return Rig(**settings | config)  # type: ignore[arg-type]
+
+
+def fail(rig: Rig, step: PlannedStep, *rows: int) -> dict[str, RequestStatus]:
+    """The step raised; or, with `rows`, those fail alone. Return how sequences end."""
+    if rows:
+        count = len(step.output.sample_rows)
+        failed = dict.fromkeys(rows, "not finite")
+        tokens, counts = np.full((count, 1), FILL, np.int32), np.ones(count, np.int32)
+        result = ModelRunnerOutput(step.output.step, tokens, counts, failed=failed)
+        outputs = rig.scheduler.update_from_output(step.output, result)
+    else:
+        outputs = rig.scheduler.fail_step(step.output, "the step failed")
+    rig.scheduler.check()
+    finishes = [finish for of_client in outputs.values() for finish in of_client.finishes]
+    return {rig._name(finish.request_id, finish.sequence): finish.status for finish in finishes}
+
+
+def cached_tokens(rig: Rig, prompt: list[int]) -> int:
+    """Tokens of `prompt` that a new request finds in the prefix cache."""
+    rig.add("probe", prompt, max_tokens=1)
+    step = rig.plan()
+    rig.abort("probe")
+    return step.cached["probe"]
+
+
+@pytest.mark.parametrize("raised", [True, False], ids=["step", "row"])
+def test_blocks_of_a_row_that_left_while_its_step_was_in_flight_are_not_found_after_it_failed(raised: bool) -> None:
+    rig = overlapping()
+    rig.add("a", PROMPT)
+    step = rig.plan()
+    rig.abort("a")
+    assert fail(rig, step, *([] if raised else step.output.rows.tolist())) == {}
+    assert cached_tokens(rig, PROMPT) == 0
+
+
+def test_the_block_that_the_step_after_eos_should_have_filled_is_not_found_after_it_failed() -> None:
+    rig = overlapping()
+    rig.add("a", PROMPT[:7], eos_token_ids=(2,))
+    first, second = rig.plan(), rig.plan()
+    assert rig.deliver(first, {"a": [2]}).finished == {"a": "stop"}  # the second block ends with the eos
+    assert fail(rig, second) == {}
+    assert cached_tokens(rig, [*PROMPT[:7], 2, 50]) == 4
+
+
+def test_a_step_that_raises_leaves_the_blocks_of_earlier_steps_in_the_cache() -> None:
+    rig = overlapping()
+    rig.add("a", PROMPT)
+    rig.step()
+    assert fail(rig, rig.plan()) == {"a": RequestStatus.FINISHED_ERROR}
+    assert cached_tokens(rig, PROMPT) == 8
+
+
+def test_blocks_of_a_row_that_fails_alone_are_not_found_whichever_step_filled_them() -> None:
+    rig = overlapping()
+    rig.add("a", PROMPT)
+    rig.step()
+    step = rig.plan()
+    assert fail(rig, step, *step.output.rows.tolist()) == {"a": RequestStatus.FINISHED_ERROR}
+    assert cached_tokens(rig, PROMPT) == 0
+
+
+@pytest.mark.parametrize("raised", [True, False], ids=["step", "row"])
+def test_a_request_that_found_a_failed_prefix_in_a_later_step_is_computed_again(raised: bool) -> None:
+    rig = overlapping()
+    rig.add("a", PROMPT)
+    first = rig.plan()
+    rig.add("b", [*PROMPT, 50])
+    rig.add("c", 5)
+    second = rig.plan()
+    assert second.cached["b"] == 8
+    assert fail(rig, first, *([] if raised else first.output.rows.tolist())) == {"a": RequestStatus.FINISHED_ERROR}
+    assert (rig.waiting, rig.running) == (["b"], ["c"])
+    again = rig.plan()
+    assert (again.cached["b"], again.scheduled["b"]) == (0, 10)
+    assert rig.deliver(second).emitted == {"c": [FILL]}
+    assert rig.deliver(again, {"b": [51]}).emitted["b"] == [51]
+
+
+def test_a_request_that_found_a_failed_prefix_in_the_same_step_is_computed_again() -> None:
+    rig = overlapping()
+    rig.add("a", PROMPT)
+    rig.add("b", [*PROMPT, 50])
+    step = rig.plan()
+    assert step.cached == {"a": 0, "b": 8}
+    assert fail(rig, step, 0) == {"a": RequestStatus.FINISHED_ERROR}
+    assert step.emitted == {}
+    assert rig.plan().scheduled == {"b": 10}
+
+
+def test_sequences_that_forked_in_flight_after_a_chunk_that_fails_are_computed_again() -> None:
+    rig = overlapping(max_num_batched_tokens=8)
+    rig.add("a", 12, n=3)
+    first, second = rig.plan(), rig.plan()
+    assert len(second.output.forks) == 2
+    assert fail(rig, first) == {"a/0": RequestStatus.FINISHED_ERROR}
+    assert rig.deliver(second).emitted == {}
+    assert rig.waiting == ["a"]
+    assert rig.run() == {"a/1": [FILL] * 8, "a/2": [FILL] * 8}
+
+
+def test_siblings_that_copied_a_block_of_a_failed_chunk_in_flight_are_computed_again() -> None:
+    rig = overlapping(max_num_batched_tokens=4, max_num_seqs=3, pipeline_depth=3)
+    rig.add("a", 6, n=2)
+    first, second, third = rig.plan(), rig.plan(), rig.plan()
+    assert len(third.output.copies) == 1
+    assert fail(rig, first) == {"a/0": RequestStatus.FINISHED_ERROR}
+    for step in (second, third):
+        assert rig.deliver(step).emitted == {}
+    assert rig.run() == {"a/1": [FILL] * 8}
+
+
+def test_siblings_of_a_row_that_fails_alone_continue() -> None:
+    rig = overlapping()
+    rig.add("a", 6, n=2)
+    rig.step()
+    step = rig.plan()
+    assert fail(rig, step, step.output.rows.tolist()[0]) == {"a/0": RequestStatus.FINISHED_ERROR}
+    assert rig.running == ["a"]
+
+
+def test_a_request_swapped_out_after_its_step_failed_is_computed_again() -> None:
+    rig = overlapping(
+        num_blocks=7, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, watermark=0.0, pipeline_depth=3
+    )
+    rig.add("a", PROMPT[:8], max_tokens=20)
+    first = rig.plan()
+    rig.add("b", [*PROMPT, 50], max_tokens=20)
+    steps = [rig.plan()]
+    assert steps[0].cached["b"] == 8
+    rig.deliver(first)
+    while not rig.swapped:
+        steps.append(rig.plan())
+        if not rig.swapped:
+            rig.deliver(steps.pop(0))
+    assert rig.swapped == ["b"]
+    assert fail(rig, steps.pop(0)) == {"a": RequestStatus.FINISHED_ERROR, "b": RequestStatus.FINISHED_ERROR}
+    for step in steps:
+        rig.deliver(step)
+    assert rig.scheduler.num_free_host_blocks == 16
+    rig.plan()
+    assert rig.free == 7
+
+
+def test_the_output_of_an_encoder_run_in_a_failed_step_is_computed_again() -> None:
+    image = MediaItem("image", 2, 4)
+    rig = overlapping(encoder_budget=8, encoder_cache_tokens=8)
+    rig.add("a", PROMPT, media=(image,))
+    first = rig.plan()
+    rig.add("b", [1, *PROMPT], media=(image,))
+    second = rig.plan()
+    assert (len(first.output.encoder_runs), second.output.encoder_runs) == (1, ())
+    assert fail(rig, first) == {"a": RequestStatus.FINISHED_ERROR}
+    again = rig.plan()
+    assert again.output.encoder_freed == ("image",)
+    assert [run.content_hash for run in again.output.encoder_runs] == ["image"]
+    assert rig.deliver(second).emitted == {}
+    assert rig.deliver(again).emitted == {"b": [FILL]}
+
+
+def test_a_row_that_outgrows_the_pool_ends_after_its_token_in_flight_with_the_same_output() -> None:
+    outputs: list[dict[str, list[int]]] = []
+    for depth in (1, 2, 3):
+        rig = Rig(num_blocks=3, pipeline_depth=depth, async_scheduling=depth > 1)
+        rig.add("a", 6, max_tokens=30)
+        steps, tokens, ends = [], [], {}
+        while rig.scheduler.has_unfinished_requests() or steps:
+            steps.append(rig.plan())
+            if len(steps) == depth:
+                done = rig.deliver(steps.pop(0)) if not steps[0].output.is_empty else steps.pop(0)
+                tokens += done.emitted.get("a", [])
+                ends |= done.finished
+            if not rig.scheduler.has_unfinished_requests() and all(step.output.is_empty for step in steps):
+                break
+        outputs.append({"a": tokens})
+    assert outputs[0] == outputs[1] == outputs[2] == {"a": [FILL] * 7}
