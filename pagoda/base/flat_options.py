@@ -16,6 +16,11 @@ RETIRED: Mapping[str, str] = {
     "encoder_budget": "there is no model with an encoder yet",
     "encoder_cache_tokens": "there is no model with an encoder yet",
     "no_partial_media": "there is no model with an encoder yet",
+    "max_queued_bytes": "a server holds at most 256 MiB of request bodies",
+    "max_header_bytes": "headers may have 64 KiB; a proxy in front can allow less",
+    "header_timeout_s": "a proxy in front of the server limits how slow a client may be",
+    "body_timeout_s": "a proxy in front of the server limits how slow a client may be",
+    "send_timeout_s": "a client that does not read is dropped after 120 s",
 }
 """Options of earlier versions that are gone, and why."""
 
@@ -87,8 +92,8 @@ def _set_in_group(group: DescribedSetting, whole: Any, given: object, name: str,
 
 def _unknown_option(name: str, known: Collection[str]) -> str:
     """Return the error for an option that is not in `known`: what to use instead, or the nearest known name."""
-    if name in RETIRED:
-        return f"the option {name} is gone: {RETIRED[name]}; leave it out"
+    if (field := name.rpartition(".")[2]) in RETIRED:
+        return f"the option {name} is gone: {RETIRED[field]}; leave it out"
     answer = answer_for_vllm(name, str)
     if answer is not None:
         return f"pagoda does not have vLLM's option {name}: {answer}"

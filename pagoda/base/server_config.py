@@ -6,6 +6,9 @@ from typing import Annotated
 from pagoda.base.lora import LoRASources
 from pagoda.base.setting import Setting
 
+MAX_HELD_BODY_BYTES = 256 * 2**20
+"""The most bytes of request bodies that a server holds at once; further requests get 429."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
@@ -21,12 +24,6 @@ class ServerLimits:
             at_least=0,
         ),
     ] = 2_000_000
-    max_queued_bytes: Annotated[
-        int,
-        Setting(
-            "Maximum total size of request bodies; further requests get 429 (0: no limit).", at_least=0, is_size=True
-        ),
-    ] = 256 * 2**20
     max_requests_per_key: Annotated[
         int, Setting("Maximum concurrent requests per API key (0: no limit).", at_least=0)
     ] = 0
@@ -36,9 +33,6 @@ class ServerLimits:
     max_body_bytes: Annotated[
         int, Setting("Maximum size of a request body in bytes; larger ones get 413.", at_least=1, is_size=True)
     ] = 16 * 2**20
-    max_header_bytes: Annotated[
-        int, Setting("Maximum size of request headers in bytes; larger ones get 431.", at_least=1, is_size=True)
-    ] = 64 * 2**10
     max_connections: Annotated[
         int, Setting("Maximum open connections; further connections get 503 (0: no limit).", at_least=0)
     ] = 4096
@@ -52,15 +46,6 @@ class ServerLimits:
 class ServerTimeouts:
     """How long the server waits, in seconds. 0 disables a timeout where its text says so."""
 
-    header_timeout_s: Annotated[
-        float, Setting("Time to receive a request's headers; after that 408 (0: no limit).", at_least=0)
-    ] = 20.0
-    body_timeout_s: Annotated[
-        float, Setting("Time to receive the body after the headers; after that 408 (0: no limit).", at_least=0)
-    ] = 120.0
-    send_timeout_s: Annotated[
-        float, Setting("Drop a client that stops reading its response for this long (0: no limit).", at_least=0)
-    ] = 120.0
     drain_timeout_s: Annotated[float, Setting("Time for running requests to finish after SIGTERM.", at_least=0)] = 30.0
     template_timeout_s: Annotated[float, Setting("Time to render a chat template; after that 400.", at_least=0.001)] = (
         10.0

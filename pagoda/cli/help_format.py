@@ -81,7 +81,8 @@ def _with_dashes(argument: str, flags: Collection[str]) -> str:
 def _replacement(flag: str, flags: Collection[str]) -> str:
     """Return the answer to an unknown flag that is a field of a group, gone, or vLLM's; else an empty string."""
     name = flag.removeprefix("--").replace("-", "_")
-    gone = next((option for option in (name, name.removeprefix("no_")) if option in RETIRED), None)
+    field = name.rpartition(".")[2]
+    gone = next((option for option in (field, field.removeprefix("no_")) if option in RETIRED), None)
     if gone is not None:
         return f"the flag {flag} is gone: {RETIRED[gone]}; leave it out"
     of_field = next((known for known in sorted(flags) if known.endswith("." + flag.removeprefix("--"))), None)

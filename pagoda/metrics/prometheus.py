@@ -9,7 +9,7 @@ from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 
-REJECTION_REASONS = ("requests", "tokens", "key_concurrency", "key_rate", "connections", "bytes")
+REJECTION_REASONS = ("requests", "tokens", "key_concurrency", "key_rate")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _LABELS = ("model_name", "engine")
 _SECONDS = (

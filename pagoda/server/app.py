@@ -1,7 +1,6 @@
 """The HTTP application, and the process that serves it."""
 
 import asyncio
-import functools
 import logging
 import signal
 import socket
@@ -21,9 +20,7 @@ from pagoda.server import adapters, chat, completions, errors, operations, plann
 from pagoda.server.body import json_schemas
 from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import ApiError
-from pagoda.server.http_protocol import BoundedHttpProtocol
 from pagoda.server.middleware import OPEN_PATHS, AccessLog, Gate
-from pagoda.server.queued_bytes import QueuedBytes
 from pagoda.server.state import ServerState
 
 
@@ -34,11 +31,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     """
     app = create_api(has_keys=bool(config.api_keys))
     app.state.server = state
-    num_keys = len({*config.api_keys, config.admin_api_key} - {None})
-    bounded = QueuedBytes(
-        app, config.server_limits.max_queued_bytes, num_keys, lambda: state.generator.metrics.on_refusal("bytes")
-    )
-    layers: ASGIApp = Gate(bounded, config, state.drain)
+    layers: ASGIApp = Gate(app, config, state.drain)
     if config.cors_origins:
         # Outside the gate: browsers hide responses without these headers from a page, including error responses, and
         # send preflight requests (OPTIONS) without the key.
@@ -91,6 +84,9 @@ def _describe(app: FastAPI, has_keys: bool) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
+MAX_HEADER_BYTES = 64 * 2**10
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than the 60 s for which most proxies keep theirs."""
 LAST_ANSWERS_S = 1.0
 """How long clients have, after the drain's deadline, to read that their requests were aborted."""
 
@@ -140,24 +136,9 @@ class _Server(uvicorn.Server):
             self._state.generator.llm.fail_running(ApiError(503, text, retry_after_s=RETRY_AFTER_S))
             if not await drain.wait_until_idle(LAST_ANSWERS_S):
                 # The remaining ones are streams whose clients do not read, and requests that have not started to run.
-                for connection in list(self.server_state.connections):
-                    if connection.cycle is not None and connection.cycle.response_started:  # type: ignore[union-attr]
-                        connection.transport.abort()  # type: ignore[union-attr]
                 drain.cancel_rest()
                 await drain.wait_until_idle(LAST_ANSWERS_S)
         self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        deadline_s = self._loop.time() + LAST_ANSWERS_S
-        while self.server_state.connections and not self.force_exit and self._loop.time() < deadline_s:
-            await asyncio.sleep(0.01)  # while the last bytes are sent
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
-        await super().shutdown(sockets)
 
 
 async def serve(state: ServerState, config: ServerConfig, listener: socket.socket) -> None:
@@ -166,17 +147,20 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         _log_plainly("pagoda.access", sys.stdout)
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{'https' if config.tls.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
-    on_refusal = functools.partial(state.generator.metrics.on_refusal, "connections")
+    limit = config.server_limits.max_connections
     server = _Server(
         uvicorn.Config(
             create_app(state, config),
-            http=functools.partial(BoundedHttpProtocol, config, on_refusal),  # type: ignore[arg-type]
+            http="h11",  # uvicorn's httptools loses the body of a request that offers `Upgrade: h2c`
             ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            limit_concurrency=limit + 1 if limit else None,  # uvicorn refuses from this number on
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
             ssl_certfile=config.tls.ssl_certfile,
             ssl_keyfile=config.tls.ssl_keyfile,
-            log_level="warning",
+            log_level="error",  # its warnings tell what a client did wrong, once per request
             access_log=False,
-            timeout_graceful_shutdown=1,
             server_header=False,
             lifespan="off",
         ),

@@ -1,7 +1,6 @@
 """Bind the server's socket and check its certificate before anything slow, so that errors are reported at once."""
 
 import logging
-import math
 import resource
 import socket
 import ssl
@@ -12,6 +11,8 @@ from pagoda.base.server_config import ServerConfig
 logger = logging.getLogger("pagoda.server")
 
 OWN_FILES = 256  # generous allowance for open files other than connections
+SEND_TIMEOUT_S = 120
+"""A connection is closed if what was sent to it is not acknowledged for so long."""
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -21,10 +22,9 @@ def listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it. It closes a connection whose sent data is not acknowledged for this long: the
-    # client does not read (and would count against the limits forever), or has vanished.
-    send_timeout_ms = math.ceil(min(config.server_timeouts.send_timeout_s * 1000, 2**31 - 1))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_timeout_ms)
+    # Accepted connections inherit it. A client that does not read, or has vanished, would count against the limits
+    # forever.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SEND_TIMEOUT_S * 1000)
     try:
         listener.bind((config.host, config.port))
     except (OSError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Middleware for every HTTP request: request id, size and time limits, API key, access log.
+"""Middleware for every HTTP request: request id, body size, API key, access log.
 
 Plain ASGI, so it adds no overhead to streams.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda.base.server_config import ServerConfig
+from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
 from pagoda.server.draining import OPEN_WHILE_DRAINING, RETRY_AFTER_S, Drain
 from pagoda.server.errors import error_response
 
@@ -67,8 +67,8 @@ class Gate:
 
     config.api_keys: if empty, every request passes. Keys are compared in constant time.
     config.admin_api_key: also accepted as an API key, and sets is_admin.
-    config.server_limits.max_body_bytes, max_header_bytes: larger requests get 413 and 431.
-    config.server_timeouts.body_timeout_s: a body that is not complete by then gets 408, and its connection is closed.
+    config.server_limits.max_body_bytes: larger requests get 413. If all bodies that are held until their responses end
+        exceed MAX_HELD_BODY_BYTES, further ones get 429; a body is admitted at any size if there is no other.
     drain: while the server drains, new requests get 503; so do unanswered ones at the drain's deadline.
     Sets in scope["state"]: key ("" or the key's digest, safe to log) and is_admin.
     """
@@ -78,9 +78,8 @@ class Gate:
         self._drain = drain
         self._digests = [_digest(key) for key in config.api_keys]
         self._admin_digest = _digest(config.admin_api_key) if config.admin_api_key is not None else b""
-        self._max_body_bytes = config.server_limits.max_body_bytes
-        self._max_header_bytes = config.server_limits.max_header_bytes
-        self._body_timeout_s = config.server_timeouts.body_timeout_s
+        self.max_body_bytes = config.server_limits.max_body_bytes
+        self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,10 +87,14 @@ class Gate:
         refusal = self._refusal(scope, scope["state"])
         if refusal is not None:
             return await refusal(scope, receive, send)
-        if scope["path"] in OPEN_WHILE_DRAINING:
-            return await self._app(scope, self._limited(receive), send)
-        with self._drain.hold():
-            return await self._run(scope, self._limited(receive), send)
+        body = _Body(self, receive)
+        try:
+            if scope["path"] in OPEN_WHILE_DRAINING:
+                return await self._app(scope, body.receive, send)
+            with self._drain.hold():
+                return await self._run(scope, body.receive, send)
+        finally:
+            self.held_bytes -= body.num_bytes
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the route; respond with 503 if the drain's deadline passes before its response begins."""
@@ -112,11 +115,9 @@ class Gate:
 
     def _refusal(self, scope: Scope, state: dict[str, Any]) -> ASGIApp | None:
         headers = scope["headers"]
-        if sum(len(k) + len(v) for k, v in headers) > self._max_header_bytes:
-            return error_response(431, f"the headers are larger than {self._max_header_bytes} bytes")
         length = next((v for k, v in headers if k == b"content-length"), b"0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            return error_response(413, f"the body is larger than {self._max_body_bytes} bytes")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            return error_response(413, f"the body is larger than {self.max_body_bytes} bytes")
         if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             digest, is_admin = self._key_digest(headers)
             if self._digests and digest is None:
@@ -142,34 +143,33 @@ class Gate:
             return None, False
         return digest, is_admin
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Limit the body's size, even without a Content-Length, and the time for receiving it.
 
-        Raises only HTTPException, because FastAPI, which reads bodies, converts all other errors.
-        """
-        left = self._max_body_bytes
-        is_complete = False
-        deadline_s = asyncio.get_running_loop().time() + self._body_timeout_s if self._body_timeout_s else None
+class _Body:
+    """Receives the body of one request, and limits its size, with and without a Content-Length."""
 
-        async def limited() -> Message:
-            nonlocal left, is_complete
-            if is_complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    message = await receive()
-            except TimeoutError:
-                slow = f"the body was not complete after {self._body_timeout_s:g} s"
-                raise HTTPException(408, slow, {"Connection": "close"}) from None
-            if message["type"] == "http.disconnect":
-                raise HTTPException(499, "the client closed its connection")
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
-            is_complete = not message.get("more_body", False)
+    def __init__(self, gate: Gate, receive: Receive) -> None:
+        self._gate = gate
+        self._receive = receive
+        self._is_complete = False
+        self.num_bytes = 0
+
+    async def receive(self) -> Message:
+        """Return the next message. Raises only HTTPException: FastAPI, which reads bodies, converts other errors."""
+        message = await self._receive()
+        if self._is_complete:
             return message
-
-        return limited
+        if message["type"] == "http.disconnect":
+            raise HTTPException(499, "the client closed its connection")
+        size = len(message.get("body", b""))
+        self.num_bytes += size
+        self._gate.held_bytes += size
+        if self.num_bytes > self._gate.max_body_bytes:
+            raise HTTPException(413, f"the body is larger than {self._gate.max_body_bytes} bytes")
+        if self._gate.held_bytes > MAX_HELD_BODY_BYTES and self._gate.held_bytes > self.num_bytes:
+            full = f"the server is full: it holds request bodies of {MAX_HELD_BODY_BYTES} bytes"
+            raise HTTPException(429, full, {"Retry-After": "1"})
+        self._is_complete = not message.get("more_body", False)
+        return message
 
 
 def _digest(key: str) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.base.server_config import ServerLimits
+from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerLimits
 from pagoda.core.kv import KVSizing, longest_request
 from pagoda.core.kv_specs import KVGroupSpec, KVShape, layers_per_block
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -289,15 +289,12 @@ class EmbedsMemory:
 
 
 def embeds_memory(size: int, dtype: str, limits: ServerLimits) -> EmbedsMemory:
-    """Return what the limits on request bodies and on tokens admit; nothing if neither is set.
+    """Return what the limits on request bodies and on tokens admit.
 
     size: elements of an embedding.   dtype: the compute type.
     """
-    bounds: list[int] = []
-    if limits.max_queued_bytes:
-        # The smallest element in a body has two bytes, and base64 makes four characters of three bytes.
-        bounds.append(max(limits.max_queued_bytes, limits.max_body_bytes) * 3 // 8)
+    # The smallest element in a body has two bytes, and base64 makes four characters of three bytes.
+    elements = max(MAX_HELD_BODY_BYTES, limits.max_body_bytes) * 3 // 8
     if limits.max_queued_tokens:
-        bounds.append(limits.max_queued_tokens * size)
-    elements = min(bounds, default=0)
+        elements = min(elements, limits.max_queued_tokens * size)
     return EmbedsMemory(elements * _HOST_BYTES, elements * DTYPE_BYTES[dtype])

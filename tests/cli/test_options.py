@@ -108,13 +108,13 @@ def test_there_are_at_most_50_settings_for_users() -> None:
 def test_groups_are_set_by_field_or_as_json() -> None:
     options, _ = run(
         *("--prefill.prefill-beside-decodes", "8", "--prefill.no-admit-whole-prompt"),
-        *("--server-timeouts", '{"drain_timeout_s": 0.5, "body_timeout_s": 3}'),
-        *("--server-timeouts.header-timeout-s", "2", "--server-limits.max-body-bytes", "2MiB"),
+        *("--server-timeouts", '{"drain_timeout_s": 0.5}'),
+        *("--server-timeouts.step-timeout-s", "2", "--server-limits.max-body-bytes", "2MiB"),
         parts=(ServerConfig,),
     )
     config = engine_config(options)
     assert config.scheduler.prefill == PrefillConfig(prefill_beside_decodes=8, admit_whole_prompt=False)
-    assert config.server.server_timeouts == ServerTimeouts(drain_timeout_s=0.5, body_timeout_s=3, header_timeout_s=2.0)
+    assert config.server.server_timeouts == ServerTimeouts(drain_timeout_s=0.5, step_timeout_s=2.0)
     assert config.server.server_limits == ServerLimits(max_body_bytes=2 << 20)
 
 

@@ -8,14 +8,7 @@ from tests.server.live import FAKE_ENGINE, LiveServer
 
 KEY = "healthy"
 _KEYS = ("--api-key", KEY, "--api-key", "attacker", "--admin-api-key", "admin")
-_DEADLINES = (
-    "--server-timeouts.header-timeout-s",
-    "2",
-    "--server-timeouts.body-timeout-s",
-    "2",
-    "--server-timeouts.template-timeout-s",
-    "1",
-)
+_DEADLINES = ("--server-timeouts.template-timeout-s", "1")
 _LIMITS = (*_KEYS, *_DEADLINES, "--trust-request-chat-template", "--enable-prompt-embeds")
 FAKE_FLAGS = (*FAKE_ENGINE, *_LIMITS)
 # With short answers and short steps: a case waits for the answers of others, and the healthy stream for the steps.

@@ -158,20 +158,6 @@ def test_a_slow_reader_delays_only_itself(fake_server: LiveServer) -> None:
     fake_server.wait_idle(10)
 
 
-def test_a_client_that_never_reads_is_dropped(tmp_path: Path) -> None:
-    body = {"prompt": "x", "max_tokens": 1900, "n": 64, "stream": True, "ignore_eos": True, "return_token_ids": True}
-    flags = ("--server-timeouts.send-timeout-s", "1", "--max-num-seqs", "64", "--num-blocks", "9000")
-    with serving(tmp_path, *FLAGS, *flags) as server, socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(60)
-        client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-        data = json.dumps(body).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
-        assert client.recv(100), "it begins to answer"
-        server.wait_idle(60)
-
-
 def test_overload_is_429_at_once_and_admitted_requests_are_served(tmp_path: Path) -> None:
     async def main(server: LiveServer) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:

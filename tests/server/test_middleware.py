@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
+from pagoda.base.server_config import ServerConfig, ServerLimits
+from pagoda.server import middleware
 from pagoda.server.app import create_app
 from pagoda.server.draining import Drain
 from pagoda.server.errors import on_http_error
@@ -37,13 +38,12 @@ def call(app: ASGIApp, method: str = "POST", path: str = "/x", **kw: object) -> 
     return asyncio.run(run())
 
 
+CONFIG = ServerConfig(server_limits=ServerLimits(max_body_bytes=100))
+
+
 def gate(*keys: str) -> AccessLog:
     app = ExceptionMiddleware(echo, {HTTPException: on_http_error})
-    config = ServerConfig(
-        api_keys=keys,
-        server_limits=ServerLimits(max_body_bytes=100, max_header_bytes=2000),
-        server_timeouts=ServerTimeouts(body_timeout_s=0.2),
-    )
+    config = ServerConfig(api_keys=keys, server_limits=ServerLimits(max_body_bytes=100))
     return AccessLog(Gate(app, config, Drain()))
 
 
@@ -69,7 +69,7 @@ def test_every_route_but_health_wants_a_key() -> None:
     assert call(guarded, "GET", "/health/../metrics").status_code == 401
 
 
-def test_bodies_and_headers_are_bounded() -> None:
+def test_bodies_are_bounded() -> None:
     assert call(gate(), content=b"x" * 100).json()["size"] == 100
     assert call(gate(), content=b"x" * 101).status_code == 413
 
@@ -78,7 +78,34 @@ def test_bodies_and_headers_are_bounded() -> None:
             yield b"x" * 50
 
     assert call(gate(), content=chunks()).status_code == 413
-    assert call(gate(), headers={"X-Big": "y" * 3000}).status_code == 431
+
+
+def test_the_bodies_held_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MAX_HELD_BODY_BYTES", 150)
+    is_held, may_end = asyncio.Event(), asyncio.Event()
+
+    async def hold(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        if scope["path"] == "/held":
+            is_held.set()
+            await may_end.wait()
+        await JSONResponse({})(scope, receive, send)
+
+    app = AccessLog(Gate(ExceptionMiddleware(hold, {HTTPException: on_http_error}), CONFIG, Drain()))  # type: ignore[dict-item]
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            held = asyncio.create_task(client.post("/held", content=b"x" * 100))
+            await is_held.wait()
+            refused = await client.post("/x", content=b"x" * 80)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            assert (await client.post("/x", content=b"x" * 40)).status_code == 200
+            may_end.set()
+            await held
+            assert (await client.post("/x", content=b"x" * 80)).status_code == 200
+
+    asyncio.run(main())
 
 
 def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,66 +1,17 @@
-"""One API key cannot use up what all share: the bytes of bodies, and the threads for long texts."""
+"""One API key cannot use up the threads for long texts, which all keys share."""
 
 import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.server.live import FAKE_ENGINE, LiveServer, serving
-
-KEYS = ("--api-key", "one", "--api-key", "two")
-LIMIT = 400_000
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder: Path = tmp_path_factory.mktemp("shares")
-    with serving(folder, *FAKE_ENGINE, *KEYS, "--server-limits.max-queued-bytes", str(LIMIT)) as started:
-        yield started
+from tests.server.live import LiveServer
 
 
 def port_of(server: LiveServer) -> tuple[str, int]:
     return "127.0.0.1", int(server.url.rsplit(":", 1)[1])
-
-
-def upload(server: LiveServer, key: str, num_bytes: int) -> socket.socket:
-    """A connection on which this much of a larger body has been sent."""
-    head = (
-        f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {num_bytes + 1000}\r\n\r\n"
-    )
-    slow = socket.create_connection(port_of(server), 10)
-    slow.sendall(head.encode() + b" " * num_bytes)
-    return slow
-
-
-def test_slow_uploads_of_one_key_leave_half_of_the_bytes_to_others(server: LiveServer) -> None:
-    def ask(key: str, num_bytes: int) -> int:
-        return server.post("/tokenize", b'{"prompt":"%s"}' % (b"a" * num_bytes), Authorization=f"Bearer {key}")[0]
-
-    with contextlib.ExitStack() as stack:
-        for _ in range(7):  # two more than fit into half
-            stack.enter_context(upload(server, "one", 39_000))
-        end = time.monotonic() + 10
-        while ask("one", 39_000) != 429:
-            assert time.monotonic() < end, "a key may use more than half"
-        status, answer = server.post("/tokenize", b" " * 39_000, Authorization="Bearer one")
-        assert status == 429
-        assert "this API key" in answer["error"]["message"]
-        for _ in range(3):
-            assert ask("two", 150_000) == 200
-    end = time.monotonic() + 10
-    while ask("one", 39_000) != 200:
-        assert time.monotonic() < end, "closed connections still count"
-
-
-def test_one_body_may_be_larger_than_a_keys_share(server: LiveServer) -> None:
-    body = b'{"prompt":"%s"}' % (b"a" * (LIMIT * 3 // 4))
-    assert server.post("/tokenize", body, Authorization="Bearer one")[0] == 200
 
 
 def test_a_key_without_a_queue_does_not_wait_for_another_keys_queue(keyed_server: LiveServer) -> None:
