@@ -3,7 +3,7 @@
 python benchmarks/scheduler_curves.py [--vllm FILE]      measure, write results/scheduler.jsonl and scheduler.svg
 python benchmarks/scheduler_curves.py --draw-only        draw results/scheduler.jsonl again
 
---vllm takes JSON lines of vLLM's figures (`python - MODEL_DIR 8 64 256 1024 < pagoda/cli/bench/vllm_peer.py`, by a
+--vllm takes JSON lines of vLLM's figures (`python benchmarks/peers/vllm_scheduler.py MODEL_DIR 8 64 256 1024`, by a
 Python that has vLLM, on the same machine in the same sitting); they are kept in the results and drawn next to ours.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pagoda.cli.bench.scheduler import NUM_SEQS, measure, measure_curves, read_figures
+from pagoda.cli.bench.scheduler import NUM_SEQS, measure, measure_curves
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, HEIGHT, MARGIN = 360, 240, 52
@@ -33,7 +33,8 @@ def main() -> None:
         records: list[dict[str, Any]] = [
             asdict(measure(size, caching)) for size in NUM_SEQS for caching in (False, True)
         ]
-        records += [asdict(figures) for figures in read_figures(options.vllm)] if options.vllm else []
+        lines = options.vllm.read_text().splitlines() if options.vllm else []
+        records += [json.loads(line) for line in lines if line.startswith("{") and '"engine"' in line]
         records += [asdict(point) for point in measure_curves()]
         RESULTS.mkdir(exist_ok=True)
         results.write_text("".join(json.dumps(record) + "\n" for record in records))

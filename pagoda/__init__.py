@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from pagoda.base.errors import CapacityError as CapacityError
     from pagoda.base.errors import ConfigError as ConfigError
     from pagoda.base.errors import InvariantBroken as InvariantBroken
-    from pagoda.base.errors import NotSupportedError as NotSupportedError
     from pagoda.base.errors import PagodaError as PagodaError
     from pagoda.base.errors import RequestError as RequestError
     from pagoda.base.errors import UsageError as UsageError
@@ -62,7 +61,6 @@ _HOMES = {
         "RequestError",
         "CapacityError",
         "UsageError",
-        "NotSupportedError",
         "WorkerDied",
         "InvariantBroken",
     ),

@@ -163,12 +163,8 @@ def cli_page() -> str:
 
     settings = {field.name for kind in PARTS.values() for field in dataclasses.fields(kind)} | set(PLANNED)
     parts: list[str] = []
-    planned: list[tuple[str, ...]] = []
     for name, command, context in _commands():
         text = inspect.cleandoc(command.help or "")
-        if text.startswith("Planned"):
-            planned.append((f"`{name}`", text.partition(": ")[2].rstrip(".")))
-            continue
         usage = " ".join([name, *command.collect_usage_pieces(context)])
         shown = [p for p in command.get_params(context) if p.name != "help" and p.get_help_record(context) is not None]
         own = [p for p in shown if p.name.partition("__")[0] not in settings or not getattr(p, "rich_help_panel", None)]
@@ -180,8 +176,7 @@ def cli_page() -> str:
             part += f"\n\nIt takes the flags of the engine{server}, too: [settings.md](settings.md)."
         parts.append(part)
     intro = "What each command is for is described in [command-line.md](../howto/command-line.md)."
-    last = "## Planned\n\nThese commands are listed, say what they wait for, and exit with code 2.\n\n"
-    return _page("Command line", intro, *parts, last + _table(("command", "what it will do"), planned))
+    return _page("Command line", intro, *parts)
 
 
 # ---- HTTP
@@ -194,14 +189,10 @@ def http_page() -> str:
 
     described = create_api(has_keys=False).openapi()
     served: list[tuple[str, ...]] = []
-    planned: list[str] = []
     bodies: list[str] = []
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             body, answer = _schema(operation.get("requestBody", {})), _schema(operation["responses"].get("200", {}))
-            if list(operation["responses"]) == ["501"]:
-                planned.append(f"`{path}`")
-                continue
             bodies += [name for name in (body, answer) if name and name not in bodies]
             text = operation.get("description") or operation["summary"]
             served.append((f"`{method.upper()} {path}`", _link(body), _link(answer), text))
@@ -217,7 +208,6 @@ def http_page() -> str:
         "same description. Limits on counts and sizes are in [limits.md](limits.md).\nErrors have OpenAI's shape: "
         '`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`.'
     )
-    later = "## Planned routes\n\nThese answer 501: " + ", ".join(planned) + "."
     routes = "## Routes\n\n" + _table(("route", "body", "answer", "what it does"), served)
     requests = "## Requests\n\n" + "\n\n".join(_body_part(name, schemas[name]) for name in bodies)
     answered = (
@@ -225,7 +215,7 @@ def http_page() -> str:
         "sent is left out rather than null.\n\n"
     )
     answered += "\n\n".join(_answer_part(name, schemas[name]) for name in answers)
-    return _page("HTTP API", intro, routes, requests, answered, later)
+    return _page("HTTP API", intro, routes, requests, answered)
 
 
 def _schema(described: dict[str, Any]) -> str:

@@ -32,10 +32,6 @@ class UsageError(PagodaError, RuntimeError):
     """The engine is used where it is not allowed: after `close`, in a forked child, from a signal handler."""
 
 
-class NotSupportedError(PagodaError, NotImplementedError):
-    """A planned feature that is not available yet; the message says what is missing."""
-
-
 class WorkerDied(PagodaError):
     """The process or device that executes steps has died; running requests can be replayed."""
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from pagoda.base.abbreviate import shorten
-from pagoda.base.errors import ConfigError, NotSupportedError, PagodaError, RequestError
-from pagoda.cli import bench, chat, doctor, generate, models, plan, planned, serve
+from pagoda.base.errors import ConfigError, PagodaError, RequestError
+from pagoda.cli import bench, chat, doctor, generate, models, plan, serve
 from pagoda.cli.help_format import Group, command
 
 SERVE_MODULES = ("aiohttp", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq")
@@ -32,7 +32,6 @@ command(app, "plan")(plan.plan)
 command(app, "doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
-planned.register(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,7 +78,7 @@ def _run(arguments: list[str]) -> int:
     except PagodaError as error:
         if "--debug" in arguments:
             raise
-        return _fail(str(error), 2 if isinstance(error, (ConfigError, RequestError, NotSupportedError)) else 1)
+        return _fail(str(error), 2 if isinstance(error, (ConfigError, RequestError)) else 1)
     except Exception as error:
         if "--debug" in arguments:
             raise

@@ -298,7 +298,6 @@ _ERRORS = {
     413: "The body is too large",
     429: "The server, or this key's share of it, is full; Retry-After says when to come again",
     500: "The engine failed on this request",
-    501: "Not available yet",
     503: "The engine is gone or the server is shutting down",
 }
 Responses = dict[int | str, dict[str, Any]]

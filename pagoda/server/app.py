@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from pagoda.base.allocator import keep_objects
 from pagoda.base.server_config import ServerConfig
-from pagoda.server import adapters, chat, completions, errors, operations, planned, pooling, tokens
+from pagoda.server import adapters, chat, completions, errors, operations, pooling, tokens
 from pagoda.server.body import json_schemas
 from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import ApiError
@@ -40,7 +40,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_origins=list(config.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     return AccessLog(layers)
 
@@ -54,7 +54,7 @@ def create_api(has_keys: bool) -> FastAPI:
         redirect_slashes=False,  # "/v1/models/" gets a 404 with a message, not an empty redirect
     )
     errors.install(app)
-    for part in (chat, completions, pooling, tokens, operations, adapters, planned):
+    for part in (chat, completions, pooling, tokens, operations, adapters):
         app.include_router(part.router)
     _describe(app, has_keys)
     return app

@@ -25,7 +25,6 @@ _TYPES = {
     405: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
-    501: "not_implemented_error",
     503: "service_unavailable_error",
 }
 
@@ -54,11 +53,7 @@ def error_body(status: int, message: str, param: str | None = None) -> ErrorResp
 
 
 def error_response(status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> Response:
-    headers: dict[str, str] = {}
-    if retry_after_s is not None:
-        headers["Retry-After"] = str(retry_after_s)
-    if status == 501:
-        headers["X-Should-Retry"] = "false"  # the openai client retries every 5xx otherwise
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return Response(_encode(error_body(status, message, param)), status, headers, media_type="application/json")
 
 

@@ -241,7 +241,7 @@ class Generator:
         """Tokenise, validate and admit all of `prompts`. The caller must close the Generation.
 
         lora: the adapter to use.   add_special_tokens: add those that the tokenizer puts around a text prompt.
-        Raises RequestError, ApiError (400, 501, 503), Refusal (429) or WorkerDied.
+        Raises RequestError, ApiError (400), Refusal (429) or WorkerDied.
         """
         self._check_lengths(body, params)
         key = http.scope["state"]["key"]

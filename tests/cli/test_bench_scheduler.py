@@ -1,15 +1,12 @@
-"""`pagoda bench scheduler`: its lines have the keys of the peer's script, and ratios compare the same cases."""
+"""`pagoda bench scheduler`: its lines have the keys that `benchmarks/peers/vllm_scheduler.py` prints."""
 
 import json
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from pagoda.base.errors import ConfigError
-from pagoda.cli.bench.scheduler import SchedulerFigures, measure, measure_curves, ratios, read_figures, register
+from pagoda.cli.bench.scheduler import measure, measure_curves, register
 
 KEYS = ["engine", "num_seqs", "prefix_caching", "schedule_us", "update_us", "per_seq_us", "add_request_us"]
 
@@ -30,29 +27,6 @@ def test_json_lines(app: typer.Typer) -> None:
     assert [list(line) for line in lines] == [KEYS, KEYS]
     assert [line["prefix_caching"] for line in lines] == [False, True]
     assert all(line["schedule_us"] > 0 and line["add_request_us"] > 0 for line in lines)
-
-
-def test_ratios_to_a_file_of_the_peer(app: typer.Typer, tmp_path: Path) -> None:
-    peer = SchedulerFigures("vllm-scheduler", 4, True, 30.0, 10.0, 10.0, 100.0)
-    file = tmp_path / "peer.jsonl"
-    file.write_text("some log line\n" + json.dumps(asdict(peer)) + "\n")
-    options = ["scheduler", "--json", "--num-seqs", "4", "--prompt", "32", "--steps", "3", "--compare-file", str(file)]
-    last = json.loads(CliRunner().invoke(app, options).output.splitlines()[-1])
-    assert last["their_per_seq_us"] == 10.0
-    assert last["step_ratio"] == pytest.approx(10.0 / last["per_seq_us"], abs=0.06)
-    assert read_figures(file) == [peer]
-
-
-def test_cases_without_a_peer_have_no_ratio() -> None:
-    mine = SchedulerFigures("pagoda-scheduler", 4, True, 1.0, 1.0, 0.5, 10.0)
-    assert list(ratios([mine], [])) == []
-
-
-def test_a_line_that_is_not_a_result_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "peer.jsonl"
-    file.write_text('{"engine": "vllm-scheduler", "speed": 3}\n')
-    with pytest.raises(ConfigError, match="speed"):
-        read_figures(file)
 
 
 def test_long_prompts_leave_room_for_the_decode_steps_between() -> None:

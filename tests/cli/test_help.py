@@ -1,4 +1,4 @@
-"""Help pages: every flag whole at 80 columns and in a pipe, what people need first, planned commands marked."""
+"""Help pages: every flag whole at 80 columns and in a pipe, what people need first."""
 
 import os
 import pty
@@ -14,7 +14,6 @@ from pagoda.base.server_config import ServerLimits, ServerTimeouts
 from pagoda.base.setting import describe_settings, show_default
 from pagoda.cli import main as cli_main
 from pagoda.cli.options import MOST_USED, MOST_USED_FIELDS, PLANNED_PANEL, SAMPLING_FIELDS
-from pagoda.cli.planned import PLANNED
 
 COMMANDS = ("generate", "chat", "serve", "plan", "bench throughput", "bench latency", "bench startup", "bench serve")
 
@@ -119,15 +118,3 @@ def test_lists_of_commands_have_whole_sentences(capsys: pytest.CaptureFixture[st
     commands = printed.partition("Commands:\n")[2]
     assert commands.rstrip().endswith(".")
     assert "..." not in commands
-
-
-@pytest.mark.parametrize("command", PLANNED)
-def test_planned_commands_are_marked_as_planned(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    for arguments in ([], ["some.file", "--flag", "x"]):
-        with pytest.raises(SystemExit) as ended:
-            cli_main.main([command, *arguments])
-        assert ended.value.code == 2
-        assert f"`pagoda {command}` is planned and not available yet: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli_main.main(["--help"])
-    assert re.search(rf"^  {command} +Planned, not available yet", capsys.readouterr().out, re.MULTILINE)

@@ -2,11 +2,9 @@
 
 import json
 import random
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -14,7 +12,6 @@ import typer
 
 from pagoda.base.clock import SystemClock
 from pagoda.base.config import CacheConfig
-from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request
@@ -66,33 +63,16 @@ def bench_scheduler(
     curves: Annotated[
         bool, typer.Option(help="Measure the cost by number of waiting requests and by pool size instead.")
     ] = False,
-    compare: Annotated[
-        Path | None, typer.Option(help="Python interpreter with vLLM installed: also time its scheduler.")
-    ] = None,
-    compare_model: Annotated[
-        Path | None, typer.Option(help="With --compare: folder with the config.json of a Llama model.")
-    ] = None,
-    compare_file: Annotated[
-        Path | None, typer.Option(help="File with vLLM's results as JSON lines, instead of --compare.")
-    ] = None,
 ) -> None:
     """Time the scheduler alone: schedule + update_from_output per decode step, and add_request."""
     if curves:
         for point in measure_curves():
             print(json.dumps(asdict(point)) if as_json else _curve_line(point), flush=True)
         return
-    sizes = tuple(num_seqs or NUM_SEQS)
-    ours: list[SchedulerFigures] = []
-    for size in sizes:
+    for size in num_seqs or NUM_SEQS:
         for caching in (False, True):
             figures = measure(size, caching, prompt, steps)
-            ours.append(figures)
             print(json.dumps(asdict(figures)) if as_json else _line(figures), flush=True)
-    if compare is None and compare_file is None:
-        return
-    theirs = read_figures(compare_file) if compare_file else run_peer(compare, compare_model, sizes)
-    for line in ratios(ours, theirs):
-        print(json.dumps(line) if as_json else _ratio_line(line), flush=True)
 
 
 def measure(num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60) -> SchedulerFigures:
@@ -188,64 +168,12 @@ def _measure_point(num_waiting: int, num_blocks: int, num_running: int, steps: i
     )
 
 
-def run_peer(python: Path | None, model: Path | None, sizes: tuple[int, ...]) -> list[SchedulerFigures]:
-    """vLLM's figures, measured now, in its own Python. Raises ConfigError with what it said if it cannot run."""
-    if python is None or model is None:
-        raise ConfigError(
-            "--compare needs --compare-model: a folder with a Llama-type config.json (no weights are read)"
-        )
-    # Through stdin: if run by its path, Python would find the modules in the same folder first.
-    script = Path(__file__).with_name("vllm_peer.py").read_text()
-    command = [str(python), "-", str(model), *map(str, sizes)]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"vLLM's scheduler did not run with {python}: {done.stderr.strip()[-400:]}")
-    return [_parse(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def read_figures(path: Path) -> list[SchedulerFigures]:
-    """Figures printed earlier with --json, or by vLLM's script. Other lines are skipped."""
-    return [_parse(line) for line in path.read_text().splitlines() if line.startswith("{") and '"engine"' in line]
-
-
-def _parse(line: str) -> SchedulerFigures:
-    try:
-        return SchedulerFigures(**json.loads(line))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"not a line of scheduler figures ({error}): {line[:120]}") from None
-
-
-def ratios(ours: list[SchedulerFigures], theirs: list[SchedulerFigures]) -> Iterator[dict[str, object]]:
-    """How many times as long the other engine takes, case by case, where both have figures."""
-    known = {(figures.num_seqs, figures.prefix_caching): figures for figures in theirs}
-    for mine in ours:
-        other = known.get((mine.num_seqs, mine.prefix_caching))
-        if other is not None:
-            yield {
-                "compared_with": other.engine,
-                "num_seqs": mine.num_seqs,
-                "prefix_caching": mine.prefix_caching,
-                "per_seq_us": mine.per_seq_us,
-                "their_per_seq_us": other.per_seq_us,
-                "step_ratio": round(other.per_seq_us / mine.per_seq_us, 1),
-                "add_request_ratio": round(other.add_request_us / mine.add_request_us, 1),
-            }
-
-
 def _line(figures: SchedulerFigures) -> str:
     caching = "on " if figures.prefix_caching else "off"
     return (
         f"{figures.num_seqs:5d} sequences, prefix caching {caching}: schedule {figures.schedule_us:7.1f} us, "
         f"update {figures.update_us:7.1f} us, {figures.per_seq_us:.3f} us per sequence, "
         f"add_request {figures.add_request_us:.1f} us"
-    )
-
-
-def _ratio_line(line: dict[str, object]) -> str:
-    caching = "on " if line["prefix_caching"] else "off"
-    return (
-        f"{line['num_seqs']:5d} sequences, prefix caching {caching}: {line['compared_with']} takes "
-        f"{line['step_ratio']} times as long per step, {line['add_request_ratio']} times as long to add a request"
     )
 
 

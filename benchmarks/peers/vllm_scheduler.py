@@ -1,4 +1,4 @@
-"""Times vLLM's own scheduler. Run by a Python that has vLLM: `python - MODEL_DIR NUM_SEQS ... < vllm_peer.py`.
+"""Times vLLM's own scheduler. Run by a Python that has vLLM: `python vllm_scheduler.py MODEL_DIR NUM_SEQS ...`.
 
 The same work as `pagoda bench scheduler`: NUM_SEQS requests of 512 tokens, then decode steps in which all run.
 """
