@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pagoda.layers.activation import activate
-from pagoda.layers.bidirectional_attention import BidirectionalAttention
+from pagoda.layers.attention import Attention
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import Module
@@ -61,7 +61,8 @@ class BertOutput(Dense):
 class BertAttention(Module):
     def __init__(self, config: EncoderConfig) -> None:
         heads, hidden_size = config.heads, config.spec.hidden_size
-        self.self = BidirectionalAttention(hidden_size, heads, ("query", "key", "value"), bias=True)
+        names = ("query", "key", "value")
+        self.self = Attention(hidden_size, heads, None, causal=False, qkv_bias=True, names=names, out=None)
         self.output = BertOutput(heads.num_heads * heads.dim, config, unit=heads.dim)
 
 
@@ -75,9 +76,7 @@ class BertLayer(Module):
 
     def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, last: bool) -> Tensor:
         """x [T, hidden] -> the same for the tokens that continue.   last: only the batch's tail is needed after it."""
-        attended = self.attention.self(ops, x, batch)
-        if last:
-            attended, x = (ops.select_rows(rows, batch.tail.index) for rows in (attended, x))
+        attended, x = self.attention.self(ops, x, x, batch, (), last)
         x = self.attention.output.add(ops, attended, x)
         return self.output.add(ops, activate(ops, self.activation, self.intermediate(ops, x)), x)
 

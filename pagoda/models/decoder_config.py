@@ -29,7 +29,7 @@ class DecoderConfig:
     attention_scale: multiplies scores.   softcaps: 0 is off.   unit_offset_norms: norms multiply by 1 + weight.
     experts: of the layers with experts.   dense_layers: indices of the layers with an MLP instead.
     head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
-    bidirectional: tokens attend to later ones, too; the model generates nothing.
+    bidirectional: tokens attend to later ones, too (EmbeddingGemma).
     """
 
     spec: ModelSpec

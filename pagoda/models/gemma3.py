@@ -7,6 +7,7 @@ Multimodal checkpoints (`text_config`) are served as text models; their vision t
 
 from collections.abc import Mapping, Sequence
 
+from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rope_config import RopeConfig
@@ -54,7 +55,7 @@ class Gemma3Layer(LlamaLayer):
             return RMSNorm(size, config.rms_norm_eps, unit_offset=True)
 
         self.input_layernorm = norm()
-        self.self_attn = attention_of(config, index, rotary)
+        self.self_attn = attention_of(config, index, rotary, causal=not config.bidirectional)
         self.self_attn.q_norm = norm(spec.head_dim)
         self.self_attn.k_norm = norm(spec.head_dim)
         self.post_attention_layernorm = norm()
@@ -81,6 +82,18 @@ class Gemma3Layer(LlamaLayer):
 
 class Gemma3(Llama):
     layer = Gemma3Layer
+
+
+class EmbeddingGemma(Gemma3):
+    """Its tokens attend to both sides, so that it embeds texts and generates nothing."""
+
+    is_causal = False
+    generates = False
+    pooling = PoolingPlan(PoolingKind.MEAN)
+
+
+def _model(config: DecoderConfig) -> Gemma3:
+    return EmbeddingGemma(config) if config.bidirectional else Gemma3(config)
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -145,7 +158,7 @@ def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
 GEMMA3 = Architecture(
     name="gemma3",
     hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    model=Gemma3,
+    model=_model,
     read=read,
     hf=(
         HF,

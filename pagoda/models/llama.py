@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pagoda.base.pooling import PoolingKind, PoolingPlan
-from pagoda.layers.attention import Attention, TwoSidedAttention
+from pagoda.layers.attention import Attention
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import LMHead
@@ -23,13 +22,13 @@ from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
 
-def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention:
+def attention_of(config: DecoderConfig, index: int, rotary: Rotary, causal: bool = True) -> Attention:
     """Return the attention of layer `index`."""
-    kind = TwoSidedAttention if config.bidirectional else Attention
-    return kind(
+    return Attention(
         config.spec.hidden_size,
         config.heads,
         rotary,
+        causal,
         window=config.spec.layer_windows[index],
         scale=config.attention_scale,
         softcap=config.attention_softcap,
@@ -100,9 +99,6 @@ class Llama(Model):
         tied = self.model.embed_tokens if spec.tie_embeddings else None
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, tied, config.logit_softcap)
         self.kv_groups = place_kv(self)
-        if config.bidirectional:
-            self.is_causal = self.generates = False
-            self.pooling = PoolingPlan(PoolingKind.MEAN)
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         return self.model(ops, batch, kv)

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.activation import Activation, activate
-from pagoda.layers.attention import Heads
-from pagoda.layers.bidirectional_attention import BidirectionalAttention
+from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.linear import Linear
 from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
-from pagoda.layers.parameter import Axis
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
@@ -66,20 +64,21 @@ class ModernBertEmbeddings(Module):
         self.norm = config.norm()
 
 
-class ModernBertAttention(BidirectionalAttention):
-    def __init__(self, config: ModernBertConfig, rotary: Rotary, window: int) -> None:
-        spec = config.spec
-        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        names = ("Wqkv", "Wqkv", "Wqkv")
-        super().__init__(spec.hidden_size, heads, names, config.attention_bias, rotary, window)
-        self.Wo = Linear(spec.hidden_size, spec.hidden_size, config.attention_bias, Axis.IN, unit=heads.dim)
-
-
 class ModernBertLayer(Module):
     def __init__(self, config: ModernBertConfig, index: int, rotary: Rotary) -> None:
         spec = config.spec
         self.attn_norm = config.norm() if index else None  # the embeddings are normed already
-        self.attn = ModernBertAttention(config, rotary, config.windows[index])
+        self.attn = Attention(
+            spec.hidden_size,
+            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            rotary,
+            causal=False,
+            window=config.windows[index],
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            names=("Wqkv", "Wqkv", "Wqkv"),
+            out="Wo",
+        )
         self.mlp_norm = config.norm()
         names = ("Wi", "Wi", "Wo")
         self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias, names)
@@ -95,10 +94,8 @@ class ModernBertLayer(Module):
             x, residual = self.attn_norm.add(ops, x, residual)
         else:
             residual = x
-        attended = self.attn(ops, x, batch)
-        if last:
-            attended, residual = (ops.select_rows(rows, batch.tail.index) for rows in (attended, residual))
-        x, residual = self.mlp_norm.add(ops, self.attn.Wo(ops, attended), residual)
+        x, residual = self.attn(ops, x, residual, batch, (), last)
+        x, residual = self.mlp_norm.add(ops, x, residual)
         return self.mlp(ops, x), residual
 
 

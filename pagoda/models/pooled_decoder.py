@@ -4,8 +4,9 @@
 has one that takes the hidden state of the last token, `XForTokenClassification` one for that of each token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.module import Module
@@ -63,47 +64,31 @@ class PooledDecoder(Model):
 def pooled_variants(decoder: Architecture) -> dict[str, Architecture]:
     """Return the variants of a decoder by their names in config.json."""
     found: dict[str, Architecture] = {}
+    plain = replace(decoder, model=partial(_build, decoder))
+    labelled = replace(plain, read=partial(_read_labels, decoder))
     for name in decoder.hf_names:
         if not name.endswith(_CAUSAL):
             continue
         for stem in (name.removesuffix(_CAUSAL), name.removesuffix(_CAUSAL) + "Text"):
-            found[f"{stem}Model"] = replace(decoder, hf_names=(f"{stem}Model",), model=_without_head(decoder))
+            found[f"{stem}Model"] = replace(plain, hf_names=(f"{stem}Model",))
             for classifier in (f"{stem}ForSequenceClassification", f"{stem}{TOKEN_CLASSIFIER}"):
-                found[classifier] = replace(
-                    decoder, hf_names=(classifier,), model=_with_labels(decoder), read=_reading_labels(decoder)
-                )
+                found[classifier] = replace(labelled, hf_names=(classifier,))
     return found
 
 
 _CAUSAL = "ForCausalLM"
 
 
-def _without_head(decoder: Architecture) -> Callable[[DecoderConfig], Model]:
-    def make(config: DecoderConfig) -> Model:
-        return PooledDecoder(_tree(decoder, config), None)
-
-    return make
-
-
-def _with_labels(decoder: Architecture) -> Callable[[DecoderConfig], Model]:
-    def make(config: DecoderConfig) -> Model:
-        return PooledDecoder(_tree(decoder, config), config.head, config.head_rows)
-
-    return make
-
-
-def _tree(decoder: Architecture, config: DecoderConfig) -> Llama:
+def _build(decoder: Architecture, config: DecoderConfig) -> Model:
     tree = decoder.model(config)
     assert isinstance(tree, Llama)
-    return tree
+    return PooledDecoder(tree, config.head, config.head_rows)
 
 
-def _reading_labels(decoder: Architecture) -> Callable[[ConfigReader], DecoderConfig]:
-    def read(config: ConfigReader) -> DecoderConfig:
-        facts = decoder.read(config)
-        made = read_token_head(config, facts)
-        if made is not None:
-            return replace(facts, head=made.plan, head_rows=made.rows)
-        return replace(facts, head=read_pooling_plan(config, PoolingKind.LAST))
-
-    return read
+def _read_labels(decoder: Architecture, config: ConfigReader) -> DecoderConfig:
+    """Read the decoder's settings, and its classification head."""
+    settings = decoder.read(config)
+    made = read_token_head(config, settings)
+    if made is not None:
+        return replace(settings, head=made.plan, head_rows=made.rows)
+    return replace(settings, head=read_pooling_plan(config, PoolingKind.LAST))

@@ -25,6 +25,7 @@ from tests.models.tiny import make_model, save
 
 def attention(num_heads: int, num_kv_heads: int, dim: int = 64) -> tuple[Matrix, Matrix]:
     layer = Attention(256, Heads(num_heads, num_kv_heads, dim), Rotary(RopeConfig(), dim))
+    assert layer.o_proj is not None
     qkv, out = layer.qkv.weight.declared, layer.o_proj.weight.declared
     assert isinstance(qkv, Matrix)
     assert isinstance(out, Matrix)
