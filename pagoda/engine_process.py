@@ -23,7 +23,7 @@ from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
-from pagoda.engine.clients.process_handle import RECORDER_ROWS, RendezvousDir
+from pagoda.engine.clients.engine_link import RECORDER_ROWS, RendezvousDir
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder
 from pagoda.executors.recorded import RecordedExecutor
@@ -125,6 +125,12 @@ class EngineServer:
 
 def main() -> None:
     """Read the EngineConfig from standard input, build the engine, and serve on the socket in the folder in argv."""
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s engine[%(process)d] %(name)s: %(message)s",
+        stream=sys.stderr,
+        level=logging.WARNING,
+    )
+    logging.getLogger("pagoda").setLevel(logging.INFO)
     place = RendezvousDir(sys.argv[1])
     stdin = sys.stdin.buffer
     size = int.from_bytes(stdin.read(8), "little")

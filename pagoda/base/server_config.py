@@ -57,7 +57,12 @@ class ServerTimeouts:
         ),
     ] = 5.0
     step_timeout_s: Annotated[
-        float, Setting("Time for one step of the engine; after that the engine process is restarted.", at_least=0)
+        float,
+        Setting(
+            "Restart an engine that has work and for this long neither ends a step nor uses the processor (one that "
+            "uses it: 10 times as long).",
+            at_least=0,
+        ),
     ] = 120.0
 
 

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.errors import RequestError, WorkerDied
@@ -15,8 +15,8 @@ from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_text import AsyncText
-from pagoda.engine.clients.core_client import EngineCoreClient
 from pagoda.engine.inputs.adapters import Adapter, AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
@@ -25,9 +25,49 @@ from pagoda.engine.outputs.logprob_entries import PromptLogprobs
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor
 from pagoda.engine.templates.process import TemplateLimits
-from pagoda.engine.wire import EngineStats
+from pagoda.engine.wire import EngineFacts, EngineStats
 
 logger = logging.getLogger("pagoda")
+
+
+class EngineCoreClient(Protocol):
+    """The way to one engine core, in any process. All methods are called from one event loop and do not block it."""
+
+    async def start(self) -> EngineFacts:
+        """Start the engine; return when it can serve requests. Raises ConfigError or WorkerDied if it cannot start."""
+        ...
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; its outputs, or its rejection, are returned by next_outputs."""
+        ...
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Abort requests; ignore unknown ids. An aborted request produces no further output, not even a Finish."""
+        ...
+
+    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
+        """Finish one sequence (a stop string was found); the request's other sequences continue."""
+        ...
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        """Return the next step's outputs, to a single consumer. Raises WorkerDied if the engine cannot be restarted."""
+        ...
+
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
+
+    async def load_adapter(self, lora: LoraRef) -> None:
+        """Load a LoRA adapter. Raises RequestError if it cannot be used, WorkerDied if the engine dies meanwhile."""
+        ...
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the latest gauges and counters."""
+        ...
+
+    async def shutdown(self) -> None: ...
 
 
 class AsyncEngine:

@@ -21,7 +21,7 @@ class JournalEntry:
     """One unfinished request.
 
     tokens: emitted tokens per sequence.   live: indices of unfinished sequences.
-    deaths: numbers of the engine processes that died during a step with this request.
+    num_deaths: engine processes that died during a step with this request, and that no rejected one explains.
     is_suspect: whether it may have killed one. PROBATION_TOKENS tokens per sequence from one engine process clear it
         (the first shows that prefill works, the second that decode does).
     entered_process: number of the last engine process it was sent to, 0 if none.   num_since_entry: tokens from it.
@@ -38,7 +38,7 @@ class JournalEntry:
     num_prompt_rows: int = 0
     num_rows_to_skip: int = 0
     aliases: set[int] = field(default_factory=set)
-    deaths: set[int] = field(default_factory=set)
+    num_deaths: int = 0
 
 
 class Journal:

@@ -16,8 +16,7 @@ from pagoda.base.errors import WorkerDied
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
-from pagoda.engine.clients.adapter_calls import AdapterCalls
-from pagoda.engine.clients.cache_resets import CacheResets
+from pagoda.engine.clients.engine_calls import AdapterCalls, CacheResets
 from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
 from pagoda.engine.clients.supervisor import Supervisor
 from pagoda.engine.clients.suspects import Suspects
@@ -29,7 +28,7 @@ logger = logging.getLogger("pagoda.engine")
 class ProcessClient:
     """An EngineCoreClient over a child process (ZeroMQ, msgpack).
 
-    step_timeout_s: a step that runs longer counts as a death, and so does an engine that has work and begins no step.
+    step_timeout_s: an engine that has work and makes no progress for so long counts as dead; see EngineLink.
     module: what the child process runs.
     """
 
@@ -61,7 +60,7 @@ class ProcessClient:
             self._outputs.put_nowait(self.died)
             return
         entry = self._journal.open(request)
-        if self.is_up and not self._suspects.hold_others:
+        if self.is_up and not self._suspects.is_probing:
             self._enter(entry)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -232,7 +231,7 @@ class ProcessClient:
                 self._end_entry(entry, "the engine has lost this request")
 
     def _send_next(self) -> None:
-        """Send the next suspect to the engine if the last one has cleared itself or ended, and what waited for it."""
+        """Send the next suspect to the engine if the last one has been cleared or has ended, and what waited for it."""
         while self.is_up and (entries := self._suspects.next()):
             for entry in entries:
                 self._enter(entry)

@@ -1,6 +1,7 @@
 """Supervisor: keep one engine process running. It starts a process, notices its end, and starts the next one."""
 
 import asyncio
+import itertools
 import logging
 import signal
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.out_of_memory import describe_exit
 from pagoda.engine import wire
-from pagoda.engine.clients.engine_link import EngineLink
-from pagoda.engine.clients.process_handle import EngineProcess
+from pagoda.engine.clients.engine_link import EngineLink, EngineProcess
 from pagoda.engine.flight_recorder import FlightRecord
 
 logger = logging.getLogger("pagoda.engine")
 
 MAX_FAILED_STARTS = 3
+MAX_FAILED_SPAWNS = 7  # processes that the system refused to start: about a minute of pauses
 START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
 
 
@@ -110,7 +111,7 @@ class Supervisor:
         """Keep an engine process running; if that becomes impossible, give up."""
         try:
             await self._supervise()
-        except ConfigError as error:
+        except (ConfigError, WorkerDied) as error:
             self._give_up(error)
         except Exception as error:
             logger.exception("the supervisor of the engine process failed")
@@ -122,7 +123,7 @@ class Supervisor:
         while True:
             self.process_number += 1
             self._start_error = None
-            engine = EngineProcess(self._config, self._module, self._context)
+            engine = await self._spawn()
             try:
                 end = await self._run_until_death(engine)
             except asyncio.CancelledError:
@@ -145,6 +146,19 @@ class Supervisor:
                 self._user.on_death(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
             else:
                 await asyncio.sleep(START_PAUSE_S * failed_starts)
+
+    async def _spawn(self) -> EngineProcess:
+        """Start a process; try again if the system refuses, as it does when memory or processes run short."""
+        for num_failed in itertools.count(1):
+            try:
+                return EngineProcess(self._config, self._module, self._context)
+            except OSError as error:
+                if num_failed == MAX_FAILED_SPAWNS:
+                    raise WorkerDied(f"no engine process could be started, {num_failed} times: {error}") from error
+                pause_s = START_PAUSE_S * 2 ** (num_failed - 1)
+                logger.error("an engine process could not be started: %s; trying again in %.1f s", error, pause_s)
+                await asyncio.sleep(pause_s)
+        raise AssertionError
 
     async def _run_until_death(self, engine: EngineProcess) -> _ProcessEnd:
         """Handle the messages of an engine process until it dies or hangs. Raises ConfigError for invalid settings."""

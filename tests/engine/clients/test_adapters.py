@@ -15,7 +15,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.adapter_calls import AdapterCalls
+from pagoda.engine.clients.engine_calls import AdapterCalls
 from pagoda.engine.clients.process_client import ProcessClient
 from tests.engine.byte_llama import write_byte_llama
 from tests.engine.clients.engine_in_process import Work, run_engine
@@ -120,5 +120,44 @@ def test_an_adapter_that_kills_engines_is_not_loaded_again() -> None:
         calls.give_up(WorkerDied("no engine any more"))
         with pytest.raises(WorkerDied, match="no engine any more"):
             await last
+
+    asyncio.run(work())
+
+
+def test_an_unload_during_a_load_is_not_undone_by_the_late_reply() -> None:
+    one, two = (LoraRef(name, f"/{name}", name) for name in ("one", "two"))
+
+    async def work() -> None:
+        sent: list[wire.ToEngine] = []
+        calls = AdapterCalls(sent.append)
+        early = asyncio.create_task(calls.load(two))  # waits for an engine
+        await asyncio.sleep(0)
+        calls.unload(two)
+        sent.clear()
+        calls.begin()
+        assert sent == [wire.LoadAdapter(1, two), wire.UnloadAdapter(two)]
+        late = asyncio.create_task(calls.load(one))
+        await asyncio.sleep(0)
+        calls.unload(one)
+        for call_id in (1, 2):
+            calls.on_reply(wire.AdapterReply(call_id, None))
+        await asyncio.gather(early, late)
+        calls.end()
+        sent.clear()
+        calls.begin()
+        assert sent == []
+        again = asyncio.create_task(calls.load(one))
+        await asyncio.sleep(0)
+        calls.on_reply(wire.AdapterReply(3, None))
+        await again
+        calls.end()
+        sent.clear()
+        calls.begin()
+        calls.unload(one)  # while the next engine loads it again
+        calls.on_reply(wire.AdapterReply(4, None))
+        calls.end()
+        sent.clear()
+        calls.begin()
+        assert sent == []
 
     asyncio.run(work())

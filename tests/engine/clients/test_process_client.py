@@ -1,11 +1,14 @@
 """Engines that die, hang or cannot start: no request is lost, no output repeated, only the request at fault refused."""
 
 import asyncio
+import errno
 import os
 import random
 import re
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,8 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients import supervisor
+from pagoda.engine.clients.engine_link import EngineProcess
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.outputs.output_processor import OutputKind
 from tests.engine.clients.engine_in_process import Work, run_engine
@@ -171,6 +176,71 @@ def test_a_hung_step_counts_as_a_death(tmp_path: Path, monkeypatch: pytest.Monke
     run(work)
 
 
+def test_a_long_step_that_computes_is_not_taken_for_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: HurriedClock
+) -> None:
+    """Of a large model on few cores. Only after many times as long, the engine is taken for hung."""
+    hanging = tmp_path / "hanging"
+    monkeypatch.setenv("HANGING_FILE", str(hanging))
+    monkeypatch.setattr(EngineProcess, "cpu_s", lambda process: clock.monotonic() / 2)
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        clock.hurries = lambda: hanging.exists() and hanging.read_text() == str(client.engine_pid)
+        hang = asyncio.create_task(collect(llm, "hang"))
+        while not clock.hurries():
+            await asyncio.sleep(0.01)
+        begin_s = clock.ahead_s
+        while client.num_deaths == 0:
+            await asyncio.sleep(0.01)
+        assert clock.ahead_s - begin_s > 5 * STEP_TIMEOUT_S
+        hang.cancel()
+
+    run(work)
+
+
+def test_an_engine_that_the_system_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.01)
+    popen, num_failures = subprocess.Popen, 3
+
+    def refused(*args: Any, **options: Any) -> Any:
+        nonlocal num_failures
+        if num_failures:
+            num_failures -= 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return popen(*args, **options)
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        nonlocal num_failures
+        undisturbed = tokens(await collect(llm, "a"))
+        again = asyncio.create_task(collect(llm, "a"))
+        await wait_for_steps(client, 5)
+        num_failures = 3
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        assert tokens(await again) == undisturbed
+        assert num_failures == 0
+        num_failures = supervisor.MAX_FAILED_SPAWNS
+        os.kill(client.engine_pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="no engine process could be started, 7 times"):
+            await collect(llm, "a", max_tokens=400)
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    run(work)
+
+
+def test_the_engine_process_logs_with_time_level_and_process(capfd: pytest.CaptureFixture[str]) -> None:
+    pids: list[int | None] = []
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        pids.append(client.engine_pid)
+        await collect(llm, "a", max_tokens=3)
+
+    run(work)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "ready in" in line]
+    assert len(lines) == 1
+    assert re.match(rf"\d{{4}}-\d\d-\d\d [\d:,]+ INFO engine\[{pids[0]}\] pagoda: ", lines[0])
+
+
 def test_aborts_reach_every_restarted_engine() -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         async def leave(name: str) -> None:
@@ -224,7 +294,7 @@ def test_pooled_prompts_end_once_through_kills_and_aborts(async_scheduling: bool
             await abort_some()
             while client.engine_pid in (None, pid):
                 await asyncio.sleep(0.01)
-            await abort_some()  # suspects wait, one of them is probed
+            await abort_some()
         found = await asked
         assert client.num_deaths == 2
         assert len(aborted) > 10

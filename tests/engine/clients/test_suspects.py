@@ -23,7 +23,6 @@ class Kind:
 
     length: int = 3
     fatal_step: int = NEVER  # counted in the engine that it is in, from 0
-    out_of_memory: bool = False  # a SIGKILL, as from outside
     num_seqs: int = 1
 
 
@@ -65,7 +64,7 @@ class Server:
         self.kinds[name] = kind
         params = SamplingParams(n=kind.num_seqs, max_tokens=kind.length)
         entry = self.journal.open(Request(name, np.arange(4, dtype=np.int32), params, handle=len(self.kinds)))
-        if not self.suspects.hold_others:
+        if not self.suspects.is_probing:
             self._enter(entry)
 
     def abort(self, name: str) -> None:
@@ -81,7 +80,7 @@ class Server:
         self.num_steps += 1
         killers = [self.kinds[name] for name in batch if self.engine[name] == self.kinds[name].fatal_step]
         if killers:
-            self.die(killed_from_outside=killers[0].out_of_memory)
+            self.die()
             return
         for name in batch:
             self.engine[name] += 1
@@ -108,7 +107,7 @@ class Server:
             del self.engine[name]
             self.ends[name] = "answered"
 
-    def die(self, killed_from_outside: bool, in_step: bool = True) -> None:
+    def die(self, killed_from_outside: bool = False, in_step: bool = True) -> None:
         """End the engine during a step, or after its last one."""
         keys = np.array([request_key(name) for name in self.last_batch], np.int64)
         self.num_deaths += 1
@@ -124,9 +123,7 @@ class Server:
 
 
 innocents = st.builds(Kind, length=st.integers(1, 6), num_seqs=st.integers(1, 3))
-killers = st.builds(
-    Kind, length=st.just(9), fatal_step=st.integers(0, 1), out_of_memory=st.booleans(), num_seqs=st.integers(1, 3)
-)
+killers = st.builds(Kind, length=st.just(9), fatal_step=st.integers(0, 1), num_seqs=st.integers(1, 3))
 late_killers = st.builds(Kind, length=st.just(9), fatal_step=st.integers(2, 6))
 
 
@@ -181,19 +178,51 @@ def test_a_killer_is_rejected_after_two_deaths_alone_and_three_in_company() -> N
     assert (busy.num_deaths, list(busy.ends.values()).count("rejected")) == (3, 1)
 
 
-def test_new_requests_wait_while_only_suspects_are_probed() -> None:
+def test_kills_from_outside_blame_no_request_however_many_there_are() -> None:
     server = Server()
-    for _ in range(2):
-        server.add(Kind(length=9))
-    server.step(list(server.engine))
-    server.die(killed_from_outside=True)
-    server.add(Kind(length=9, fatal_step=0))
-    server.step(list(server.engine))  # the new request kills the engine next to the first probe
-    assert list(server.engine) == ["request 0"]
-    server.add(Kind(length=2))
-    assert list(server.engine) == ["request 0"]
+    for _ in range(3):
+        server.add(Kind(length=2 * MAX_DEATHS))
+    for _ in range(2 * MAX_DEATHS - 1):
+        server.step(list(server.engine))
+        server.die(killed_from_outside=True)
+        assert not server.suspects.is_probing
+        assert len(server.engine) == 3
     server.run_to_the_end()
-    assert server.ends == {f"request {i}": "rejected" if i == 2 else "answered" for i in range(4)}
+    assert set(server.ends.values()) == {"answered"}
+
+
+def test_suspects_are_replayed_one_at_a_time_and_others_wait_until_all_are_cleared() -> None:
+    server = Server()
+    for _ in range(3):
+        server.add(Kind(length=9))
+    server.add(Kind(length=9))
+    server.step(["request 0", "request 1"])
+    server.die()
+    server.add(Kind(length=9))
+    assert list(server.engine) == ["request 0"]
+    server.step(["request 0"])
+    assert list(server.engine) == ["request 0"]
+    server.step(["request 0"])
+    assert list(server.engine) == ["request 0", "request 1"]
+    server.step(["request 0", "request 1"])
+    assert len(server.engine) == 2
+    server.step(["request 1"])
+    assert len(server.engine) == 5
+    server.run_to_the_end()
+    assert set(server.ends.values()) == {"answered"}
+
+
+def test_a_rejected_request_explains_the_deaths_of_others() -> None:
+    """A long request is next to more killers than it may take part in deaths."""
+    server = Server()
+    server.add(Kind(length=100))
+    for _ in range(MAX_DEATHS + 1):
+        server.add(Kind(length=9, fatal_step=1))
+        while len(server.journal) > 1:
+            server.step(list(server.engine))
+    server.run_to_the_end()
+    assert server.ends.pop("request 0") == "answered"
+    assert set(server.ends.values()) == {"rejected"}
 
 
 def test_an_id_used_again_is_not_sent_twice() -> None:
@@ -201,7 +230,7 @@ def test_an_id_used_again_is_not_sent_twice() -> None:
     for _ in range(2):
         server.add(Kind())
     server.step(list(server.engine))
-    server.die(killed_from_outside=True)
+    server.die()
     second = server.journal.close("request 1")
     assert second is not None
     server.journal.open(second.request)
