@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.drafters.drafter import Drafter
+from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Drafter
 from pagoda.worker.speculation.controller import DraftController
 from pagoda.worker.table_mirror import TableMirror
 
@@ -158,7 +158,7 @@ class Speculator:
             return
         is_busy = step.gap_s < _SAME_BUSY_PERIOD * duration_s
         before_s = step.draft_s + step.gap_s if is_busy else step.draft_s
-        controller.observe_step(num_rows, num_drafts, num_emitted, duration_s + before_s, step.draft_s)
+        controller.observe_step(num_rows, num_drafts, num_emitted, duration_s + before_s)
 
     def _would_draft(self, table: TableMirror, rows: np.ndarray, room: np.ndarray) -> bool:
         """Return whether there would be drafts after this step, which was promised to have none.
@@ -176,11 +176,14 @@ class Speculator:
         room: most tokens that each could still emit, at least 1.
         """
         most = np.minimum(room, self._max_drafts)
-        if self._controller is None:
+        controller = self._controller
+        if controller is None:
             return rows, most
-        if not self._drafter.runs_model:  # looked up in no time, in most steps in vain
-            return (rows, most) if self._controller.may_draft(len(rows)) else (rows[:0], most[:0])
-        most = self._controller.plan(rows, most)
+        if not controller.begin_choice(len(rows)):
+            return rows[:0], most[:0]
+        if self._drafter.runs_model:  # which costs more than to verify what it drafts
+            grades = [GRADE_OF_MODEL] * len(rows)
+            most = np.array(controller.choose(len(rows), rows, most.tolist(), grades), np.int32)
         return rows[most > 0], most[most > 0]
 
     def _draft(self, table: TableMirror, rows: np.ndarray, room: np.ndarray) -> dict[int, np.ndarray]:
@@ -188,14 +191,12 @@ class Speculator:
         asked, most = self._asked(rows, room)
         if not asked.size:
             return {}
-        begin_s = self._now()
         found = self._drafter.propose(table, asked, most)
         lengths = [len(draft.tokens) for draft in found]
         if not any(lengths):
             return {}
-        if controller is not None:
-            controller.observe_drafting(sum(lengths), self._now() - begin_s)
-            lengths = controller.trim(len(rows), asked, lengths, [draft.grade for draft in found])
+        if controller is not None and not self._drafter.runs_model:
+            lengths = controller.choose(len(rows), asked, lengths, [draft.grade for draft in found])
         self._grades.clear()
         drafts: dict[int, np.ndarray] = {}
         for row, draft, length in zip(asked.tolist(), found, lengths, strict=True):

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pagoda.worker.drafters.drafter import grade_of_match
-from pagoda.worker.speculation.controller import DraftController
-from pagoda.worker.speculation.lengths import MIN_GAIN, best_lengths
-from pagoda.worker.speculation.step_costs import StepCosts
+from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, grade_of_match
+from pagoda.worker.speculation.controller import MIN_GAIN, DraftController, best_lengths
 
 StepTime = Callable[[int, int], float]
 
@@ -57,7 +55,7 @@ def play(
     late = list(first_drafts_s)
     rng = np.random.default_rng(0)
     controller = controller or DraftController(rows, most)
-    ids, room = np.arange(rows, dtype=np.int32), np.full(rows, 1000, np.int32)
+    ids, grades = np.arange(rows, dtype=np.int32), [GRADE_OF_MODEL] * rows
     lengths, draft_s = np.zeros(rows, np.int32), 0.0
     outcome = Outcome(0.0, 0.0, 0, 0)
     for number in range(steps):
@@ -66,25 +64,23 @@ def play(
             wrong = np.flatnonzero(rng.random(length) >= accepts(number))
             accepted = int(wrong[0]) if wrong.size else length
             if length:
-                controller.observe_draft(row, 2, length, accepted)
+                controller.observe_draft(row, GRADE_OF_MODEL, length, accepted)
             emitted += 1 + accepted
             outcome.num_accepted += accepted
         drafted = int(lengths.sum())
         took_s = step_s(rows, drafted) * (1 + noise * rng.standard_normal()) + draft_s
-        controller.observe_step(rows, drafted, emitted, took_s, draft_s)
+        controller.observe_step(rows, drafted, emitted, took_s)
         outcome.seconds += took_s
         outcome.plain_s += step_s(rows, 0) * emitted / rows
         outcome.num_drafted += drafted
-        if draft_s_per_token:
-            planned = controller.plan(ids, room)
-        else:  # looked up
-            planned = np.full(rows, most if controller.may_draft(rows) else 0)
-        lengths = np.where(rng.random(rows) < found, planned, 0).astype(np.int32)
+        lengths = np.where(rng.random(rows) < found, most, 0).astype(np.int32)
+        if not controller.begin_choice(rows):
+            lengths[:] = 0
+        elif lengths.any():
+            lengths = np.array(controller.choose(rows, ids, lengths.tolist(), grades), np.int32)
         draft_s = draft_s_per_token * int(lengths.sum())
         if late and lengths.any():
             draft_s = late.pop(0)
-        controller.observe_drafting(int(lengths.sum()), draft_s)
-        lengths = np.array(controller.trim(rows, ids, lengths.tolist(), [2] * rows))
     return outcome
 
 
@@ -144,7 +140,7 @@ def test_deciding_against_drafts_costs_next_to_nothing() -> None:
     """It passes in every step. Counted as a loss it used up the credit, and next to nothing was drafted again."""
     controller = DraftController(1, 8)
     for _ in range(1000):
-        controller.observe_step(1, 0, 1, 0.01, 0.0003)
+        controller.observe_step(1, 0, 1, 0.0103)
     outcome = play(memory_bound, lambda _: 0.5, controller=controller, draft_s_per_token=0.0003)
     assert outcome.speed > 1.4
 
@@ -186,38 +182,40 @@ def test_lengths_are_the_best_of_all() -> None:
             assert not any(chosen)
 
 
-def test_costs_between_and_beyond_what_was_measured() -> None:
-    costs = StepCosts()
-    assert costs.curve(1, 4) is None
-    for _ in range(3):
-        costs.observe(1, 0, 10e-3)
-    assert costs.curve(1, 1) == pytest.approx([10e-3, 11.5e-3])  # a first guess
-    costs.observe(1, 0, 1.0)  # one slow step changes nothing
-    costs.observe(1, 4, 14e-3)
-    curve = costs.curve(1, 8)
-    assert curve is not None
-    assert curve[0] == pytest.approx(10e-3)
-    assert curve[4] == pytest.approx(14e-3)
-    assert curve[2] == pytest.approx(13e-3 * (1 + 14 / 16) / 2)  # the guess, corrected by half as much as at 4
-    assert curve[8] == pytest.approx(22e-3 * 14 / 16)
-    assert costs.curve(64, 1) is None  # other batch sizes are other shapes
+def costs(controller: DraftController, rows: int, most: int) -> list[float]:
+    """Of steps with 0 .. `most` drafts."""
+    return controller._times_of(rows).costs(most)
+
+
+def test_costs_without_a_profile_are_guessed_and_corrected() -> None:
+    controller = DraftController(1, 8)
+    controller.observe_step(1, 0, 1, 10e-3)
+    assert costs(controller, 1, 4) == []  # one plain step says too little
+    for _ in range(2):
+        controller.observe_step(1, 0, 1, 10e-3)
+    assert costs(controller, 1, 1) == pytest.approx([10e-3, 11.5e-3])  # a first guess
+    controller.observe_step(1, 0, 1, 1.0)  # one slow step changes nothing
+    controller.observe_step(1, 4, 1, 14e-3)
+    found = costs(controller, 1, 8)
+    assert [found[count] for count in (0, 2, 4, 8)] == pytest.approx([10e-3, 12e-3, 14e-3, 18e-3])
+    assert costs(controller, 64, 1) == []  # another batch size
 
 
 def test_costs_have_the_form_that_was_measured_at_start() -> None:
-    costs = StepCosts()
-    costs.set_profile({1: 10e-3, 4: 10e-3, 8: 20e-3})
-    costs.observe(1, 0, 12e-3)  # in a long context
-    assert costs.curve(1, 9) == pytest.approx([12e-3] * 4 + [15e-3, 18e-3, 21e-3, 24e-3, 27e-3, 30e-3])
-    costs.observe(1, 3, 18e-3)
-    assert costs.curve(1, 3) == pytest.approx([12e-3] * 4)  # one may have been held up
+    controller = DraftController(8, 8)
+    controller.set_profile({1: 10e-3, 4: 10e-3, 8: 20e-3})
     for _ in range(2):
-        costs.observe(1, 3, 18e-3)  # dearer than expected: so are more of them
-    curve = costs.curve(1, 7)
-    assert curve is not None
-    assert curve[3] == pytest.approx(18e-3)
-    assert curve[7] == pytest.approx(36e-3)
-    costs.observe(8, 0, 20e-3)
-    assert costs.curve(8, 2) == pytest.approx([20e-3, 22.5e-3, 25e-3])  # every token costs a batch of 8 the same
+        controller.observe_step(1, 0, 1, 12e-3)  # in a long context
+    expected = [12e-3] * 4 + [15e-3, 18e-3, 21e-3, 24e-3, 27e-3, 30e-3]
+    assert costs(controller, 1, 9) == pytest.approx(expected)
+    for _ in range(2):
+        controller.observe_step(1, 3, 1, 18e-3)
+        assert costs(controller, 1, 9) == pytest.approx(expected)  # it may have been held up
+    controller.observe_step(1, 3, 1, 18e-3)  # dearer than expected: so is each draft
+    assert costs(controller, 1, 9) == pytest.approx([cost + 2e-3 * count for count, cost in enumerate(expected)])
+    for _ in range(2):
+        controller.observe_step(8, 0, 8, 20e-3)
+    assert costs(controller, 8, 2) == pytest.approx([20e-3, 22.5e-3, 25e-3])  # every token costs a batch of 8 the same
 
 
 # Milliseconds of a step over 1, 2, .. tokens of one row, measured with AVX2 before panels were prefetched. Three tokens
@@ -255,14 +253,14 @@ def stream_seconds(stream: Stream, controller: DraftController, step_s: StepTime
         if length:
             controller.observe_draft(0, grade, length, accepted)
         now_s += step_s(1, length)
-        controller.observe_step(1, length, 1 + accepted, step_s(1, length), 0.0)
+        controller.observe_step(1, length, 1 + accepted, step_s(1, length))
         times += [now_s] * (1 + accepted)
         at += 1 + accepted
         found, room = stream.matches(at), min(most, stream.length - at - 1)
         length = 0
-        if room > 0 and controller.may_draft(1) and found is not None:
+        if controller.begin_choice(1) and room > 0 and found is not None:
             grade = found
-            length = controller.trim(1, row, [room], [grade])[0]
+            length = controller.choose(1, row, [room], [grade])[0]
     return times
 
 

@@ -9,7 +9,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
-from pagoda.worker.drafters.drafter import Draft, Drafter
+from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Draft, Drafter
 from pagoda.worker.drafters.ngram import NgramDrafter
 from pagoda.worker.drafters.suffix import SuffixDrafter, SuffixSettings
 from pagoda.worker.speculation.controller import DraftController
@@ -147,6 +147,38 @@ def test_a_model_is_not_run_for_drafts_that_could_not_be_used() -> None:
     assert drafter.num_asked == 1
 
 
+def test_what_a_model_drafts_is_verified() -> None:
+    """To choose fewer of its drafts afterwards would be too late: making them is what they cost."""
+    now_s = 0.0
+
+    class Slow:
+        """Makes drafts of two wrong tokens in a tenth of a step."""
+
+        runs_model = True
+        num_drafted = 0
+
+        def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
+            nonlocal now_s
+            now_s += 10e-3
+
+        def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> list[Draft]:
+            nonlocal now_s
+            now_s += 1e-3
+            self.num_drafted += int(most.sum())
+            return [Draft(np.full(count, 7, np.int32), GRADE_OF_MODEL) for count in most.tolist()]
+
+    drafter = Slow()
+
+    def executor(max_rows: int) -> Executor:
+        controller = DraftController(max_rows, 2)
+        speculator = Speculator(drafter, controller, 2, 1024, max_rows, lambda: now_s)
+        return FakeExecutor(max_rows, 1024 + 5, 4, vocab_size=1000, speculator=speculator)
+
+    core = make_core(executor, max_num_seqs=1, num_blocks=300, max_model_len=1024)
+    drive(core, [request(0, [5, 6, 7], SamplingParams(max_tokens=900))])
+    assert 0 < drafter.num_drafted == core.make_stats().drafted_tokens < 80
+
+
 @pytest.mark.parametrize(
     ("step_s", "longest", "measured"),
     [(0.01, 100, {1, 2, 3, 4, 6, 8}), (0.01, 9, {1, 2, 3, 4}), (2.0, 100, {1, 4})],
@@ -168,9 +200,8 @@ def test_steps_are_measured_before_the_first_request(step_s: float, longest: int
     speculator.measure_steps(run_step, 1, longest)
     assert set(ran) == measured
     for _ in range(2):
-        controller.observe_step(1, 0, 1, step_s * 1.1, 0.0)
-    costs = controller._costs.curve(1, 3)
-    assert costs is not None
+        controller.observe_step(1, 0, 1, step_s * 1.1)
+    costs = controller._times_of(1).costs(3)
     assert costs[3] / costs[0] == pytest.approx(1.4 / 1.1)
     Speculator(Scripted(), None, 8, 64, 1, lambda: now_s).measure_steps(lambda *_: pytest.fail("not needed"), 1, 64)
 
