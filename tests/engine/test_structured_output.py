@@ -61,7 +61,7 @@ Engines = Callable[..., EngineCore]
 
 
 def constrained(params: SamplingParams, **given: Any) -> SamplingParams:
-    return params.with_grammar(grammar_text(StructuredOutputsParams(**given)).text)
+    return params.with_grammar(grammar_text(StructuredOutputsParams(**given)))
 
 
 JSON = {"json": SCHEMA, "disable_any_whitespace": True}

@@ -141,10 +141,17 @@ def test_the_openai_client_parses_into_a_class(fake_server: LiveServer) -> None:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"pattern": "("}}}}},
             "response_format",
-            "at /items:",
+            "regex parse error: unclosed group",
         ),
         ({"guided_json": {"$ref": "https://a.example/b"}}, "guided_json", "external schemas are not fetched"),
         ({"guided_regex": "a" * 300_000}, "guided_regex", "262144"),
+        ({"guided_json": {"format": {}}}, "guided_json", "Expected string for 'format'"),
+        ({"guided_json": {"uniqueItems": True, "maxItems": None}}, "guided_json", "at /uniqueItems: is not supported"),
+        ({"guided_json": {"anyOf": [{}], "properties": "x"}}, "guided_json", "properties must be an object"),
+        ({"guided_json": {"$ref": "http://[x"}}, "guided_json", "external schemas are not fetched"),
+        ({"guided_json": {"$id": "http://[x", "$ref": "y"}}, "guided_json", "external schemas are not fetched"),
+        ({"guided_json": '{"minLength": 1e400}'}, "guided_json", "out of range"),
+        ({"guided_json": {"enum": [1], "maxLength": 10**400}}, "guided_json", "out of range"),
     ],
 )
 def test_an_invalid_response_format_is_refused(

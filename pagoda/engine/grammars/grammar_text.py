@@ -3,7 +3,6 @@
 `json_rule` and `literal` are the pieces that tool calls are made of too (`tool_grammar.py`).
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.grammars.json_schema import RewrittenSchema, parse_schema, rewrite_schema
+from pagoda.engine.grammars.json_schema import parse_schema, rewrite_schema
 
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
@@ -37,23 +36,13 @@ class JsonStyle:
         return cls("" if params.disable_any_whitespace else pattern, params.disable_additional_properties)
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarText:
-    """A grammar as text.   schema: the one that is all of it, by which an error is located."""
-
-    text: str
-    schema: RewrittenSchema | None = None
-
-
-def grammar_text(params: StructuredOutputsParams, field_name: str = _FIELD) -> GrammarText:
-    """Return the grammar. Raises RequestError if there is none. The checker finds out whether it compiles.
+def grammar_text(params: StructuredOutputsParams, field_name: str = _FIELD) -> str:
+    """Return the grammar. Raises RequestError if there is none. Whether it compiles, only the library can say.
 
     field_name: the request's field that the parameters come from, for errors.
     """
     grammar = _BUILDERS[params.kind](params, field_name)
-    if params.reasoning_end is None:
-        return grammar
-    return dataclasses.replace(grammar, text=_after_reasoning(grammar.text, params.reasoning_end))
+    return grammar if params.reasoning_end is None else _after_reasoning(grammar, params.reasoning_end)
 
 
 def library_form(text: str) -> str:
@@ -79,57 +68,48 @@ def literal(text: str) -> str:
 def json_rule(schema: Any, field_name: str, style: JsonStyle | None = None) -> str:
     """Return `%json {...}` for a parsed schema: a rule's body. Raises RequestError for an unsupported schema."""
     style = style or JsonStyle()
-    return json_body(rewrite_schema(schema, field_name, style.closed), style)
-
-
-def json_body(schema: RewrittenSchema, style: JsonStyle) -> str:
-    """Return `%json {...}` for a rewritten schema."""
-    inner = schema.schema
+    inner = rewrite_schema(schema, field_name, style.closed)
     if isinstance(inner, bool):
         inner = {} if inner else {"enum": []}
     spacing = {"whitespace_pattern": style.whitespace} if style.whitespace else {"whitespace_flexible": False}
-    return "%json " + json.dumps({**inner, "x-guidance": spacing}, ensure_ascii=True)
-
-
-def schema_grammar(schema: RewrittenSchema, style: JsonStyle) -> str:
-    """Return the grammar of a rewritten schema alone."""
-    return f"start: {json_body(schema, style)}"
+    try:
+        return "%json " + json.dumps({**inner, "x-guidance": spacing}, ensure_ascii=True, allow_nan=False)
+    except ValueError:  # as of 1e400, which JSON may write and floats cannot hold
+        raise RequestError(f"{field_name}: a number of the schema is out of range", field_name) from None
 
 
 # ---- one function for each kind
 
 
-def _of_json(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+def _of_json(params: StructuredOutputsParams, field_name: str) -> str:
     assert isinstance(params.json, str)  # StructuredOutputsParams keeps text
-    style = JsonStyle.of(params)
-    schema = rewrite_schema(parse_schema(params.json, field_name), field_name, style.closed)
-    return GrammarText(schema_grammar(schema, style), schema)
+    return f"start: {json_rule(parse_schema(params.json, field_name), field_name, JsonStyle.of(params))}"
 
 
-def _of_json_object(params: StructuredOutputsParams, field_name: str) -> GrammarText:
-    return GrammarText(f"start: {json_rule({'type': 'object'}, field_name, JsonStyle.of(params))}")
+def _of_json_object(params: StructuredOutputsParams, field_name: str) -> str:
+    return f"start: {json_rule({'type': 'object'}, field_name, JsonStyle.of(params))}"
 
 
-def _of_choice(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+def _of_choice(params: StructuredOutputsParams, field_name: str) -> str:
     assert params.choice is not None
     # One terminal: as alternatives of a rule, more than 2,000 choices would exceed the library's limit at run time.
-    return GrammarText("start: CHOICE\nCHOICE: " + " | ".join(map(literal, params.choice)))
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(literal, params.choice))
 
 
-def _of_regex(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+def _of_regex(params: StructuredOutputsParams, field_name: str) -> str:
     assert params.regex is not None
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", params.regex).replace("\n", "\\n")
-    return GrammarText(f"start: /{pattern}/")
+    return f"start: /{pattern}/"
 
 
-def _of_grammar(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+def _of_grammar(params: StructuredOutputsParams, field_name: str) -> str:
     assert params.grammar is not None
     text = params.grammar
     if text.lstrip().startswith("{"):  # the library would take it for its own JSON form, with options of its own
         raise RequestError(f"{field_name}: a grammar is rules in Lark's syntax or GBNF, not JSON", field_name)
     if _GBNF_RULE.search(text):
         text = _gbnf_to_lark(text, field_name)
-    return GrammarText(_with_json_rewritten(text, field_name, JsonStyle.of(params)))
+    return _with_json_rewritten(text, field_name, JsonStyle.of(params))
 
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -166,7 +146,7 @@ def _with_json_rewritten(text: str, field_name: str, style: JsonStyle) -> str:
     return "".join(pieces) + text[at:]
 
 
-def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> GrammarText:
+def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
     """Text in which a trigger begins a tag: one that the trigger begins, then JSON, then the tag's end."""
     assert isinstance(params.structural_tag, str)
     given = parse_schema(params.structural_tag, field_name)
@@ -197,14 +177,14 @@ def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> Gram
         tags.append(f"tag{index}")
         rules.append(f"trigger{index}[lazy]: TEXT {literal(trigger)}")
         rules.append(f"tag{index}: trigger{index} {literal(rest) if rest else ''} {body} {literal(end) if end else ''}")
-    return GrammarText("\n".join([f"start: ({' | '.join(tags)})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/", *rules]))
+    return "\n".join([f"start: ({' | '.join(tags)})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/", *rules])
 
 
 def _are_strings(values: object, allow_empty: bool = False) -> bool:
     return isinstance(values, list) and all(isinstance(one, str) and (one or allow_empty) for one in values)
 
 
-_BUILDERS: dict[str, Callable[[StructuredOutputsParams, str], GrammarText]] = {
+_BUILDERS: dict[str, Callable[[StructuredOutputsParams, str], str]] = {
     "json": _of_json,
     "json_object": _of_json_object,
     "choice": _of_choice,

@@ -1,35 +1,43 @@
-"""Rewrite a JSON schema into an equivalent one with the keywords that the grammar library supports.
+"""JSON schemas on their way to the grammar library, which decides what it supports.
 
-Only equivalent rewritings are made: `definitions`, anchors and ids become `$defs`, draft 4's forms become today's,
-conditions become alternatives where their negation can be written. Keywords that JSON Schema does not know, and
-annotations, are dropped. Everything else is refused with the JSON pointer of the place.
+A schema is rewritten only where the library reads another form: what `$ref` names moves into `$defs`, draft 4's forms
+become today's, and formats that JSON Schema does not define are dropped, as are annotations. Refused, with the JSON
+pointer of the place, are keywords that the library would ignore or get wrong, and schemas so large that compiling them
+would take more than about a second; all in time linear in the schema's size.
 """
 
+import contextlib
 import json
-from dataclasses import dataclass, field
+import math
+from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from pagoda.base.errors import RequestError
-from pagoda.engine.grammars.schema_conditions import CONDITIONS
-from pagoda.engine.grammars.schema_keywords import KEYWORDS
-from pagoda.engine.grammars.schema_logic import Schema, SchemaLogic, common_keywords
-from pagoda.engine.grammars.schema_place import SchemaPlace
+from pagoda.engine.grammars.schema_formats import FORMAT_PATTERNS, FORMATS
 from pagoda.engine.grammars.schema_refs import SchemaRefs
+from pagoda.engine.grammars.schema_size import SchemaSize, iter_values
 
-MAX_DEPTH = 64
+Schema = dict[str, Any] | bool
 
-
-@dataclass(slots=True)
-class RewrittenSchema:
-    """schema: for the grammar library.
-
-    places: id of each dict in it -> the JSON pointer of the caller's schema that it comes from.
-    uncertain: pointers of keywords that only the library can accept or refuse.
-    """
-
-    schema: Schema
-    places: dict[int, str] = field(default_factory=dict)
-    uncertain: list[str] = field(default_factory=list)
+MAX_DEPTH = 100
+_MAX_EXACT = 2**53  # the library's numbers are floats
+_MAX_MULTIPLE = 10_000  # a grammar has a state for each remainder
+_MAX_POINTER_CHARS = 200
+_MAX_TAGS = 8  # properties that are tried as what tells alternatives apart
+_UNSUPPORTED = frozenset(
+    {"not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains"}
+    | {"maxContains", "uniqueItems", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"}
+    | {"$recursiveRef", "extends", "disallow", "divisibleBy"}
+)
+"""Keywords of any draft that restrict values and that the library does not know; some it would ignore in silence."""
+_NO_EFFECT = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
+_DROPPED = frozenset({"$schema", "$id", "id", "$anchor", "$defs", "definitions", "x-guidance", "default", "examples"})
+_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_MAPS = frozenset({"properties", "patternProperties"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_SAFE_WHEN_HUGE = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
+"""The sign of a bound that may be rounded: beyond the integers of 64 bits the library's own limit is tighter."""
 
 
 def parse_schema(text: str, field_name: str) -> Any:
@@ -47,8 +55,8 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def rewrite_schema(schema: Any, field_name: str, close_objects: bool = False) -> RewrittenSchema:
-    """Rewrite a parsed schema. Raises RequestError with the pointer of what is not supported.
+def rewrite_schema(schema: Any, field_name: str, close_objects: bool = False) -> Schema:
+    """Return a parsed schema as the library takes it. Raises RequestError with the pointer of what is refused.
 
     field_name: the request's field, for errors.   close_objects: objects with properties, and no
     `additionalProperties` of their own, take no others.
@@ -57,64 +65,183 @@ def rewrite_schema(schema: Any, field_name: str, close_objects: bool = False) ->
 
 
 class _Rewriter:
-    """Rewrites one document. A schema_place.Rewriter."""
+    """Rewrites one document."""
 
     def __init__(self, root: Any, field_name: str, close_objects: bool) -> None:
-        self.logic = SchemaLogic(self._look_up)
-        self.uncertain: list[str] = []
         self._root = root
         self._field = field_name
         self._closes = close_objects
         self._refs = SchemaRefs(root)
-        self._names: dict[str, str] = {}  # pointer of a target of $ref -> its name in $defs
-        self._defs: dict[str, Schema] = {}
-        self._places: dict[int, str] = {}
-        self._kept: list[Schema] = []  # keeps the ids in `places` valid
+        self._names: dict[int, str] = {}  # id of what a $ref names -> its name in $defs
+        self._todo: list[tuple[str, Any, tuple[str, ...]]] = []
+        self._multiple = 1
 
-    def run(self) -> RewrittenSchema:
-        schema = self.rewrite(self._root, "", True, 0)
-        if self._defs and isinstance(schema, dict):
-            schema = {**schema, "$defs": self._defs}
-            self._places[id(schema)] = ""
-        self._kept.append(schema)
-        return RewrittenSchema(schema, self._places, self.uncertain)
+    def run(self) -> Schema:
+        schema = self._rewrite(self._root, ())
+        defs: dict[str, Schema] = {}
+        while self._todo:
+            name, target, at = self._todo.pop()
+            defs[name] = self._rewrite(target, at)
+        reason = SchemaSize(schema, defs).excess()
+        if reason:
+            raise self._refuse((), reason)
+        return {**schema, "$defs": defs} if defs and isinstance(schema, dict) else schema
 
-    def refuse(self, at: str, why: str) -> RequestError:
-        return RequestError(f"{self._field}: at {at or '/'}: {why}", self._field)
+    def _refuse(self, at: tuple[str, ...], why: str) -> RequestError:
+        pointer = "/" + "/".join(str(step).replace("~", "~0").replace("/", "~1") for step in at)
+        if len(pointer) > _MAX_POINTER_CHARS:
+            pointer = "..." + pointer[-_MAX_POINTER_CHARS:]
+        return RequestError(f"{self._field}: at {pointer}: {why}", self._field)
 
-    def rewrite(self, schema: Any, at: str, context: Schema, depth: int) -> Schema:
+    def _rewrite(self, schema: Any, at: tuple[str, ...]) -> Schema:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise self.refuse(at, f"a schema is an object or a boolean, not {type(schema).__name__}")
-        if depth > MAX_DEPTH:
-            raise self.refuse(at, f"schemas are nested more than {MAX_DEPTH} deep")
-        place = SchemaPlace(self, schema, at, depth, context)
-        for name in schema:
-            if name in KEYWORDS:
-                KEYWORDS[name](place, name)
-        if self._closes and "properties" in place.out and "additionalProperties" not in place.out:
-            place.out["additionalProperties"] = False
-        place.context = common_keywords(context, place.out)
-        for name in CONDITIONS:
-            if name in schema:
-                CONDITIONS[name](place, name)
-        if place.more:
-            place.out["allOf"] = [*place.out.get("allOf", ()), *place.more]
-        self._places[id(place.out)] = at
-        self._kept.append(place.out)
-        return place.out
+            raise self._refuse(at, f"a schema is an object or a boolean, not {type(schema).__name__}")
+        if len(at) > MAX_DEPTH:
+            raise self._refuse(at, f"schemas are nested more than {MAX_DEPTH} deep")
+        out: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name in _UNSUPPORTED:
+                if value is not _NO_EFFECT.get(name, out):
+                    raise self._refuse((*at, name), "is not supported")
+            elif name not in _DROPPED:
+                out[name] = self._keyword(schema, name, value, (*at, name))
+        self._modernise(schema, out, at)
+        if "oneOf" in out and self._are_tagged(schema["oneOf"]):
+            out["allOf"] = [*_listed(out.get("allOf", [])), {"anyOf": out.pop("oneOf")}]
+        self._check_numbers(out, at)
+        self._check_min_properties(out, at)
+        if self._closes and "properties" in out:
+            out.setdefault("additionalProperties", False)
+        return out
 
-    def refer(self, reference: str, at: str, depth: int) -> str | None:
-        found = self._refs.find(reference, at)
-        if found is None:
-            return None
-        pointer, target = found
-        if pointer not in self._names:
-            name = self._names[pointer] = f"d{len(self._names)}"
-            self._defs[name] = True  # while it is rewritten: it may refer to itself
-            self._defs[name] = self.rewrite(target, pointer, True, depth + 1)
-        return f"#/$defs/{self._names[pointer]}"
+    def _keyword(self, schema: dict[str, Any], name: str, value: Any, at: tuple[str, ...]) -> Any:
+        """Return a keyword's value with the schemas in it rewritten. The library refuses values of a wrong type."""
+        if name == "$ref":
+            return self._refer(schema, value, at)
+        if name in _LISTS and isinstance(value, list):
+            return [self._rewrite(one, (*at, str(i))) for i, one in enumerate(value)]
+        if name in _MAPS and isinstance(value, dict):
+            return {key: self._rewrite(one, (*at, key)) for key, one in value.items()}
+        if name in ("items", "additionalProperties") and not isinstance(value, list):
+            return self._rewrite(value, at)
+        return value
 
-    def _look_up(self, reference: str) -> Schema | None:
-        return self._defs.get(reference.removeprefix("#/$defs/"))
+    def _refer(self, schema: dict[str, Any], reference: Any, at: tuple[str, ...]) -> str:
+        if not isinstance(reference, str):
+            raise self._refuse(at, "must be a string")
+        try:
+            target = self._refs.find(reference, schema)
+        except KeyError:
+            why = f"{reference!r:.100} is not in this document; external schemas are not fetched"
+            raise self._refuse(at, why) from None
+        if target is self._root:
+            return "#"
+        if id(target) not in self._names:
+            self._names[id(target)] = f"d{len(self._names)}"
+            self._todo.append((self._names[id(target)], target, _steps(reference)))
+        return f"#/$defs/{self._names[id(target)]}"
+
+    def _modernise(self, schema: dict[str, Any], out: dict[str, Any], at: tuple[str, ...]) -> None:
+        """Give today's form to a format, to draft 4's flags next to bounds, and to tuples from before 2020-12."""
+        for bound in ("minimum", "maximum"):
+            flag = "exclusive" + bound.capitalize()
+            if isinstance(out.get(flag), bool) and out.pop(flag) and bound in out:
+                out[flag] = out.pop(bound)
+        out.pop("additionalItems", None)
+        if isinstance(schema.get("items"), list):
+            if "prefixItems" in schema:
+                raise self._refuse((*at, "items"), "must be a schema next to prefixItems")
+            prefix = out.pop("items")
+            out["prefixItems"] = [self._rewrite(one, (*at, "items", str(i))) for i, one in enumerate(prefix)]
+            if "additionalItems" in schema:
+                out["items"] = self._rewrite(schema["additionalItems"], (*at, "additionalItems"))
+        name = out.get("format")
+        if isinstance(name, str) and name not in FORMATS:
+            del out["format"]
+        if isinstance(name, str) and name in FORMAT_PATTERNS:
+            out["allOf"] = [*_listed(out.get("allOf", [])), {"pattern": FORMAT_PATTERNS[name]}]
+
+    def _are_tagged(self, alternatives: Any) -> bool:
+        """Whether each of a oneOf's alternatives is an object that requires a property with strings of its own.
+
+        Then a value fits one at most. The library finds that out too, but not behind `$ref`, and pair by pair.
+        """
+        if not isinstance(alternatives, list):
+            return False
+        resolved = [self._resolve(one) for one in alternatives]
+        if not all(one.get("type") == "object" and isinstance(one.get("required"), list) for one in resolved):
+            return False
+        names = [name for name in resolved[0]["required"] if isinstance(name, str)] if resolved else []
+        return any(self._has_distinct_tags(resolved, name) for name in names[:_MAX_TAGS])
+
+    def _has_distinct_tags(self, alternatives: list[dict[str, Any]], name: str) -> bool:
+        seen: set[str] = set()
+        for one in alternatives:
+            properties = one.get("properties")
+            if name not in one["required"] or not isinstance(properties, dict):
+                return False
+            tag = self._resolve(properties.get(name))
+            values = [tag["const"]] if "const" in tag else tag.get("enum")
+            if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+                return False
+            if not seen.isdisjoint(values):
+                return False
+            seen.update(values)
+        return True
+
+    def _resolve(self, schema: Any) -> dict[str, Any]:
+        """Return what a schema says or, by one reference, refers to; {} if that is not an object."""
+        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            with contextlib.suppress(KeyError):
+                schema = self._refs.find(schema["$ref"], schema)
+        return schema if isinstance(schema, dict) else {}
+
+    def _check_numbers(self, out: dict[str, Any], at: tuple[str, ...]) -> None:
+        """Refuse numbers that the library would round, and multiples that it would count for too long."""
+        for name in _BOUNDS & out.keys():
+            value = out[name]
+            is_safe = _SAFE_WHEN_HUGE.get(name, 0) * value >= 2**63 - 1 if isinstance(value, int | float) else True
+            if _is_inexact(value) and not is_safe:
+                raise self._refuse((*at, name), f"an integer beyond {_MAX_EXACT} (2**53) is not supported")
+        for name in ("const", "enum"):
+            if name in out and any(map(_is_inexact, iter_values(out[name]))):
+                raise self._refuse((*at, name), f"an integer beyond {_MAX_EXACT} (2**53) is not supported")
+        step = out.get("multipleOf")
+        if isinstance(step, int | float) and step > 0:
+            digits = Decimal(repr(step)).normalize().as_tuple().digits
+            self._multiple = math.lcm(self._multiple, int("".join(map(str, digits))))
+            if self._multiple > _MAX_MULTIPLE:
+                raise self._refuse((*at, "multipleOf"), f"multiples of more than {_MAX_MULTIPLE} are not supported")
+
+    def _check_min_properties(self, out: dict[str, Any], at: tuple[str, ...]) -> None:
+        """Refuse a count that only several unlisted names reach.
+
+        A grammar writes listed properties once each, but may write any other name twice, and readers of JSON count it
+        once.
+        """
+        count, required = out.get("minProperties"), out.get("required", [])
+        if not isinstance(count, int | float) or not isinstance(required, list):
+            return
+        num_required = len(set(map(str, required)))
+        is_open = out.get("additionalProperties", True) is not False or "patternProperties" in out
+        if is_open and count > num_required + 1:
+            most = f"more than {num_required + 1}, one above the number of required properties,"
+            why = f"{most} is only supported with additionalProperties: false"
+            raise self._refuse((*at, "minProperties"), why)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _steps(reference: str) -> tuple[str, ...]:
+    """Return the steps of a reference, if it is a JSON pointer, as the place of what it names."""
+    if not reference.startswith("#/"):
+        return (reference,)
+    return tuple(step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")[1:])
+
+
+def _is_inexact(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) > _MAX_EXACT

@@ -3,12 +3,13 @@
 import threading
 from collections import OrderedDict
 
+from llguidance import LLTokenizer
+
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.cancellation import Cancellation
-from pagoda.engine.grammars.checker import GrammarChecker, GrammarLimits
-from pagoda.engine.grammars.grammar_text import GrammarText, grammar_text
+from pagoda.engine.grammars.grammar_text import grammar_text
+from pagoda.engine.grammars.llguidance_backend import error_of_grammar, library_tokenizer
 from pagoda.engine.grammars.vocabulary import Vocabulary
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
@@ -16,18 +17,20 @@ _MAX_KNOWN = 256
 
 
 class GrammarPreparer:
-    """Checks grammars in another process, and remembers the last ones. Thread-safe."""
+    """Tries grammars before their requests are accepted, and remembers the last ones. Thread-safe.
 
-    def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, sizes: RequestLimits, limits: GrammarLimits | None = None
-    ) -> None:
+    What compiles here compiles in the engine, which uses the same library, vocabulary and limits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, sizes: RequestLimits) -> None:
         """vocab_size: of the model's logits.   sizes: bounds what a request may ask for."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._sizes = sizes
-        self._checker = GrammarChecker(self._vocabulary, limits)
         self._known: OrderedDict[StructuredOutputsParams, str] = OrderedDict()
         self._lock = threading.Lock()
+        self._library_tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
 
     def known(self, params: StructuredOutputsParams) -> str | None:
         """Return the text of a grammar that was prepared before, without any work."""
@@ -37,32 +40,32 @@ class GrammarPreparer:
                 self._known.move_to_end(params)
             return text
 
-    def prepare(self, params: StructuredOutputsParams, cancellation: Cancellation | None = None) -> str:
-        """Return the grammar's text. Takes as long as compiling it. Raises RequestError if that is not possible.
+    def prepare(self, params: StructuredOutputsParams) -> str:
+        """Return the grammar's text. Takes as long as compiling it: up to seconds, mostly without the GIL.
 
-        cancellation: ends the compilation; then raises Cancelled.
+        Raises RequestError, naming the field, if it is too large or does not compile.
         """
         text = self.known(params)
         if text is not None:
             return text
-        self._sizes.check("grammar_chars", params.num_chars, params.source)
-        text = self.check(grammar_text(params, params.source), params.source, cancellation)
+        source = params.source
+        self._sizes.check("grammar_chars", params.num_chars, source)
+        text = grammar_text(params, source)
+        if not self._tokenizer.facts.eos_token_ids:
+            raise RequestError("structured output needs an end token, which this model's tokenizer lacks", source)
+        error = error_of_grammar(self._get_library_tokenizer(), text)
+        if error:
+            raise RequestError(f"{source}: {error}", source)
         with self._lock:
             self._known[params] = text
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         return text
 
-    def check(self, grammar: GrammarText, field_name: str, cancellation: Cancellation | None = None) -> str:
-        """Return the text of a grammar. Raises RequestError, naming the field, if it does not compile."""
-        if not self._tokenizer.facts.eos_token_ids:
-            raise RequestError("structured output needs an end token, which this model's tokenizer lacks", field_name)
-        self._checker.check(grammar, field_name, cancellation)
-        return grammar.text
-
-    def close(self) -> None:
-        """Kill the checking process. Idempotent."""
-        self._checker.close()
-
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary.of(self._tokenizer, self._vocab_size)
+    def _get_library_tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            if self._library_tokenizer is None:
+                vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size)
+                encode = self._tokenizer.encode
+                self._library_tokenizer = library_tokenizer(vocabulary, lambda text: encode(text, False))
+            return self._library_tokenizer

@@ -1,8 +1,10 @@
-"""The values of `format`: which the grammar library checks, which are written as patterns, which are refused."""
+"""The values of `format` that JSON Schema defines; others are annotations."""
 
-KNOWN_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-UNSUPPORTED_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})
-"""Formats of JSON Schema that the library does not know and that have no pattern below."""
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+    | {"idn-email", "idn-hostname", "iri", "iri-reference", "regex"}
+)
+"""Formats that go to the library as they are; it refuses those of the second row."""
 _UNRESERVED, _SUB_DELIMS = r"A-Za-z0-9\-._~", r"!$&'()*+,;="
 _PCHAR = rf"([{_UNRESERVED}{_SUB_DELIMS}:@]|%[0-9A-Fa-f]{{2}})"
 _SEGMENT_NO_COLON = rf"([{_UNRESERVED}{_SUB_DELIMS}@]|%[0-9A-Fa-f]{{2}})+"

@@ -16,22 +16,6 @@ class Vocabulary:
     eos_ids: tuple[int, ...]
     bos_id: int | None
 
-    def longest_first(self, text: str) -> list[int]:
-        """Return tokens with the bytes of `text`, the longest possible one at each place. Without the tokenizer.
-
-        Not the tokens that the tokenizer would choose. A byte without a token ends the list.
-        """
-        ids = {token: i for i, token in enumerate(self.tokens) if token}
-        longest = max(map(len, ids), default=0)
-        data, at, found = text.encode(), 0, list[int]()
-        while at < len(data):
-            token = next((data[at:end] for end in range(at + longest, at, -1) if data[at:end] in ids), None)
-            if token is None:
-                break
-            found.append(ids[token])
-            at += len(token)
-        return found
-
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> "Vocabulary":
         """vocab_size: of the model's logits. Tokens that the tokenizer lacks have no bytes and are never allowed.

@@ -205,10 +205,9 @@ class InputProcessor:
         return self._adapters
 
     def close(self) -> None:
-        """Close the processes that render templates, encode texts and check grammars. Idempotent."""
+        """Close the processes that render templates and encode texts. Idempotent."""
         self.chats.close()
         self.tokenizer.close()
-        self.grammars.close()
 
     def _seed(self, asked: int | None) -> int:
         if asked is not None:

@@ -80,7 +80,7 @@ class ParamsPreparer:
         if params.grammar is not None:
             raise RequestError("grammar is for the engine to set; set structured_outputs", "structured_outputs")
         if params.structured_outputs is not None:
-            params = params.with_grammar(self._grammars.prepare(params.structured_outputs, cancellation))
+            params = params.with_grammar(self._grammars.prepare(params.structured_outputs))
         return PreparedParams(params)
 
     def fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:

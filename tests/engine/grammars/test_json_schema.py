@@ -36,47 +36,14 @@ EQUIVALENT: dict[str, dict[str, Any]] = {
         "$schema": "http://json-schema.org/draft-04/schema#",
         "properties": {"a": {"type": "integer", "minimum": 1, "exclusiveMinimum": True}},
     },
-    "dependencies": {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "dependencies": {"a": ["b"], "b": {"properties": {"a": {"type": "string"}}}},
-    },
-    "dependentRequired": {"dependentRequired": {"a": ["b", "c"]}},
-    "not required": {"not": {"required": ["a"]}},
-    "not any required": {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
-    "not type": {"properties": {"a": {"not": {"type": ["string", "null"]}}}},
-    "not const": {"properties": {"a": {"enum": ["x", "y", 1]}}, "not": {"properties": {"a": {"const": "x"}}}},
-    "not bound": {"properties": {"a": {"not": {"minimum": 3}}}},
-    "not not": {"properties": {"a": {"not": {"not": {"type": "string"}}}}},
-    "if then else": {
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "if": {"properties": {"a": {"const": "x"}}, "required": ["a"]},
-        "then": {"required": ["b"]},
-        "else": {"required": ["c"]},
-    },
-    "if in allOf": {
-        "properties": {"a": {"enum": ["x", "y", 1]}},
-        "required": ["a"],
-        "allOf": [
-            {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}},
-            {"if": {"properties": {"a": {"const": "y"}}}, "then": {"properties": {"b": {"type": "integer"}}}},
-        ],
-    },
-    "oneOf that overlaps": {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b", "c"]}]},
     "oneOf by tag": {
         "oneOf": [
             {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"]},
             {"type": "object", "properties": {"a": {"const": "y"}, "b": {"type": "integer"}}, "required": ["a"]},
         ]
     },
-    "oneOf next to anyOf": {
-        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
-        "oneOf": [{"type": "object", "required": ["c"]}, {"type": "object", "not": {"required": ["c"]}}],
-    },
     "unknown format": {"properties": {"a": {"type": "string", "format": "byte"}}},
     "unknown keywords": {"x-order": 3, "nullable": True, "properties": {"a": {"title": "A", "example": 5}}},
-    "property names": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
-    "unevaluated": {"properties": {"a": True}, "unevaluatedProperties": False},
-    "contains anything": {"properties": {"a": {"type": "array", "contains": {}}}},
     "one unlisted property": {"required": ["a"], "minProperties": 2},
     "all properties": {
         "properties": {"a": {}, "b": {}},
@@ -84,8 +51,17 @@ EQUIVALENT: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
         "minProperties": 2,
     },
-    "one unique item": {"properties": {"a": {"uniqueItems": True, "maxItems": 1}}},
+    "items that may repeat": {"properties": {"a": {"uniqueItems": False, "type": "array"}}},
+    "tags of references": {
+        "$defs": {
+            "x": {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"]},
+            "y": {"type": "object", "properties": {"a": {"enum": ["y", ""]}, "b": {"type": "null"}}, "required": ["a"]},
+        },
+        "oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}],
+        "discriminator": {"propertyName": "a"},
+    },
     "names like keywords": {"properties": {"a": {"const": {"$ref": "#/nowhere"}}, "not": {"type": "null"}}},
+    "a definition elsewhere": {"x": {"y": [{"type": "null"}]}, "properties": {"a": {"$ref": "#/x/y/0"}}},
 }
 VALUES = ["x", "", 1, 3, 1.5, True, None, [], ["x", 1], ["x"], [1], {}, {"a": {}}, {"$ref": "#/nowhere"}]
 INSTANCES: list[Any] = [
@@ -106,7 +82,7 @@ INSTANCES: list[Any] = [
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_rewriting_does_not_change_which_values_are_valid(name: str) -> None:
     schema = EQUIVALENT[name]
-    rewritten = rewrite_schema(schema, "json").schema
+    rewritten: Any = rewrite_schema(schema, "json")
     before = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
     after = jsonschema.Draft202012Validator(rewritten)
     valid = [before.is_valid(value) for value in INSTANCES]
@@ -123,16 +99,20 @@ def test_rewriting_does_not_change_which_values_are_valid(name: str) -> None:
         ({"properties": {"a": {"$ref": "#/$defs/no"}}}, "/properties/a/$ref"),
         ({"items": [{}, {"contains": {"type": "string"}}]}, "/items/1/contains"),
         ({"anyOf": [{}, {"if": {"pattern": "a"}, "then": False}]}, "/anyOf/1/if"),
-        ({"properties": {"a": {"type": "text"}}}, "/properties/a/type"),
-        ({"required": True}, "/required"),
+        ({"dependencies": {"a": ["b"]}}, "/dependencies"),
+        ({"divisibleBy": 3}, "/divisibleBy"),
         ({"properties": {"a": 5}}, "/properties/a"),
-        ({"minLength": -1}, "/minLength"),
-        ({"format": "idn-email"}, "/format"),
         ({"minProperties": 2}, "/minProperties"),
         ({"items": {"required": ["a"], "minProperties": 3}}, "/items/minProperties"),
         ({"patternProperties": {"^[a-f]$": {}}, "additionalProperties": False, "minProperties": 2}, "/minProperties"),
+        ({"minimum": 2**53 + 1}, "/minimum"),
+        ({"type": "integer", "minimum": 1e300}, "/minimum"),
+        ({"enum": [1, {"a": [2**53 + 1]}]}, "/enum"),
+        ({"items": {"multipleOf": 99991}}, "/items/multipleOf"),
+        ({"items": [{}], "prefixItems": [{}]}, "/items"),
         ({"$dynamicRef": "#x"}, "/$dynamicRef"),
-        ({"allOf": [{"unevaluatedProperties": False, "anyOf": [True]}]}, "/allOf/0/unevaluatedProperties"),
+        ({"allOf": [{"unevaluatedProperties": False}]}, "/allOf/0/unevaluatedProperties"),
+        ({"allOf": [{"additionalProperties": False}, {"patternProperties": {"a": {}}}]}, "/"),
     ],
 )
 def test_unsupported_keywords_are_refused_with_their_place(schema: dict[str, Any], at: str) -> None:
@@ -144,15 +124,15 @@ def test_unsupported_keywords_are_refused_with_their_place(schema: dict[str, Any
 
 def test_no_option_of_the_library_gets_through() -> None:
     schema = {"type": "object", "x-guidance": {"lenient": True}, "properties": {"x-guidance": {"type": "null"}}}
-    rewritten = rewrite_schema(schema, "json").schema
+    rewritten = rewrite_schema(schema, "json")
     assert rewritten == {"type": "object", "properties": {"x-guidance": {"type": "null"}}}
 
 
 def test_nesting_and_text_are_bounded() -> None:
     deep: Any = {}
-    for _ in range(70):
+    for _ in range(110):
         deep = {"items": deep}
-    with pytest.raises(RequestError, match="nested more than 64 deep"):
+    with pytest.raises(RequestError, match="nested more than 100 deep"):
         rewrite_schema(deep, "json")
     for text in ("{", "[]", "5", '{"a": NaN}', "[" * 100_000):
         with pytest.raises(RequestError, match="JSON"):
@@ -162,7 +142,7 @@ def test_nesting_and_text_are_bounded() -> None:
 
 def test_closed_objects() -> None:
     schema = {"properties": {"a": {"properties": {"b": {}}, "additionalProperties": True}, "c": {"type": "object"}}}
-    rewritten = rewrite_schema(schema, "json", close_objects=True).schema
+    rewritten = rewrite_schema(schema, "json", close_objects=True)
     assert rewritten == {
         "properties": {
             "a": {"properties": {"b": {}}, "additionalProperties": True},

@@ -35,7 +35,7 @@ def backend() -> LlguidanceBackend:
 
 
 def text_of(**given: Any) -> str:
-    return grammar_text(StructuredOutputsParams(**given)).text
+    return grammar_text(StructuredOutputsParams(**given))
 
 
 GOOD_AND_BAD: list[tuple[dict[str, Any], list[str], list[str]]] = [

@@ -103,7 +103,7 @@ def backend() -> LlguidanceBackend:
 
 
 def text_of(grammar: str) -> str:
-    return grammar_text(StructuredOutputsParams(grammar=grammar)).text
+    return grammar_text(StructuredOutputsParams(grammar=grammar))
 
 
 def calls_in(name: str, text: str) -> list[tuple[str, Any]]:
