@@ -1,8 +1,8 @@
 """`pagoda bench throughput`: a workload through one engine, all requests at once."""
 
 import time
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,21 +98,14 @@ def run_at_once(llm: "LLM", items: Sequence[WorkItem], params: SamplingParams = 
 
 def run_at_arrivals(llm: "LLM", items: Sequence[WorkItem], params: SamplingParams = GREEDY) -> int:
     """Each request when its time has come; the number of output tokens."""
-    engine = llm.engine
-    waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_s))
-    outputs: list[RequestOutput] = []
     begin_s = time.perf_counter()
-    while waiting or engine.has_unfinished_requests():
-        now_s = time.perf_counter() - begin_s
-        while waiting and waiting[0][1].arrival_s <= now_s:
-            number, item = waiting.popleft()
+    calls: list[Future[list[RequestOutput]]] = []
+    with ThreadPoolExecutor(max(len(items), 1)) as pool:
+        for item in sorted(items, key=lambda item: item.arrival_s):
+            time.sleep(max(0.0, begin_s + item.arrival_s - time.perf_counter()))
             asked = replace(params, max_tokens=item.max_tokens)
-            engine.add_request(f"bench-{number}", item.prompt_token_ids, asked)
-        if engine.has_unfinished_requests():
-            outputs += engine.step()
-        elif waiting:
-            time.sleep(waiting[0][1].arrival_s - now_s)
-    return _count_tokens(outputs)
+            calls.append(pool.submit(llm.generate, item.prompt_token_ids, asked, use_tqdm=False))
+    return _count_tokens([output for call in calls for output in call.result()])
 
 
 def _count_tokens(outputs: Sequence[RequestOutput]) -> int:
