@@ -36,7 +36,7 @@ from pagoda.engine.inputs.scoring import PairOptions
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import OutputKind
-from pagoda.engine.outputs.pooled import (
+from pagoda.engine.outputs.results import (
     classification_output,
     embedding_output,
     pooling_output,

@@ -25,8 +25,7 @@ from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import RECORDER_ROWS, RendezvousDir
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.flight_recorder import FlightRecorder
-from pagoda.executors.recorded import RecordedExecutor
+from pagoda.engine.flight_recorder import FlightRecorder, RecordedExecutor
 
 logger = logging.getLogger("pagoda.engine")
 

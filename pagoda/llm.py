@@ -39,9 +39,9 @@ from pagoda.engine.inputs.prompts import (
 )
 from pagoda.engine.inputs.scoring import PairOptions, Scoring
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.outputs.beam_outputs import beams_of
 from pagoda.engine.outputs.output_processor import OutputKind
-from pagoda.engine.outputs.pooled import (
+from pagoda.engine.outputs.results import (
+    beams_of,
     classification_output,
     embedding_output,
     pooling_output,

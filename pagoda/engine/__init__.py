@@ -1,0 +1,12 @@
+"""The engine: prompts in, texts out. It never imports torch.
+
+text in      templates/, tokenizers/, inputs/, grammars/: a conversation or text becomes a Request, or is refused
+core         engine_core.py: schedule, execute, update: one step; the only place where time passes
+text out     outputs/: columns of token ids become RequestOutputs, cut at stop strings
+one thread   llm_engine.py has all three, stepped by its caller; engine_thread.py steps it on a thread, for LLM
+             (calls.py) and AsyncLLM
+a server     async_engine.py has text in and out on the event loop (async_text.py), and reaches a core in another
+             process through clients/: ProcessClient sends requests, Journal keeps what a replay needs, Supervisor
+             starts the next process after a death, Suspects finds the request at fault
+between them wire.py: the messages; flight_recorder.py: which requests are in the step that a dead process ran
+"""

@@ -21,9 +21,8 @@ from pagoda.engine.inputs.adapters import Adapter, AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, text_of
-from pagoda.engine.outputs.logprob_entries import PromptLogprobs
 from pagoda.engine.outputs.mailbox import Mailbox
-from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor
+from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
 from pagoda.engine.templates.process import TemplateLimits
 from pagoda.engine.wire import EngineFacts, EngineStats
 

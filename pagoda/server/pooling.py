@@ -17,7 +17,7 @@ from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.pooling_inputs import check_pooling, instruction_of, with_instruction
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.inputs.scoring import Scoring
-from pagoda.engine.outputs.pooled import vector_of
+from pagoda.engine.outputs.results import vector_of
 from pagoda.server.answers import PromptTokensDetails, answers_with
 from pagoda.server.body import described_body, read_body
 from pagoda.server.generation import Generation

@@ -12,8 +12,8 @@ from pathlib import Path
 import pagoda.engine_process
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.flight_recorder import RecordedExecutor
 from pagoda.engine_process import main
-from pagoda.executors.recorded import RecordedExecutor
 
 
 class PoisonedExecutor:

@@ -15,8 +15,8 @@ import numpy as np
 import pagoda.engine_process
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.flight_recorder import RecordedExecutor
 from pagoda.engine_process import main
-from pagoda.executors.recorded import RecordedExecutor
 
 
 class ScriptedExecutor:

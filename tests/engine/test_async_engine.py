@@ -15,9 +15,8 @@ from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.outputs.logprob_entries import PromptLogprobs
 from pagoda.engine.outputs.mailbox import Mailbox
-from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.outputs.output_processor import OutputKind, PromptLogprobs
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM

@@ -8,8 +8,8 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
 from pagoda.engine.outputs import output_processor
+from pagoda.engine.outputs.detokenizer import StopStrings
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor, ProcessedOutputs
-from pagoda.engine.outputs.stop_strings import StopStrings
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 
 STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED

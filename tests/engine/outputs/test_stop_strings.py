@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
+from pagoda.engine.outputs.detokenizer import StopSearch, StopStrings
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor
-from pagoda.engine.outputs.stop_strings import StopSearch, StopStrings
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 STOPS = st.lists(st.text("ab<é", min_size=1, max_size=6), min_size=1, max_size=6)

@@ -1,11 +1,14 @@
-"""What the methods that pool prompts return for each of them."""
+"""What methods of LLM and AsyncLLM return, made of finished requests: embeddings, classes, scores, beams."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     ClassificationOutput,
     EmbeddingOutput,
     PoolingOutput,
@@ -14,6 +17,7 @@ from pagoda.base.outputs import (
     ScoringOutput,
 )
 from pagoda.engine.inputs.scoring import Scoring
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 
 def vector_of(output: RequestOutput) -> np.ndarray:
@@ -53,3 +57,29 @@ def _scoring_output(parts: list[RequestOutput], score: float) -> PoolingRequestO
 
 def _output(output: RequestOutput, result: object) -> PoolingRequestOutput:  # type: ignore[type-arg]
     return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids or [], output.num_cached_tokens or 0)
+
+
+def beams_of(output: RequestOutput, tokenizer: Tokenizer, has_tokens: bool = True) -> BeamSearchOutput:
+    """Return a finished output of a beam search in vLLM's shape.
+
+    has_tokens: the prompt has tokens, which are part of the results' tokens and text; False: it is embeddings.
+    """
+    prompt_ids = output.prompt_token_ids or [] if has_tokens else []
+    prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
+    if output.prompt is not None:
+        prompt["prompt"] = output.prompt
+    sequences = [
+        BeamSearchSequence(
+            orig_prompt=prompt,
+            tokens=[*prompt_ids, *part.token_ids],
+            logprobs=part.logprobs or [],
+            cum_logprob=part.cumulative_logprob or 0.0,
+            text=tokenizer.decode([*prompt_ids, *part.token_ids]),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            lora_request=output.lora_request,
+        )
+        for part in output.outputs
+        if part.token_ids
+    ]
+    return BeamSearchOutput(sequences, output.error)
