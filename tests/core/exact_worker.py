@@ -6,6 +6,9 @@ looks at every position that the row attends to. A block given out twice, a copy
 order or a block reused under a step in flight all show up as a wrong name, at the step where they happen.
 
 Sampled tokens depend on the row's seed and tokens alone, so that any schedule must give the same text.
+
+A step may be told to fail, as a whole or in some rows. What those rows should have written is then SPOILED; a row that
+reads it writes the same, and samples GARBAGE: results that a client must never get.
 """
 
 import zlib
@@ -19,6 +22,8 @@ from pagoda.core.request import MediaItem
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, RowInit, SchedulerOutput
 
 Name = tuple[object, ...]
+SPOILED: Name = ("spoiled",)
+GARBAGE = 99
 
 
 class WrongMemory(AssertionError):
@@ -93,11 +98,15 @@ class ExactWorker:
         self.host: dict[int, list[Name | None]] = {}
         self.rows: dict[int, Row] = {}
         self.encoded: set[str] = set()
+        self.lost: set[str] = set()  # encoder outputs whose run failed
         self.pooled_from: dict[str, tuple[int, int]] = {}  # request -> positions whose states it has, begin and end
         self.last_step = 0
+        self.spoiled_rows: set[int] = set()  # of the step that runs
 
-    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Apply and execute one step."""
+    def run(
+        self, output: SchedulerOutput, failed: set[int] | None = None, *, raises: bool = False
+    ) -> ModelRunnerOutput:
+        """Apply and execute one step, of which the rows `failed` cannot be computed; all of them, if it raises."""
         if output.step != self.last_step + 1:
             raise WrongMemory(f"step {output.step} came after step {self.last_step}")
         self.last_step = output.step
@@ -115,12 +124,16 @@ class ExactWorker:
             self.pooled_from.pop(request_id, None)
         for item in output.encoder_freed:
             self.encoded.discard(item)
+            self.lost.discard(item)
         for run in output.encoder_runs:
             if run.content_hash in self.encoded:
                 raise WrongMemory(f"item {run.content_hash} is encoded twice")
-            if not any(row.encoder_len for row in self.rows.values()):
+            if raises:
+                self.lost.add(run.content_hash)
+            elif not any(row.encoder_len for row in self.rows.values()):
                 self.encoded.add(run.content_hash)
-        fed = self._write(output)
+        self.spoiled_rows = {*output.rows.tolist(), *output.sample_rows.tolist()} if raises else set(failed or ())
+        fed = self._write(output, raises=raises)
         self._read(output)
         return self._sample(output, fed)
 
@@ -195,7 +208,7 @@ class ExactWorker:
         )  # fmt: skip
         self.rows[target].embeds = old.embeds
 
-    def _write(self, output: SchedulerOutput) -> dict[int, list[int]]:
+    def _write(self, output: SchedulerOutput, *, raises: bool) -> dict[int, list[int]]:
         """Write all KV of the step; the tokens each row was fed, drafts included."""
         written: dict[tuple[int, int], int] = {}
         fed: dict[int, list[int]] = {}
@@ -210,7 +223,7 @@ class ExactWorker:
                     f"{row.request_id}: positions {start}..{start + new - 1} of {len(tokens)} known tokens"
                 )
             fed[number] = tokens
-            self._check_media(row, start, new)
+            self._check_media(number, row, start, new)
             for group, spec in enumerate(self.groups):
                 if spec.kind is KVGroupKind.CROSS:
                     self._write_cross(row, group)
@@ -224,7 +237,22 @@ class ExactWorker:
                         )
                     written[block, slot] = number
                     self.device[block][slot] = (group, row.name_at(position, tokens))
+        for number in self.spoiled_rows:
+            self._spoil(output, number, raises=raises)
         return fed
+
+    def _spoil(self, output: SchedulerOutput, number: int, *, raises: bool = False) -> None:
+        """What the row writes in this step is wrong."""
+        for at in np.flatnonzero(output.rows == number).tolist():
+            start, row = int(output.start[at]), self.rows[number]
+            for group, spec in enumerate(self.groups):
+                if spec.kind is KVGroupKind.CROSS:
+                    lost = raises and any(run.row == number for run in output.encoder_runs)
+                    positions = range(row.encoder_len) if lost else range(0)
+                else:
+                    positions = range(start, start + int(output.num_new[at]))
+                for position in positions:
+                    self.device[self._block(row, group, position)][position % self.block_size] = SPOILED
 
     def _write_cross(self, row: Row, group: int) -> None:
         if not row.cross_written:
@@ -239,7 +267,7 @@ class ExactWorker:
     def _cross_name(row: Row, group: int, place: int) -> Name:
         return group, "encoder", row.media, place
 
-    def _check_media(self, row: Row, start: int, new: int) -> None:
+    def _check_media(self, number: int, row: Row, start: int, new: int) -> None:
         if row.encoder_len:
             return
         for item in row.media:
@@ -248,6 +276,9 @@ class ExactWorker:
                 and start < item.offset + item.length
                 and item.content_hash not in self.encoded
             ):
+                if item.content_hash in self.lost:
+                    self.spoiled_rows.add(number)
+                    continue
                 raise WrongMemory(f"{row.request_id} needs {item.content_hash}, which is not encoded")
 
     def _block(self, row: Row, group: int, position: int) -> int:
@@ -258,26 +289,34 @@ class ExactWorker:
         return table[index]
 
     def _read(self, output: SchedulerOutput) -> None:
-        for number, start, new in zip(
-            output.rows.tolist(), output.start.tolist(), output.num_new.tolist(), strict=True
-        ):
-            row = self.rows[number]
-            for group, spec in enumerate(self.groups):
-                if spec.kind is KVGroupKind.CROSS:
-                    for place in range(row.encoder_len):
-                        held = self.device[self._block(row, group, place)][place % self.block_size]
-                        if held != self._cross_name(row, group, place):
-                            raise WrongMemory(f"{row.request_id}: cross slot {place} holds {held}")
-                    continue
-                first = max(0, start - spec.window + 1) if spec.kind is KVGroupKind.WINDOW else 0
-                for position in range(first, start + new):
-                    block = self._block(row, group, position)
-                    held = self.device[block][position % self.block_size]
-                    if held != (group, row.names[position]):
-                        raise WrongMemory(
-                            f"step {output.step}: {row.request_id} (row {number}) reads position {position} of group "
-                            f"{group} from block {block}, which holds {held}"
-                        )
+        """Look at all that rows attend to; a row that reads what is spoiled spoils what it writes."""
+        before = -1
+        while before != len(self.spoiled_rows):  # rows read what others write in the same step
+            before = len(self.spoiled_rows)
+            for number, start, new in zip(
+                output.rows.tolist(), output.start.tolist(), output.num_new.tolist(), strict=True
+            ):
+                if number not in self.spoiled_rows and self._reads_spoiled(output.step, number, start, new):
+                    self.spoiled_rows.add(number)
+                    self._spoil(output, number)
+
+    def _reads_spoiled(self, step: int, number: int, start: int, new: int) -> bool:
+        row = self.rows[number]
+        for group, spec in enumerate(self.groups):
+            is_cross = spec.kind is KVGroupKind.CROSS
+            first = max(0, start - spec.window + 1) if spec.kind is KVGroupKind.WINDOW else 0
+            for position in range(row.encoder_len) if is_cross else range(first, start + new):
+                block = self._block(row, group, position)
+                held = self.device[block][position % self.block_size]
+                if held == SPOILED:
+                    return True
+                expected = self._cross_name(row, group, position) if is_cross else (group, row.names[position])
+                if held != expected:
+                    raise WrongMemory(
+                        f"step {step}: {row.request_id} (row {number}) reads position {position} of group {group} "
+                        f"from block {block}, which holds {held}"
+                    )
+        return False
 
     def _sample(self, output: SchedulerOutput, fed: dict[int, list[int]]) -> ModelRunnerOutput:
         widest = 1 + max((len(drafts) for drafts in output.drafts.values()), default=0)
@@ -289,6 +328,11 @@ class ExactWorker:
             row, source = self.rows[number], int(output.rows[index])
             if int(output.start[index]) + int(output.num_new[index]) != len(fed[source]):
                 raise WrongMemory(f"{row.request_id} samples before its last token is computed")
+            if source in self.spoiled_rows:
+                self.spoiled_rows.add(number)
+                sampled[place, 0], counts[place] = GARBAGE, 1
+                row.tokens = [*row.tokens, GARBAGE]
+                continue
             drafts = output.drafts.get(source)
             said = [next_token(row.seed, row.tokens, self.vocab)]
             for draft in drafts.tolist() if drafts is not None else []:
@@ -314,7 +358,9 @@ class ExactWorker:
             begin, end = self.pooled_from.get(row.request_id, (start, start))
             begin = begin if end == start else start
             self.pooled_from[row.request_id] = (begin, start + new)
-            if start + new == row.num_prompt:
+            if start + new == row.num_prompt and number in self.spoiled_rows:
+                found[number] = np.array([GARBAGE, GARBAGE, 0], np.float32)
+            elif start + new == row.num_prompt:
                 found[number] = np.array([*pooled_vector(row.tokens), begin], np.float32)
         return found
 
@@ -328,6 +374,8 @@ class ExactWorker:
         for row, at in zip(output.sample_rows.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True):
             if self.rows[row].num_logprobs:
                 logprobs = logprobs_after(self.rows[row].tokens[:-1], self.vocab)
+                if row in self.spoiled_rows:
+                    logprobs = -logprobs
                 best = np.argsort(-logprobs, kind="stable")[:most]
                 ids[at, 1:], values[at, 1:] = best, logprobs[best]
         return LogprobColumns(ids, values, np.zeros(total, np.int32))

@@ -125,12 +125,12 @@ def test_a_beam_that_fails_ends_its_beam_search(fault: str) -> None:
     for _ in range(3):
         traffic.step()
     traffic.plan()
-    output, result = traffic.in_flight.pop()
+    output, result, failure = traffic.in_flight.pop()
     if fault == "no logprobs":
         result = replace(result, logprobs=None)
     else:
         result = replace(result, failed={int(output.sample_rows[1]): "not finite"})
-    traffic.in_flight.append((output, result))
+    traffic.in_flight.append((output, result, failure))
     ended = [finish for outputs in traffic.deliver().values() for finish in outputs.finishes]
     assert sorted(finish.sequence for finish in ended) == [0, 1, 2]
     expected = RequestStatus.FINISHED_IGNORED if fault == "no logprobs" else RequestStatus.FINISHED_ERROR

@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -19,7 +20,8 @@ from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem
 from pagoda.core.scheduler_options import SchedulerOptions
-from tests.core.traffic import VOCABULARY, Setting, Traffic, make_request
+from pagoda.core.scheduler_output import SchedulerOutput
+from tests.core.traffic import VOCABULARY, Failure, Setting, Traffic, make_request
 
 FULL = KVGroupSpec()
 
@@ -104,6 +106,23 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         encoder_decoder=encoder_decoder,
         beams=draw(st.integers(0, 2)) == 0,
     )
+
+
+FAILURES = st.tuples(st.sampled_from([*[""] * 6, "step", "row", "rows"]), st.integers(0, 7))
+
+
+def failure_of(kind: str, which: int) -> Callable[[SchedulerOutput], Failure | None]:
+    """What becomes of the step that will be planned: it raises, or one row or every second row of it fails alone."""
+
+    def choose(output: SchedulerOutput) -> Failure | None:
+        rows = sorted({*output.rows.tolist(), *output.sample_rows.tolist()})
+        if kind == "step":
+            return Failure()
+        if kind == "row":
+            return Failure(frozenset({rows[which % len(rows)]}))
+        return Failure(frozenset(rows[which % 2 :: 2])) if kind == "rows" else None
+
+    return choose
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -218,24 +237,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset(self, preempt_running: bool) -> None:
         self.traffic.reset(preempt_running)
 
-    @rule()
-    def plan(self) -> None:
+    @rule(failure=FAILURES)
+    def plan(self, failure: tuple[str, int]) -> None:
         if len(self.traffic.in_flight) >= self.traffic.depth:
             self.traffic.deliver()
-        self.traffic.plan()
+        self.traffic.plan(failure_of(*failure))
 
     @precondition(lambda self: self.traffic.in_flight)
     @rule()
     def deliver(self) -> None:
         self.traffic.deliver()
 
-    @rule(times=st.integers(1, 4), right=st.integers(0, 3))
-    def step(self, times: int, right: int) -> None:
-        """The ordinary loop: plan, apply the result, offer drafts of which the first `right` are right."""
-        for _ in range(times):
+    @rule(times=st.integers(1, 4), right=st.integers(0, 3), failure=FAILURES)
+    def step(self, times: int, right: int, failure: tuple[str, int]) -> None:
+        """The ordinary loop: plan, apply the result, offer drafts of which the first `right` are right.
+
+        The last one of the steps may fail.
+        """
+        for left in range(times, 0, -1):
             if len(self.traffic.in_flight) >= self.traffic.depth:
                 self.traffic.deliver()
-            self.traffic.plan()
+            self.traffic.plan(failure_of(*failure) if left == 1 else failure_of("", 0))
             self._offer_drafts(right)
 
     def _offer_drafts(self, right: int) -> None:

@@ -1,7 +1,8 @@
 """Traffic: a scheduler, a worker that knows what every KV slot holds, and a client that knows what it must receive."""
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
-from tests.core.exact_worker import ExactWorker, logprobs_after, next_token, pooled_vector
+from tests.core.exact_worker import SPOILED, ExactWorker, logprobs_after, next_token, pooled_vector
 from tests.core.plain_beam_search import plain_beam_search
 from tests.twin import TwinScheduler
 
 VOCABULARY = 7
+RAISED, NOT_FINITE = "the step failed", "not finite"
 Record = dict[str, Any]
 
 
@@ -41,6 +43,13 @@ class Setting:
         config = self.scheduler
         guesses = config.async_scheduling and config.num_speculative_tokens > 0
         return config.preemption_mode is not PreemptionMode.COST and not guesses and not self.beams
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A step that raises; or `rows` (row numbers) of it that fail alone."""
+
+    rows: frozenset[int] | None = None
 
 
 @dataclass
@@ -94,12 +103,12 @@ class Traffic:
         )
         self.twin = self._make_twin() if setting.has_twin else None
         self.plans: deque[Record] = deque()  # the twin's, not back yet
-        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Failure | None]] = deque()
         self.requests: dict[str, Request] = {}
         self.id_of: dict[int, str] = {}
         self.received: dict[tuple[str, int], Received] = {}
         self.aborted: set[str] = set()
-        self.reset_ids: set[str] = set()  # preempted by a reset since the last step was planned
+        self.reset_ids: set[str] = set()  # preempted by a reset or a failure since the last step was planned
         self.finished_ids: Counter[str] = Counter()
         self.outputs: list[SchedulerOutput] = []
 
@@ -157,15 +166,17 @@ class Traffic:
     def depth(self) -> int:
         return self.setting.scheduler.pipeline_depth
 
-    def plan(self) -> SchedulerOutput:
-        """Plan one step and execute it; its result is not back yet."""
+    def plan(self, choose_failure: Callable[[SchedulerOutput], Failure | None] = lambda _: None) -> SchedulerOutput:
+        """Plan one step and execute it; its result is not back yet. It fails as `choose_failure` says."""
         assert len(self.in_flight) < self.depth
         queue = list(self.scheduler.waiting_ids())
         output = self.scheduler.schedule()
-        result = self.worker.run(output)
+        failure = choose_failure(output) if len(output.rows) else None
+        raises = failure is not None and failure.rows is None
+        result = self.worker.run(output, set(failure.rows or ()) if failure else None, raises=raises)
         self.clock.advance(result.duration_s)
         self.outputs.append(output)
-        self.in_flight.append((output, result))
+        self.in_flight.append((output, result, failure))
         self.finished_ids.update(output.finished_ids)
         self._check_step(output, queue)
         if self.twin is not None:
@@ -207,12 +218,24 @@ class Traffic:
 
     def deliver(self) -> dict[int, EngineCoreOutputs]:
         """The oldest result comes back."""
-        output, result = self.in_flight.popleft()
-        by_client = self.scheduler.update_from_output(output, result)
+        output, result, failure = self.in_flight.popleft()
+        running = set(self.scheduler.running_ids()) | set(self.scheduler.swapped_ids())
+        failed = self._failed_rows(output, failure)
+        if failure is None:
+            by_client = self.scheduler.update_from_output(output, result)
+        elif failure.rows is None:
+            by_client = self.scheduler.fail_step(output, RAISED)
+        else:
+            by_client = self.scheduler.update_from_output(output, self._without(output, result, failed))
+        if failure is not None:
+            self.reset_ids |= running
         for outputs in by_client.values():
             self._receive(outputs)
         if self.twin is not None:
             plan = self.plans.popleft()
+            if failure is not None:
+                raised = failure.rows is None
+                self.twin.fail(plan["handle"], {plan["names"][row] for row in failed}, raised=raised)
             sampled = {
                 plan["names"][row]: tokens[:count]
                 for row, tokens, count in zip(
@@ -222,6 +245,28 @@ class Traffic:
             self.twin.update(plan["handle"], sampled, result.duration_s)
         self.check()
         return by_client
+
+    @staticmethod
+    def _failed_rows(output: SchedulerOutput, failure: Failure | None) -> set[int]:
+        if failure is None:
+            return set()
+        return {*output.rows.tolist(), *output.sample_rows.tolist()} if failure.rows is None else set(failure.rows)
+
+    @staticmethod
+    def _without(output: SchedulerOutput, result: ModelRunnerOutput, failed: set[int]) -> ModelRunnerOutput:
+        """Return the result in which these rows have failed."""
+        lost = np.isin(output.sample_rows, list(failed))
+        logprobs = result.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[~np.repeat(lost, result.num_sampled)]
+        return replace(
+            result,
+            sampled=np.where(lost[:, None], -1, result.sampled),
+            num_sampled=np.where(lost, 0, result.num_sampled).astype(np.int32),
+            logprobs=logprobs,
+            pooled={row: vector for row, vector in result.pooled.items() if row not in failed},
+            failed=dict.fromkeys(failed, NOT_FINITE),
+        )
 
     def step(self) -> SchedulerOutput:
         """Plan one more step; apply the oldest result if no further step may be in flight."""
@@ -342,8 +387,16 @@ class Traffic:
                 f"block {block}: {counts[block]} references, {named[block]} entries"
             )
 
+    def _check_cache(self) -> None:
+        """Nothing that a failed step should have written can be found, once it is known that it failed."""
+        if any(failure is not None for _, _, failure in self.in_flight):
+            return
+        for block in self.scheduler._kv._content.prefix_cache._hash_of:
+            assert SPOILED not in self.worker.device[block], f"block {block} of a failed step can be found"
+
     def check(self) -> None:
         self.scheduler.check()
+        self._check_cache()
         running, waiting, swapped = (
             list(self.scheduler.running_ids()),
             list(self.scheduler.waiting_ids()),

@@ -32,7 +32,24 @@ class Memory:
 
     def open_step(self) -> None:
         self.copies: list[tuple[TwinSequence, int, int]] = []  # sequence, source, target
+        self.copied: list[tuple[tuple[int, int], tuple[int, int]]] = []  # the same, as stamps
         self.swapped_out = 0
+
+    def stamps(self, sequence: TwinSequence, start: int, end: int) -> set[tuple[int, int]]:
+        """The blocks of positions `start` .. `end` - 1."""
+        first, last = start // self.block_size, blocks_for(end, self.block_size)
+        tables = [
+            table
+            for spec, table in zip(self.groups, sequence.tables, strict=True)
+            if spec.kind is not KVGroupKind.CROSS
+        ]
+        return {self.pool.blocks[number].stamp for table in tables for number in table[first:last] if number != NULL}
+
+    def equal_blocks(self, request: Request, tokens: list[int]) -> set[int]:
+        """All blocks that hold what the full blocks of these tokens do."""
+        ends = range(self.block_size, len(tokens) + 1, self.block_size)
+        contents = [self.content(group, request, tokens, end) for group in range(len(self.groups)) for end in ends]
+        return {number for content in contents for number in self.pool.known.get(content, ())}
 
     @property
     def has_windows(self) -> bool:
@@ -162,6 +179,7 @@ class Memory:
             if index is not None:
                 [fresh] = self.pool.take(1)
                 self.copies.append((sequence, table[index], fresh))
+                self.copied.append((self.pool.blocks[table[index]].stamp, self.pool.blocks[fresh].stamp))
                 self.pool.free_blocks([table[index]])
                 table[index] = fresh
             missing = blocks_for(upto, self.block_size) - len(table)

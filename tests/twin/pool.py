@@ -11,6 +11,12 @@ class Block:
     number: int
     references: int = 0
     content: Hashable | None = None  # what a full block holds, if it may be found by it
+    times_taken: int = 0
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """The block from when it was taken to when it is taken again."""
+        return self.number, self.times_taken
 
 
 class Pool:
@@ -31,6 +37,7 @@ class Pool:
         for block in taken:
             assert block.references == 0
             block.references = 1
+            block.times_taken += 1
             self._forget(block)
         return [block.number for block in taken]
 
@@ -77,6 +84,16 @@ class Pool:
         for block in self.blocks.values():
             self._forget(block)
         return True
+
+    def forget_blocks(self, numbers: Iterable[int]) -> None:
+        """What these blocks hold can no longer be found; free ones are reused first."""
+        for number in numbers:
+            block = self.blocks[number]
+            if block.content is not None:
+                self._forget(block)
+                if block.references == 0:
+                    self.free.remove(block)
+                    self.free.insert(0, block)
 
     def _forget(self, block: Block) -> None:
         if block.content is not None:

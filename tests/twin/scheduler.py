@@ -57,6 +57,7 @@ class TwinScheduler:
         self.in_flight: list[Step] = []
         self.arrivals = 0
         self.returns = 0
+        self.admissions = 0
         self.step_number = 0
         self.last_prompt_step_s = 0.0
         self.preempted: list[str] = []  # since the last step was planned
@@ -452,6 +453,8 @@ class TwinScheduler:
 
     def _enter(self, state: TwinRequest) -> None:
         state.status = "running"
+        self.admissions += 1
+        state.admission = self.admissions
         self.running.append(state)
 
     def _make_way(self, head: TwinRequest) -> bool:
@@ -499,12 +502,19 @@ class TwinScheduler:
                 sampling.append(entry)
                 if not state.forked:
                     sampling += self._fork(entry)
+        self.joined: list[Planned] = []
         for state in self.running:
             self._join(state)
         if self.config.async_scheduling:
             for entry in sampling:
                 entry.sequence.placeholders += 1 + len(entry.drafts)
+        for entry in [*self.planned, *sampling, *self.joined]:
+            entry.reads = self.memory.stamps(entry.sequence, 0, entry.sequence.computed)
+            entry.writes = (
+                self.memory.stamps(entry.sequence, entry.start, entry.start + entry.new) if entry.new else set()
+            )
         step = Step(self.step_number, self.planned, sampling, self.has_prompt, pooling)
+        step.copied, step.encoded, step.joined = self.memory.copied, dict(self.encoder.encoded), self.joined
         if self.planned:
             self.in_flight.append(step)
         record: Record = {
@@ -546,6 +556,7 @@ class TwinScheduler:
                 sequence.started = sequence.mid_prefill = True
                 sequence.computed = shared
                 self.memory.share_prefix(first, sequence, sequence.computed)
+                self.joined.append(Planned(state, sequence, shared, 0, [], state.epoch))
                 self.admitted.append(
                     {"id": self._name(state, sequence), "kind": "resumed", "cached": sequence.computed}
                 )
@@ -601,6 +612,93 @@ class TwinScheduler:
                 finished[self._name(entry.state, entry.sequence)] = "stop"
                 self._end(entry.state)
         return self._with_deferred({"emitted": emitted, "finished": finished})
+
+    # Failures ---------------------------------------------------------------------------------------------------
+
+    def fail(self, step: Step, names: set[str], *, raised: bool) -> None:
+        """The sequences `names` of the oldest step have failed; all of them, if it raised. Called before `update`.
+
+        They end. What read what they should have written, in this step or a later one, is computed again.
+        """
+        assert self.in_flight[0] is step
+        lost = self._lost_outputs(step) if raised else set()
+        failed = [
+            entry for entry in [*step.planned, *step.sampling] if self._name(entry.state, entry.sequence) in names
+        ]
+        waiting = {request_id for item in lost for request_id in self.encoder.cache.holders.get(item, ())}
+        if raised and self.encoder_decoder:
+            waiting = set(step.encoded)
+        spoiled, bad = self._spoiled_by(failed, waiting)
+        for entry in failed:
+            if self._counts(entry):
+                if not raised:
+                    self._forget_all(entry)
+                self._fail_sequence(entry.state, entry.sequence)
+        touched = {entry.state for entry in bad if self._counts(entry)}
+        touched |= {self.requests[request_id] for request_id in waiting if request_id in self.requests}
+        for state in sorted(touched, key=lambda one: -one.admission):
+            if state.status == "running":
+                self._preempt(state, may_swap=False)
+            elif state.status == "swapped":
+                self.swapped.remove(state)
+                for sequence in state.alive:
+                    self.memory.drop_host(sequence, self.host)
+                self.preempted.append(state.id)
+                state.epoch += 1
+                self._drop(state)
+            state.drop_before, state.stale_steps = state.epoch, 0
+        for item in lost & set(self.encoder.cache.unheld):
+            self.encoder.cache.unheld.remove(item)
+            del self.encoder.cache.size[item], self.encoder.cache.holders[item]
+        self.pool.forget_blocks(number for number, taken in spoiled if self.pool.blocks[number].times_taken == taken)
+
+    def _counts(self, entry: Planned) -> bool:
+        """Whether the result of this entry would be used."""
+        state = entry.state
+        return state.status != "gone" and not entry.sequence.finished and entry.epoch >= state.drop_before
+
+    def _lost_outputs(self, step: Step) -> set[str]:
+        if self.encoder_decoder:
+            return set()
+        media = {entry.state.id: entry.state.request.media for entry in step.planned}
+        return {
+            media[request_id][place].content_hash for request_id, places in step.encoded.items() for place in places
+        }
+
+    def _spoiled_by(self, failed: list[Planned], waiting: set[str]) -> tuple[set[tuple[int, int]], list[Planned]]:
+        """The blocks that do not hold what they should, and the other entries that read one."""
+        spoiled = {stamp for entry in failed for stamp in entry.writes}
+        bad: list[Planned] = []
+        for number, step in enumerate(self.in_flight):
+            spoiled |= {target for source, target in step.copied if source in spoiled}
+            left = [entry for entry in [*step.planned, *step.sampling, *step.joined] if entry not in failed]
+            while found := [
+                entry for entry in left if entry.reads & spoiled or (number and entry.state.id in waiting and entry.new)
+            ]:
+                bad += found
+                spoiled |= {stamp for entry in found for stamp in entry.writes}
+                left = [entry for entry in left if entry not in found]
+        return spoiled, bad
+
+    def _forget_all(self, entry: Planned) -> None:
+        """Nothing that the sequence has computed may be found."""
+        if not self.memory.caching:
+            return
+        sequence = entry.sequence
+        numbers = {number for table in sequence.tables for number in table if number != NULL}
+        if not sequence.started:
+            numbers = self.memory.equal_blocks(entry.state.request, sequence.tokens)
+        self.pool.forget_blocks(numbers)
+
+    def _fail_sequence(self, state: TwinRequest, sequence: TwinSequence) -> None:
+        """It ends. If siblings wait for it, they start again without it."""
+        if len(state.alive) == 1:
+            self._end(state)
+            return
+        if state.status == "running" and not all(one.started for one in state.alive):
+            self._preempt(state, may_swap=False)
+            self.preempted.remove(state.id)
+        self._end_sequence(sequence)
 
     def _with_deferred(self, record: Record) -> Record:
         record["finished"] |= self.deferred

@@ -42,6 +42,7 @@ class TwinRequest:
     stale_steps: int = 0  # steps that sample for it, planned before it left, not back
     drop_before: int = 0  # results of epochs before this are dropped (reset)
     forked: bool = False
+    admission: int = 0  # number of its last one
     encoder_items: set[int] = field(default_factory=set)  # places whose encoder output it holds
 
     @property
@@ -54,7 +55,7 @@ class TwinRequest:
 
     @property
     def num_seqs(self) -> int:
-        return len(self.alive) if self.forked else self.request.num_seqs
+        return len(self.alive)
 
 
 @dataclass(eq=False)
@@ -69,6 +70,8 @@ class Planned:
     epoch: int
     samples: bool = False
     of_prompts: int = 0  # tokens taken of what prompts may have
+    reads: set[tuple[int, int]] = field(default_factory=set)  # stamps of blocks
+    writes: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -83,6 +86,9 @@ class Step:
     sampling: list[Planned]
     has_prompt: bool
     pooling: list[Planned] = field(default_factory=list)
+    copied: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)  # source, target
+    joined: list[Planned] = field(default_factory=list)  # share blocks of a resumed sibling, and compute nothing yet
+    encoded: dict[str, list[int]] = field(default_factory=dict)  # request id -> places of its items
 
     @property
     def requests(self) -> list[TwinRequest]:

@@ -127,14 +127,17 @@ class CachedContent:
 
     def uncache(self, sequence: Sequence) -> None:
         """The sequence's KV cannot be trusted: its row's blocks are removed, or all that is found by its hashes."""
-        row, chain = sequence.row, self._chains.get(sequence)
+        if not self.enabled:
+            return
+        row = sequence.row
         if row >= 0:
             self.num_cached[row] = count = int(self._tables.num_blocks[row])
             for group in self._groups:
                 self.uncache_blocks(self._tables.entries[group.index][row, :count])
-        elif chain is not None:
+        else:
+            hashes = self.hash_tokens(sequence).hashes
             for group in self._groups:
-                self.uncache_blocks(np.array(self.prefix_cache.blocks_with(group.index, chain.hashes), np.int32))
+                self.uncache_blocks(np.array(self.prefix_cache.blocks_with(group.index, hashes), np.int32))
 
     def uncache_blocks(self, blocks: np.ndarray) -> None:
         """Remove `blocks` from the cache. 0 is the null block."""

@@ -53,10 +53,10 @@ class CommitOutputs:
         """
         self.in_flight.completed(output, result, self.clock)
         self.table.complete(output.rows, output.num_new)
-        self.encoder.complete(output.rows)
         self.costs.observe(output, result)
         result = self.extend_beams.without_unscored(output, result)
         failures = self._fail_rows(output, result, raised=raised) if result.failed else []
+        self.encoder.complete(output.rows)
         beams = self.extend_beams.run(output, result)
         if beams is not None:
             by_client = self._add_beams(self._commit_any(output, beams.rest), beams)
@@ -188,7 +188,8 @@ class CommitOutputs:
         such a row, are computed again: their results, which are in flight, are dropped.
         """
         lost_runs = output.encoder_runs if raised else ()
-        dependent = self.table.rows_of(self.encoder.waiting_for(lost_runs))
+        waiting = self.encoder.waiting_for(lost_runs)
+        dependent = self.table.rows_of(waiting)
         rows, blocks = find_spoiled(result.failed, dependent, output, self.in_flight.outputs, self.kv)
         sequences = [self.table.sequence_of[row] for row in rows]
         finishes: list[tuple[int, Finish]] = []
@@ -202,7 +203,8 @@ class CommitOutputs:
             client = sequence.request.facts.client_index
             finishes += [(client, finish) for finish in self.lifecycle.finish_one(sequence, status, message=message)]
         spoiled = {one.request for one in sequences if one is not None and not one.is_finished}
-        spoiled.update(self.lifecycle.requests[request_id] for request_id in self.encoder.waiting_for(lost_runs))
+        requests = self.lifecycle.requests
+        spoiled.update(requests[request_id] for request_id in waiting if request_id in requests)
         for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order
             self.preemption.recompute(request)
         self.encoder.drop_outputs(lost_runs)
