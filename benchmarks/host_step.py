@@ -27,43 +27,45 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineFacts
 from pagoda.executors.in_process import InProcessExecutor
+from pagoda.kernels.batch import ForwardBatch
+from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices.cpu import CpuDevice
-from pagoda.worker.launched_step import LaunchedStep
+from pagoda.worker.forward_runner import Computed, ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.steps_in_flight import LaunchedStep
 from pagoda.worker.table_mirror import TableMirror
 
 BLOCK, VOCAB, MAX_LEN = 16, 512, 2048
 
 
 class NoModel:
-    """A forward pass that computes nothing: every logit is zero."""
+    """A model that computes nothing: every logit is zero."""
 
-    generates, num_token_types, pooling, decode_inputs = True, 0, PoolingPlan(), None
+    generates, num_token_types, pooling = True, 0, PoolingPlan()
     kv_groups = (KVGroupSpec(shape=KVShape(1, 1, 1)),)
     spec = ModelSpec("none", VOCAB, 1, 1, 1, 1, 1, 1, MAX_LEN, (0,))
 
+
+class NoForward(ForwardRunner):
+    """Runs it."""
+
     def __init__(self) -> None:
+        super().__init__(cast(Any, NoModel()), cast(Any, TorchOps()))
         self._logits = torch.zeros(1024, VOCAB)
 
-    def forward(self, batch: Any, kv: object) -> torch.Tensor:
-        return self._logits[: batch.tail.index.shape[0]]
-
-    def compute_logits(self, hidden: torch.Tensor, adapters: object = None) -> torch.Tensor:
-        return hidden
-
-    def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return hidden[: index.shape[0]]
+    def run(self, batch: ForwardBatch, kv: object, size: object = None) -> Computed:
+        return Computed(self._logits[: batch.tail.index.shape[0]], self._logits[: batch.logits_index.shape[0]])
 
 
 class TimedWorker:
     """Launches steps; notes how long the host spends in it."""
 
     def __init__(self, max_rows: int) -> None:
-        model, cpu = NoModel(), CpuDevice()
-        cache = CacheEngine(model.kv_groups, BLOCK, 1, 0, torch.float32, cpu)
+        cpu = CpuDevice()
+        cache = CacheEngine(NoModel.kv_groups, BLOCK, 1, 0, torch.float32, cpu)
         table = TableMirror(max_rows, MAX_LEN, BLOCK, 1)
-        self._runner = ModelRunner(cast(Any, model), table, cache, cpu)
+        self._runner = ModelRunner(NoForward(), table, cache, cpu)
         self.seconds = 0.0
 
     def start(self) -> None:

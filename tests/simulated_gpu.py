@@ -73,19 +73,22 @@ class SimulatedGpu:
     num_graphs: int = 0
     num_replays: int = 0
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
+    def capture(
+        self, run: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[tuple[torch.Tensor, ...], Callable[[], object]]:
         self.is_capturing = True
         try:
-            out = run()
+            results = run()
         finally:
             self.is_capturing = False
         self.num_graphs += 1
 
         def replay() -> None:
             self.num_replays += 1
-            out.copy_(run())
+            for result, again in zip(results, run(), strict=True):
+                result.copy_(again)
 
-        return out, replay
+        return results, replay
 
 
 _gpu = SimulatedGpu()

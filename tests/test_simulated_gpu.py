@@ -79,7 +79,7 @@ def test_a_copy_that_is_not_waited_for_needs_pinned_memory() -> None:
 
 def test_a_graph_is_not_captured_of_what_needs_the_host() -> None:
     ours = torch.ones(3, device=CUDA)
-    out, replay = CudaCapture()(lambda: ours * 2)
+    (out,), replay = CudaCapture()(lambda: (ours * 2,))
     ours += 1
     assert out.tolist() == [2, 2, 2]
     replay()

@@ -7,8 +7,8 @@ from pagoda.ops.batch import ForwardBatch
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import LinearWeight, LowRankTable, Tensor
 
-ADAPTERS, TAIL_ADAPTERS = "adapters", "tail_adapters"
-"""Inputs of a batch with adapters: int32, the slot of each token, and of each token of the tail."""
+ADAPTERS, TAIL_ADAPTERS, LOGITS_ADAPTERS = "adapters", "tail_adapters", "logits_adapters"
+"""Inputs of a batch with adapters: int32, the slot of each token, each token of the tail, and each of logits_index."""
 
 
 class AdaptedOps:

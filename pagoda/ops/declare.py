@@ -34,6 +34,7 @@ class Domain(IntEnum):
     TOKENS = 0  # the batch's tokens
     TAIL = 1  # the tokens whose final hidden states are needed
     EMBEDS = 2  # the batch's tokens that are given as embeddings
+    LOGITS = 3  # the tokens of the tail that give logits
 
 
 class Scalar(Enum):

@@ -22,6 +22,7 @@ class CacheEngine:
 
     layers: the KVLayer of each attention layer with a KV cache. The i-th layers of all groups share the i-th slot (see
         KVGroupSpec), so with several groups some of these share memory.
+    swap_s: seconds that the host spent on the swaps of the last step.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class CacheEngine:
         """
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
+        self.swap_s = 0.0
         slots = kv_slots(groups)
         planes = [_new_planes(slot, num_blocks + 1, block_size, dtype, device) for slot in slots]
         self._blocks = make_blocks([plane for of_slot in planes for plane in of_slot])
@@ -56,20 +58,19 @@ class CacheEngine:
             raise ConfigError(f"KV groups must name every layer once, got layers {sorted(layers)}")
         self.layers = [layers[layer] for layer in sorted(layers)]
 
-    def apply(self, output: SchedulerOutput) -> float:
-        """Run the step's swaps out, then swaps in, then block copies. Return the seconds the host spent on swaps.
+    def apply(self, output: SchedulerOutput) -> None:
+        """Run the step's swaps out, then swaps in, then block copies; set `swap_s`.
 
         On a GPU blocks move next to the computations: what is submitted to it afterwards waits for the blocks that come
         in, not for those that go out.
         """
-        swap_s = 0.0
+        self.swap_s = 0.0
         if len(output.swap_out) or len(output.swap_in):
             begin_s = time.perf_counter()
             self.swap_out(output.swap_out)
             self.swap_in(output.swap_in)
-            swap_s = time.perf_counter() - begin_s
+            self.swap_s = time.perf_counter() - begin_s
         self.copy(output.copies)
-        return swap_s
 
     def swap_out(self, pairs: np.ndarray) -> None:
         """Copy device blocks pairs[:, 0] to host blocks pairs[:, 1]; int32 [k, 2]."""

@@ -9,10 +9,9 @@ import torch
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.decode_inputs import DecodeInputs, PaddedSize
-from pagoda.worker.forward_pass import ForwardPass
-from pagoda.worker.inputs import StepInputs, build_inputs
+from pagoda.worker.forward_runner import Computed, ForwardRunner
 from pagoda.worker.sampler import Sampler, prompt_logprobs
+from pagoda.worker.staging import PaddedSize, Padding, StepInputs
 from pagoda.worker.table_mirror import TableMirror
 
 _PENALIZED_IDS = 4096
@@ -90,13 +89,13 @@ class LargestSteps:
         )
 
 
-def largest_graphs(steps: LargestSteps, decode_inputs: DecodeInputs) -> set[tuple[int, int]]:
+def largest_graphs(steps: LargestSteps, padding: Padding) -> set[tuple[int, int]]:
     """Return the rows, and the drafts of each, of the steps that are captured with most rows and with most tokens."""
     found: dict[tuple[int, int], PaddedSize] = {}
     for num_rows in range(1, min(steps.max_rows, steps.max_tokens) + 1):
         for num_drafts in range(steps.most_drafts(num_rows) + 1):
             per_row = 1 + num_drafts
-            size = decode_inputs.size_of(num_rows, num_rows * per_row, per_row, steps.max_len)
+            size = padding.size_of(num_rows, num_rows * per_row, per_row, steps.max_len)
             if size is not None:
                 found[num_rows, num_drafts] = size
     if not found:
@@ -112,33 +111,28 @@ class DryRuns:
     Rows without blocks write to the null block, which no sequence reads.
     """
 
-    def __init__(
-        self, forward: ForwardPass, table: TableMirror, cache: CacheEngine, device: torch.device, sampler: Sampler
-    ) -> None:
+    def __init__(self, forward: ForwardRunner, table: TableMirror, cache: CacheEngine, sampler: Sampler) -> None:
         self._forward = forward
         self._table = table
         self._cache = cache
-        self._device = device
         self._sampler = sampler
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> None:
         """Apply a step's events and compute it, with all that is sampled and reported."""
         self._table.apply(output)
-        inputs, hidden = self._forwarded(output)
-        if not self._forward.generates:
+        inputs, (hidden, logits) = self._computed(output)
+        if logits is None:
             return
-
-        def logits_of(begin: int, end: int) -> torch.Tensor:
-            return self._forward.compute_logits(hidden[begin:end])
-
-        logits = logits_of(0, inputs.num_logits)
+        logits = logits[: inputs.num_logits]
         if inputs.draw_logits is not None:
             logits = logits.index_select(0, inputs.draw_logits)
         rows, positions = inputs.draw_rows, inputs.draw_positions
         self._sampler.draw(logits, self._table, rows, positions, None, inputs.draw_params)
         del logits
-        prompt_logprobs(inputs, self._table, self._sampler, logits_of)
+        if inputs.prompt_rows:
+            states = self._forward.states_of(inputs, hidden)
+            prompt_logprobs(inputs, states, self._table, self._sampler, self._forward)
 
     @torch.inference_mode()
     def run_tokens(self, num_tokens: int, max_per_row: int, start: int) -> None:
@@ -152,17 +146,11 @@ class DryRuns:
         begin = np.full_like(rows, start)
         output = SchedulerOutput(0, rows, begin, counts, rows, rows, num_tokens, drafts=drafts)
         self._table.token_ids[rows, start : start + int(counts[0])] = 0
-        _, hidden = self._forwarded(output)
-        if self._forward.generates:
-            self._forward.compute_logits(hidden)[-1, -1].item()
+        _, computed = self._computed(output)
+        if computed.logits is not None:
+            computed.logits[-1, -1].item()
 
-    def _forwarded(self, output: SchedulerOutput) -> tuple[StepInputs, torch.Tensor]:
-        """Compute a step's forward; return its inputs, and the hidden states that its logits are computed from."""
-        inputs = build_inputs(
-            self._table,
-            output,
-            self._device,
-            num_token_types=self._forward.num_token_types,
-            decode_inputs=self._forward.decode_inputs,
-        )
-        return inputs, inputs.run(self._forward, self._cache.layers)
+    def _computed(self, output: SchedulerOutput) -> tuple[StepInputs, Computed]:
+        """Compute a step's forward; return its inputs, too."""
+        inputs = self._forward.staging.fill(self._table, output)
+        return inputs, self._forward.run(inputs.batch, self._cache.layers, inputs.size)

@@ -19,8 +19,7 @@ from pagoda.loading.model_files import ModelFiles
 from pagoda.models.base import Model
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
 from pagoda.worker.devices import Device, select_device
-from pagoda.worker.forward_pass import ForwardPass
-from pagoda.worker.make_forward import make_forward
+from pagoda.worker.forward_runner import ForwardRunner, make_forward
 from pagoda.worker.speculation.loaded_draft import LoadedDraft, load_draft
 from pagoda.worker.speculation.setup import DraftSetup
 
@@ -76,7 +75,7 @@ class LoadedModel:
     device: Device
     ops: Ops
     model: Model
-    forward: ForwardPass
+    forward: ForwardRunner
     store: AdapterStore | None
     dtype: torch.dtype
     max_len: int

@@ -1,6 +1,7 @@
 """ModelRunner: one SchedulerOutput in, one ModelRunnerOutput out."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -11,22 +12,17 @@ from pagoda.base.pooling import PoolingPlan
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.device_failure import cause_of
 from pagoda.worker.devices import Device
 from pagoda.worker.drafting import Drafting
 from pagoda.worker.dry_runs import DryRuns
-from pagoda.worker.forward_pass import ForwardPass
+from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
-from pagoda.worker.inputs import StepInputs, build_inputs
-from pagoda.worker.launched_step import LaunchedStep, Submitted
 from pagoda.worker.pooler import Pooler
-from pagoda.worker.prompt_embeds import PromptEmbeds
 from pagoda.worker.sampler import Drawn, Sampler, prompt_logprobs
 from pagoda.worker.speculation.speculator import Speculator
-from pagoda.worker.step_collector import StepCollector
-from pagoda.worker.step_times import StepTimes
+from pagoda.worker.staging import PromptEmbeds, StepInputs
+from pagoda.worker.steps_in_flight import LaunchedStep, StepsInFlight, cause_of
 from pagoda.worker.table_mirror import TableMirror
-from pagoda.worker.tokens_in_flight import TokensInFlight
 
 
 class ModelRunner:
@@ -39,7 +35,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        forward: ForwardPass,
+        forward: ForwardRunner,
         table: TableMirror,
         cache: CacheEngine,
         device: Device,
@@ -60,14 +56,21 @@ class ModelRunner:
         self._cache = cache
         self._device = device
         self._sampler = sampler or Sampler()
-        self._drafting = Drafting(speculator, grammars)
+        self._drafting = drafting = Drafting(speculator, grammars)
         self._grammars = grammars
         self._adapters = adapters
         self._pooler = Pooler(forward, pooling)
         self._embeds = embeds
-        self._tokens = TokensInFlight(len(table.num_tokens), device.device)
-        self.times = StepTimes()
-        self._steps = StepCollector(table, self._tokens, self._drafting, self.times, device)
+        self._steps = StepsInFlight(table, drafting, device)
+        self.times = self._steps.times
+        # What applies a step's events, in this order: blocks move before rows read them, and the table changes last,
+        # because drafters read what it was before.
+        owners = (grammars, adapters, self._pooler, embeds, self._steps, table)
+        self._appliers: list[Callable[[SchedulerOutput], None]] = [
+            cache.apply,
+            lambda output: drafting.apply(output, table),
+            *(owner.apply for owner in owners if owner is not None),
+        ]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -76,11 +79,11 @@ class ModelRunner:
         If the kernels do not support this model and these settings, this fails at startup instead of in every request.
         A speculator measures steps over several tokens, so that it knows their cost before the first draft.
         """
-        runs = DryRuns(self._forward, self._table, self._cache, self._device.device, self._sampler)
+        runs = DryRuns(self._forward, self._table, self._cache, self._sampler)
         runs.run_tokens(1, 1, 0)
         if self._drafting.speculator is not None:
             # The first step of a size compiles kernels, and the second captures a graph: neither says what it costs.
-            num_warm_up = 2 if self._forward.decode_inputs is not None else 0
+            num_warm_up = 2 if self._forward.staging.padding is not None else 0
             self._drafting.speculator.measure_steps(runs.run_tokens, *self._table.token_ids.shape, num_warm_up)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -110,108 +113,92 @@ class ModelRunner:
             self._steps.collect_all()
             self.times.lap("waiting for tokens")
         self._drafting.begin_step()
-        swap_s = self._apply(output)
+        self._apply(output)
         self.times.lap("events")
         if output.is_empty:
-            submitted = Submitted(output, self._device.to_host([]), begin_s, swap_s)
+            nothing = self._device.to_host([])
+            step = LaunchedStep(output, nothing, self._steps.collect, begin_s, self._cache.swap_s)
         else:
-            submitted = self._submit(output, begin_s, swap_s)
-        step = self._steps.add(submitted)
+            step = self._submit(output, begin_s)
+        self._steps.add(step)
         if self._drafting.is_on or output.drafts:
             self._steps.collect_all()
         return step
 
-    def _submit(self, output: SchedulerOutput, begin_s: float, swap_s: float) -> Submitted:
+    def _submit(self, output: SchedulerOutput, begin_s: float) -> LaunchedStep:
+        """Submit the step's computations; `output` is not empty and has been applied."""
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
         embeds = self._embeds.take(output) if self._embeds is not None else None
-        types = self._forward.num_token_types
-        inputs = build_inputs(
-            self._table,
-            output,
-            self._device.device,
-            slots,
-            self._pooler.kind,
-            types,
-            embeds,
-            self._tokens,
-            self._forward.decode_inputs,
+        inputs = self._forward.staging.fill(
+            self._table, output, slots, self._pooler.kind, embeds, self._steps.last_tokens
         )
         masks: Future[GrammarMasks] | None = None
         if self._grammars is not None:  # filled while the forward runs
             masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)
         self.times.lap("inputs")
-        hidden = inputs.run(self._forward, self._cache.layers)
+        hidden, logits = self._forward.run(inputs.batch, self._cache.layers, inputs.size)
         self.times.lap("forward")
-        drawn, users = self._draw(inputs, output, hidden, masks)
+        drawn, owners = None, None
+        if inputs.num_logits:
+            assert logits is not None
+            drawn = self._draw(inputs, logits, masks)
+            if not output.drafts:  # of several tokens per row, the host decides which are kept, before the next step
+                owners = self._steps.keep_tokens(inputs, drawn)
         self.times.lap("sampling")
         failed = self._adapters.failed(output.rows) if self._adapters is not None else {}
-        counts, pieces = prompt_logprobs(
-            inputs, self._table, self._sampler, lambda begin, end: self._logits(inputs, hidden, begin, end)
-        )
+        counts: list[tuple[int, int]] = []
+        pieces: list[torch.Tensor] = []
         pooled: dict[int, np.ndarray] = {}
-        if inputs.pooled:
-            first = hidden.shape[0] - sum(chunk.count for chunk in inputs.pooled)
-            pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, hidden[first:], slots)
+        if inputs.prompt_rows or inputs.pooled:
+            states = self._forward.states_of(inputs, hidden)
+            counts, pieces = prompt_logprobs(inputs, states, self._table, self._sampler, self._forward)
+            first = sum(count for _, _, count in inputs.prompt_rows)
+            pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, states[first:], slots)
             failed |= without_result
         copy = self._device.to_host([*(drawn.tensors if drawn is not None else []), *pieces])
-        return Submitted(output, copy, begin_s, swap_s, inputs, users, drawn, masks, counts, pooled, failed)
+        return LaunchedStep(
+            output,
+            copy,
+            self._steps.collect,
+            begin_s,
+            self._cache.swap_s,
+            inputs,
+            owners,
+            drawn,
+            masks,
+            counts,
+            pooled,
+            failed,
+        )
 
     def _reads_tokens(self, output: SchedulerOutput) -> bool:
         """Return whether the host needs the tokens of steps in flight to prepare this one."""
         if output.forks or output.drafts or output.beams.rows.size:
             return True
-        rows = output.rows[self._tokens.positions[output.rows] >= 0]
+        rows = output.rows[self._steps.last_tokens.positions[output.rows] >= 0]
         reads = bool(self._table.reads_output[rows].any())
         return reads or (self._grammars is not None and self._grammars.has_any(rows))
 
-    def _apply(self, output: SchedulerOutput) -> float:
-        """Apply the step's events; return the seconds its swaps took. A partial apply corrupts the table: fatal."""
+    def _apply(self, output: SchedulerOutput) -> None:
+        """Apply the step's events. A partial apply corrupts the table: fatal."""
         try:
-            swap_s = self._cache.apply(output)
-            self._drafting.apply(output, self._table)
-            if self._grammars is not None:
-                self._grammars.apply(output)
-            if self._adapters is not None:
-                self._adapters.apply(output)
-            self._pooler.apply(output)
-            if self._embeds is not None:
-                self._embeds.apply(output)
-            self._tokens.apply(output)
-            self._table.apply(output)
+            for apply in self._appliers:
+                apply(output)
         except Exception as error:
             raise WorkerDied(f"step {output.step} could not be applied: {type(error).__name__}: {error}") from error
-        return swap_s
 
-    def _draw(
-        self,
-        inputs: StepInputs,
-        output: SchedulerOutput,
-        hidden: torch.Tensor,
-        pending_masks: "Future[GrammarMasks] | None",
-    ) -> tuple[Drawn | None, np.ndarray | None]:
-        """Sample the step's draws, and keep the tokens on the device; return them and `Submitted.users`."""
-        if not inputs.draw_rows.size:
-            return None, None
-        logits = self._logits(inputs, hidden, 0, inputs.num_logits)
-        self.times.lap("lm_head")
+    def _draw(self, inputs: StepInputs, logits: torch.Tensor, pending_masks: "Future[GrammarMasks] | None") -> Drawn:
+        """Sample the step's draws. There is at least one."""
+        logits = logits[: inputs.num_logits]
         if inputs.draw_logits is not None:
             logits = logits.index_select(0, inputs.draw_logits)
         masks = None
         if pending_masks is not None:
             masks = pending_masks.result()
             self.times.lap("masks")
-        rows, positions = inputs.draw_rows, inputs.draw_positions
-        drawn = self._sampler.draw(logits, self._table, rows, positions, masks, inputs.draw_params)
-        if output.drafts:  # several tokens per row: the host decides which are kept, before the next step
-            return drawn, None
-        return drawn, self._tokens.sampled(rows, positions, inputs.draw_index, drawn.tokens)
-
-    def _logits(self, inputs: StepInputs, hidden: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return the logits of rows begin .. end - 1 of `hidden`, which has a row for each of `logits_index`."""
-        adapters = inputs.logits_adapters
-        if adapters is None:
-            return self._forward.compute_logits(hidden[begin:end])
-        return self._forward.compute_logits(hidden[begin:end], adapters[begin:end])
+        return self._sampler.draw(
+            logits, self._table, inputs.draw_rows, inputs.draw_positions, masks, inputs.draw_params
+        )
 
     def shutdown(self) -> None:
         """End the thread that fills masks. Idempotent."""

@@ -5,53 +5,26 @@ a swap to the host, and a sum is continued token by token: the chunks do not cha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pagoda.base.pooling import PER_TOKEN, PoolingKind, PoolingParams, PoolingPlan
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.forward_pass import ForwardPass
+from pagoda.worker.forward_runner import ForwardRunner
+from pagoda.worker.staging import PooledChunk
 
 NOT_FINITE = "the model's hidden states are not finite"
 _SHORTEST_NORM = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class PooledChunk:
-    """What a step contributes to the pooling of a row.
-
-    first, count: the tokens of the chunk whose hidden states are needed, as positions in the prompt.
-    begins: the prompt's first token is in the chunk.   ends: its last one is.
-    """
-
-    row: int
-    first: int
-    count: int
-    begins: bool
-    ends: bool
-
-    @classmethod
-    def of(
-        cls, kind: PoolingKind, params: PoolingParams, row: int, start: int, num_new: int, num_prompt: int
-    ) -> "PooledChunk":
-        """Return the part of a chunk of `num_new` tokens from `start` on."""
-        begins, ends = start == 0, start + num_new == num_prompt
-        if params.task in PER_TOKEN or kind is PoolingKind.MEAN:
-            return cls(row, start, num_new, begins, ends)
-        if kind is PoolingKind.CLS:
-            return cls(row, 0, int(begins), begins, ends)
-        return cls(row, num_prompt - 1, int(ends), begins, ends)
-
-
 class Pooler:
     """Pools the rows of each step as their parameters say. Keeps sums and states of prompts that are not complete."""
 
-    def __init__(self, forward: ForwardPass, plan: PoolingPlan | None = None) -> None:
+    def __init__(self, forward: ForwardRunner, plan: PoolingPlan | None = None) -> None:
         """plan: in place of the model's own."""
         self._forward = forward
-        self._plan = plan or forward.pooling
+        self._plan = plan or forward.model.pooling
         self._ids: dict[int, str] = {}  # request ids of pooled rows
         self._partial: dict[str, np.ndarray] = {}  # by request id; see `_collect`
 

@@ -5,7 +5,7 @@ Each is one call for the whole batch, and a row only pays for what it uses. Log-
 after the grammar masks and before everything else.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,9 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.logprobs import LogprobTensors
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
+from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarMasks
-from pagoda.worker.inputs import StepInputs
+from pagoda.worker.staging import StepInputs
 from pagoda.worker.table_mirror import TableMirror
 
 
@@ -186,32 +187,34 @@ _LOGITS_ROWS = 256  # prompt positions whose logits are in memory at once
 
 
 def prompt_logprobs(
-    inputs: StepInputs, table: TableMirror, sampler: Sampler, logits: Callable[[int, int], torch.Tensor]
+    inputs: StepInputs, states: torch.Tensor, table: TableMirror, sampler: Sampler, forward: ForwardRunner
 ) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
     """Compute the log-probabilities of the next prompt token at the step's prompt positions that need them.
 
-    logits: of logits_index[begin:end], float32 [end - begin, V].
+    states: see ForwardRunner.states_of.
     Return (row, number of pieces) of each row, and three tensors for each piece.
     """
     counts: list[tuple[int, int]] = []
     pieces: list[torch.Tensor] = []
     if not inputs.prompt_rows:
         return counts, pieces
-    offset, device = inputs.num_logits, inputs.draw_index.device
+    offset, adapters = 0, inputs.states_adapters
     following = [table.token_ids[row, first + 1 : first + count + 1] for row, first, count in inputs.prompt_rows]
-    (chosen,) = to_device([np.concatenate(following).astype(np.int64)], device)
+    (chosen,) = to_device([np.concatenate(following).astype(np.int64)], states.device)
     for (row, _, count), of_row in zip(inputs.prompt_rows, chosen.split([len(ids) for ids in following]), strict=True):
         k = int(table.num_prompt_logprobs[row])
         spans = list(_spans(count, _LOGITS_ROWS))
         for begin, end in spans:
-            columns = sampler.top_logprobs(logits(offset + begin, offset + end), of_row[begin:end], k)
+            piece = slice(offset + begin, offset + end)
+            logits = forward.compute_logits(states[piece], None if adapters is None else adapters[piece])
+            columns = sampler.top_logprobs(logits, of_row[begin:end], k)
             pieces += [columns.token_ids, columns.logprobs, columns.ranks]
         counts.append((row, len(spans)))
         offset += count
     return counts, pieces
 
 
-def prompt_logprob_columns(counts: list[tuple[int, int]], arrays: list[np.ndarray]) -> dict[int, LogprobColumns]:
+def prompt_logprob_columns(counts: Sequence[tuple[int, int]], arrays: list[np.ndarray]) -> dict[int, LogprobColumns]:
     """Return the columns of each row of `prompt_logprobs`.   arrays: copies of its tensors."""
     found: dict[int, LogprobColumns] = {}
     at = 0

@@ -13,14 +13,14 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
-from pagoda.worker.forward_pass import ForwardPass, ReplayedForward
+from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarRows
-from pagoda.worker.launched_step import LaunchedStep
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
 from pagoda.worker.model_runner import ModelRunner
-from pagoda.worker.prompt_embeds import PromptEmbeds
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.make import make_speculator
+from pagoda.worker.staging import PromptEmbeds
+from pagoda.worker.steps_in_flight import LaunchedStep
 from pagoda.worker.table_mirror import TableMirror
 
 logger = logging.getLogger("pagoda")
@@ -47,7 +47,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
-        self._forward: ForwardPass | None = None
+        self._forward: ForwardRunner | None = None
         self._adapters: AdapterStore | None = None
         self._loaded: LoadedModel | None = None
 
@@ -73,12 +73,12 @@ class Worker:
             loaded.model.spec.vocab_size,
             len(loaded.model.kv_groups),
             config.max_drafts,
-            loaded.forward.generates,
+            loaded.model.generates,
         )
-        no_blocks = self._make_cache(loaded, 0, 0)
+        cache = self._make_cache(loaded, 0, 0)
 
         def run() -> None:
-            self._run_all(loaded, loaded.forward, steps, no_blocks)
+            self._run_all(loaded, loaded.forward, steps, cache)
             if (draft := loaded.draft) is not None:
                 draft_steps = draft.largest_steps(max_num_seqs, config.max_model_len)
                 self._run_all(loaded, draft.forward, draft_steps, draft.cache)
@@ -95,19 +95,20 @@ class Worker:
             f"in the GPU's memory next to the weights ({why})"
         )
 
-    def _run_all(self, loaded: LoadedModel, forward: ForwardPass, steps: LargestSteps, cache: CacheEngine) -> None:
+    def _run_all(self, loaded: LoadedModel, forward: ForwardRunner, steps: LargestSteps, cache: CacheEngine) -> None:
         """Run the largest steps, then the largest that are captured as graphs, until they are, for graphs keep memory.
 
         forward, cache: of the model, or of the one that drafts for it.
         """
         # Rows without blocks: all of their tokens are in the null block.
         table = TableMirror(self._config.max_rows, loaded.max_len, self._config.block_size, steps.num_groups)
-        runs = DryRuns(forward, table, cache, loaded.device.device, Sampler(loaded.ops))
+        runs = DryRuns(forward, table, cache, Sampler(loaded.ops))
         for step in steps:
             runs.run(step)
-        if forward.decode_inputs is None:
+        padding = forward.staging.padding
+        if padding is None:
             return
-        for num_rows, num_drafts in largest_graphs(steps, forward.decode_inputs):
+        for num_rows, num_drafts in largest_graphs(steps, padding):
             for _ in range(2):
                 runs.run(steps.decodes(num_rows, num_drafts))
 
@@ -162,7 +163,6 @@ class Worker:
                 table,
                 cache,
                 ops,
-                device.device,
                 config.max_model_len,
                 loaded.draft,
                 grammars,
@@ -215,7 +215,7 @@ class Worker:
         """Start profiling steps, including each op if the forward is recorded."""
         assert self._runner is not None, "measure a worker after start"
         self._runner.times.clear()
-        if isinstance(self._forward, ReplayedForward) and self._forward.program is not None:
+        if self._forward is not None and self._forward.program is not None:
             self._forward.program.measure()
 
     def profile(self) -> StepProfile:
@@ -223,9 +223,9 @@ class Worker:
         assert self._runner is not None
         ops: dict[str, float] = {}
         num_ops, region_s = 0, 0.0
-        if isinstance(self._forward, ReplayedForward) and self._forward.program is not None:
-            ops = {op: seconds for op, seconds in self._forward.program.seconds().items() if seconds}
-            num_ops, region_s = self._forward.program.num_steps, self._forward.program.region_seconds()
+        if self._forward is not None and (program := self._forward.program) is not None:
+            ops = {op: seconds for op, seconds in program.seconds().items() if seconds}
+            num_ops, region_s = program.num_steps, program.region_seconds()
         times = self._runner.times
         return StepProfile(times.num_steps, dict(times.seconds), ops, num_ops, region_s)
 

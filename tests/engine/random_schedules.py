@@ -22,9 +22,8 @@ from pagoda.engine_setup import resolve_engine
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.loading.model_files import ModelFiles
-from pagoda.worker.forward_pass import ReplayedForward
+from pagoda.worker.forward_runner import Graphs
 from pagoda.worker.grammar_rows import GrammarMasks
-from pagoda.worker.graphed_forward import GraphedForward
 from pagoda.worker.sampler import Drawn, Sampler
 from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.worker import Worker
@@ -149,8 +148,7 @@ def make_engine(
     core = build_engine_core(setup, wrap_executor=wrap)
     runner = workers[0]._runner
     assert runner is not None
-    if given["kernels"] == "native" and not isinstance(runner._forward, GraphedForward):
-        assert isinstance(runner._forward, ReplayedForward)
+    if given["kernels"] == "native" and not isinstance(runner._forward.recorder, Graphs):
         assert runner._forward.program is not None, "the forward is not recorded"
     if not logits:
         return core, Trace()

@@ -27,7 +27,7 @@ from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe.triton_route import route
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps
-from pagoda.worker.decode_inputs import padded_context, padded_rows
+from pagoda.worker.staging import padded_context, padded_rows
 from tests.kernels.test_constraints import random_constraints
 
 MAX_MODEL_LEN = 40_960

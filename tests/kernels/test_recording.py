@@ -13,7 +13,7 @@ from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.replay.program import Program
 from pagoda.kernels.replay.recorder import NotRecordable, record_forward
 from pagoda.ops.declare import Domain
-from pagoda.worker.forward_pass import ReplayedForward
+from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.kernels.paged import Geometry, make_metadata
 
 HIDDEN, HEADS, KV_HEADS, DIM, VOCAB = 64, 4, 2, 16, 50
@@ -27,6 +27,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 class SmallModel:
     """One layer with what is to come: prompt embeddings, an adapter per row, encoder states, a mixture of experts."""
+
+    generates, num_token_types = False, 0
 
     def __init__(self, ops: NativeOps) -> None:
         self.table = draw(VOCAB, HIDDEN)
@@ -97,26 +99,28 @@ def with_inputs(lens: list[tuple[int, int]], names: str, seed: int) -> ForwardBa
 def test_every_kind_of_batch_has_the_bits_of_its_ops(native: NativeOps, names: str, threads: int) -> None:
     ops = NativeOps(native.library, threads)
     model = SmallModel(ops)
-    replayed = ReplayedForward(model, ops)  # type: ignore[arg-type]
+    programs = Programs(ops)
+    replayed = ForwardRunner(model, ops, recorder=programs)  # type: ignore[arg-type]
     ours, theirs = caches()
     for seed, lens in enumerate(STEPS):
         batch = with_inputs(lens, names, seed)
-        got, want = replayed.forward(batch, ours), model.forward(ops, batch, theirs)
+        got, want = replayed.run(batch, ours).hidden, model.forward(ops, batch, theirs)
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
-    assert len(replayed._programs) == 1
-    assert None not in replayed._programs.values()
+    assert len(programs._programs) == 1
+    assert None not in programs._programs.values()
 
 
 def test_kinds_of_batches_are_recorded_side_by_side(native: NativeOps) -> None:
     model = SmallModel(native)
-    replayed = ReplayedForward(model, native)  # type: ignore[arg-type]
+    programs = Programs(native)
+    replayed = ForwardRunner(model, native, recorder=programs)  # type: ignore[arg-type]
     ours, theirs = caches()
     for seed, names in enumerate(["", "draft", "embeddings", "", "draft", "encoder", "embeddings", ""]):
         batch = with_inputs(STEPS[0], names, seed)
-        assert torch.equal(replayed.forward(batch, ours), model.forward(native, batch, theirs))
-    assert len(replayed._programs) == 4
-    steps = {len(key[0]): program.num_steps for key, program in replayed._programs.items() if not key[1]}
+        assert torch.equal(replayed.run(batch, ours).hidden, model.forward(native, batch, theirs))
+    assert len(programs._programs) == 4
+    steps = {len(key[0]): program.num_steps for key, program in programs._programs.items() if not key[1]}
     assert steps[1] == steps[0] + 1  # prompt embeddings are one addition
 
 
@@ -258,11 +262,12 @@ def test_a_batch_that_cannot_be_recorded_leaves_the_others_recorded(
             return x * 2 if batch.num_layers == 7 else x
 
     model = Odd(native)
-    replayed = ReplayedForward(model, native)  # type: ignore[arg-type]
+    programs = Programs(native)
+    replayed = ForwardRunner(model, native, recorder=programs)  # type: ignore[arg-type]
     ours, theirs = caches()
     with caplog.at_level(logging.WARNING, logger="pagoda"):
         for num_layers in (7, 0, 7):
             batch = replace(batch_of(STEPS[0]), num_layers=num_layers)
-            assert torch.equal(replayed.forward(batch, ours), model.forward(native, batch, theirs))
+            assert torch.equal(replayed.run(batch, ours).hidden, model.forward(native, batch, theirs))
     assert len(caplog.records) == 1
     assert replayed.program is not None

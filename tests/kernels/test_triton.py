@@ -16,8 +16,7 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.worker.decode_inputs import PaddedSize
-from pagoda.worker.queries import Queries
+from pagoda.worker.staging import BatchRows, PaddedSize
 from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
 from tests.kernels.test_constraints import random_constraints
 from tests.kernels.test_ops import close
@@ -202,7 +201,7 @@ class FilledUp:
         on_host = (getattr(metadata, name).cpu().numpy() for name in ("query_start", "seq_lens", "block_table"))
         query_start, seq_lens, table = on_host
         size = PaddedSize(len(q) + 5, len(seq_lens) + 4, 4, 128)
-        padded = Queries(query_start, seq_lens, [table]).padded(size, metadata.block_size)
+        padded = BatchRows(query_start, seq_lens, [table], 4, 128).padded(size, metadata.block_size)
         assert padded.seq_lens[len(seq_lens) :].tolist() == [4, 1, 0, 0]
         arrays = [torch.from_numpy(array).to(DEVICE) for array in padded.arrays]
         (metadata,) = padded.metadata([metadata.slot_mapping], arrays, metadata.block_size)

@@ -10,9 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from pagoda.kernels.batch import ForwardBatch, Input, KVLayer
-from pagoda.layers.adapted_ops import ADAPTERS, TAIL_ADAPTERS
+from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
 from pagoda.ops.declare import Domain
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import Computed, ForwardRunner
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -55,30 +55,19 @@ def logits_of(model: PeftModel, name: str | None, prompt: Sequence[int]) -> torc
 
 
 class RowsWithAdapters:
-    """A ForwardPass for PagedRunner: the i-th row of each batch uses slot slots[i]."""
+    """A ForwardRunner for PagedRunner: the i-th row of each batch uses slot slots[i]."""
 
-    def __init__(self, forward: EagerForward, slots: Sequence[int]) -> None:
+    def __init__(self, forward: ForwardRunner, slots: Sequence[int]) -> None:
         self._forward, self._slots = forward, torch.tensor(slots, dtype=torch.int32)
-        self.spec, self.kv_groups = forward.spec, forward.kv_groups
-        self.pooling, self.generates = forward.pooling, forward.generates
-        self.num_token_types = forward.num_token_types
-        self._tail = torch.empty(0, dtype=torch.int32)
+        self.model = forward.model
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Computed:
         starts = batch.metadata[0].query_start
         tokens = self._slots.to(starts.device).repeat_interleave((starts[1:] - starts[:-1]).long())
-        self._tail = tokens[batch.tail.index]
-        inputs = {ADAPTERS: Input(tokens), TAIL_ADAPTERS: Input(self._tail, Domain.TAIL)}
-        return self._forward.forward(replace(batch, inputs=inputs), kv)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._forward.compute_logits(hidden, self._tail)
-
-    def select_rows(self, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return self._forward.select_rows(hidden, index)
-
-    def embed(self, pooled: torch.Tensor, dtype: torch.dtype, adapters: torch.Tensor | None = None) -> torch.Tensor:
-        return self._forward.embed(pooled, dtype, adapters)
-
-    def classify(self, pooled: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
-        return self._forward.classify(pooled, adapters)
+        of_tail = tokens[batch.tail.index]
+        inputs = {
+            ADAPTERS: Input(tokens),
+            TAIL_ADAPTERS: Input(of_tail, Domain.TAIL),
+            LOGITS_ADAPTERS: Input(of_tail[batch.logits_index], Domain.LOGITS),
+        }
+        return self._forward.run(replace(batch, inputs=inputs), kv)

@@ -7,7 +7,7 @@ import torch
 
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.forward_pass import ForwardPass
+from pagoda.worker.forward_runner import Computed, ForwardRunner
 from tests.device_under_test import made, moved
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ class PagedRunner:
 
     def __init__(
         self,
-        model: ForwardPass,
+        model: ForwardRunner,
         num_rows: int,
         max_len: int,
         dtype: torch.dtype,
@@ -30,7 +30,7 @@ class PagedRunner:
         device: torch.device = CPU,
     ) -> None:
         self.model, self.block_size = model, block_size
-        groups = model.kv_groups
+        groups = model.model.kv_groups
         blocks_per_row = -(-max_len // block_size)
         num_blocks = len(groups) * num_rows * blocks_per_row
         self.kv = CacheEngine(groups, block_size, num_blocks, 0, dtype, made(device)).layers
@@ -46,12 +46,21 @@ class PagedRunner:
         self, work: Sequence[tuple[int, int, Sequence[int]]], wanted: Sequence[int] | None = None
     ) -> torch.Tensor:
         """One step: for each (row, tokens before, new tokens) its last hidden states, as many as `wanted`, else one."""
+        return self._run(work, wanted).hidden.cpu()
+
+    def logits(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
+        """As `hidden`, float32 [len(work), vocab]."""
+        logits = self._run(work, None).logits
+        assert logits is not None
+        return logits.cpu()
+
+    def _run(self, work: Sequence[tuple[int, int, Sequence[int]]], wanted: Sequence[int] | None) -> Computed:
         positions = [torch.arange(start, start + len(tokens)) for _, start, tokens in work]
         lengths = torch.tensor([len(tokens) for _, _, tokens in work])
         query_start = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
         seq_lens = torch.tensor([start + len(tokens) for _, start, tokens in work], dtype=torch.int32)
         metadata = []
-        for group, tables in zip(self.model.kv_groups, self.tables, strict=True):
+        for group, tables in zip(self.model.model.kv_groups, self.tables, strict=True):
             table = torch.stack([tables[row] for row, _, _ in work])
             slots = [
                 table[index][at // self.block_size].long() * self.block_size + at % self.block_size
@@ -85,11 +94,7 @@ class PagedRunner:
         batch = ForwardBatch(
             token_ids, torch.cat(positions).int(), tuple(metadata), tail, torch.arange(len(tail.index))
         )
-        return self.model.forward(moved(batch, self._device), self.kv).cpu()
-
-    def logits(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
-        """As `hidden`, float32 [len(work), vocab]."""
-        return self.model.compute_logits(self.hidden(work).to(self._device)).cpu()
+        return self.model.run(moved(batch, self._device), self.kv)
 
 
 def generate(runner: PagedRunner, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int) -> list[list[int]]:

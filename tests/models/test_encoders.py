@@ -17,7 +17,7 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import identify
-from pagoda.worker.forward_pass import EagerForward, ReplayedForward
+from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.tiny_encoders import CONFIGS, batch_of, make_encoder, save_encoder, states, texts
 
@@ -45,11 +45,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def load(
     folder: Path, on: DeviceUnderTest, kernels: str = "torch", dtype: torch.dtype = torch.float32, threads: int = 1
-) -> EagerForward:
+) -> ForwardRunner:
     """kernels: on the CPU, where "auto" are the native ones."""
     ops = on.ops(kernels, threads)
     model = load_model(identify(folder), ops, dtype, on.device)
-    return ReplayedForward(model, ops) if isinstance(ops, NativeOps) else EagerForward(model, ops)
+    return ForwardRunner(model, ops, recorder=Programs(ops) if isinstance(ops, NativeOps) else None)
 
 
 def expected(name: str, rows: list[list[int]], types: list[list[int]] | None = None) -> list[torch.Tensor]:
@@ -89,8 +89,7 @@ def test_recorded_it_has_the_same_bits_in_any_batch(name: str, folders: Folders)
     """Whichever texts run in the same batch, on whatever number of threads, and whichever tokens are wanted."""
     rows = texts(*LENGTHS)
     alone = load(folders(name), ON_CPU, "native")
-    assert isinstance(alone, ReplayedForward)
-    plain = EagerForward(alone.model, alone.ops)
+    plain = ForwardRunner(alone.model, alone.ops)
     want = [states(plain, [row])[0] for row in rows]
     for threads in (1, 2):
         model = load(folders(name), ON_CPU, "native", threads=threads)
@@ -99,10 +98,10 @@ def test_recorded_it_has_the_same_bits_in_any_batch(name: str, folders: Folders)
                 assert torch.equal(got, want[i])
         batch = batch_of(rows, alone.model.num_token_types, index=[0, 5, 6, 140, 458])
         flat = torch.cat(want)
-        assert torch.equal(model.forward(batch, []), flat[[0, 5, 6, 140, 458]])
-        assert isinstance(model, ReplayedForward)
-        assert len(model._programs) == 1
-        assert None not in model._programs.values()
+        assert torch.equal(model.run(batch, []).hidden, flat[[0, 5, 6, 140, 458]])
+        assert isinstance(model.recorder, Programs)
+        assert len(model.recorder._programs) == 1
+        assert None not in model.recorder._programs.values()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -160,7 +159,8 @@ def test_old_names_of_norms(tmp_path: Path, folders: Folders, on: DeviceUnderTes
 
 def test_int8_stays_near(folders: Folders, on: DeviceUnderTest) -> None:
     ops = on.ops("auto")
-    model = EagerForward(load_model(identify(folders("bert")), ops, torch.float32, on.device, quantization="int8"), ops)
+    loaded = load_model(identify(folders("bert")), ops, torch.float32, on.device, quantization="int8")
+    model = ForwardRunner(loaded, ops)
     rows = texts(40)
     ours, exact = states(model, rows, on.device)[0], expected("bert", rows)[0]
     assert 0 < (ours - exact).norm() < 0.05 * exact.norm()

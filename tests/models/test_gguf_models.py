@@ -10,7 +10,7 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, summarize_weights
 from pagoda.loading.model_files import identify
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.models.gguf_writer import write_gguf
 from tests.models.paged_runner import PagedRunner
@@ -40,7 +40,7 @@ CASES = [
 def logits(path: Path, on: DeviceUnderTest) -> torch.Tensor:
     with torch.inference_mode():
         ops = on.ops()
-        model = EagerForward(load_model(identify(path), ops, torch.float32, on.device), ops)
+        model = ForwardRunner(load_model(identify(path), ops, torch.float32, on.device), ops)
         return PagedRunner(model, 1, 40, torch.float32, device=on.device).logits([(0, 0, PROMPT)])
 
 

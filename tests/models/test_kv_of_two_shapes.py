@@ -22,7 +22,7 @@ from pagoda.ops.batch import ForwardBatch
 from pagoda.ops.batch import KVLayer as AnyKVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.paged_runner import PagedRunner
 
@@ -46,6 +46,8 @@ class TwoAttentions(Module):
 
 
 class Two(Model):
+    generates = False
+
     def __init__(self) -> None:
         self.spec = SPEC
         self.embedding = Embedding(VOCAB, HIDDEN)
@@ -60,7 +62,7 @@ class Two(Model):
         return self.norm(ops, x)
 
 
-def made(kernels: str, on: DeviceUnderTest = ON_CPU) -> EagerForward:
+def made(kernels: str, on: DeviceUnderTest = ON_CPU) -> ForwardRunner:
     """A model with random weights."""
     generator = torch.Generator().manual_seed(1)
     model, ops = Two(), on.ops(kernels)
@@ -76,7 +78,7 @@ def made(kernels: str, on: DeviceUnderTest = ON_CPU) -> EagerForward:
             case vector:
                 weight = 1 + torch.randn(vector.size, generator=generator) * 0.2
                 parameter.fill(weight.to(on.device))
-    return EagerForward(model, ops)
+    return ForwardRunner(model, ops)
 
 
 def test_groups_are_distinguished_by_shape() -> None:
@@ -98,7 +100,7 @@ def alone(layer: KVLayer) -> KVLayer:
 
 
 def in_chunks(
-    run: EagerForward, kv_dtype: torch.dtype, separate: bool = False, on: DeviceUnderTest = ON_CPU
+    run: ForwardRunner, kv_dtype: torch.dtype, separate: bool = False, on: DeviceUnderTest = ON_CPU
 ) -> torch.Tensor:
     """The hidden states of TOKENS in row 0, in chunks and among other rows; separate: no layers share memory."""
     tokens = TOKENS

@@ -15,7 +15,7 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import identify
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
-from pagoda.worker.forward_pass import EagerForward, ReplayedForward
+from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.adapters import LINEAR, RowsWithAdapters, add_adapter, logits_of, save_adapters
 from tests.models.paged_runner import PagedRunner
@@ -63,7 +63,7 @@ class Adapted:
         self.theirs = theirs
         self.adapters = save_adapters(self.theirs, folder / "adapters")
 
-    def load(self, ops: Ops, device: torch.device, replayed: bool = False) -> tuple[EagerForward, AdapterStore]:
+    def load(self, ops: Ops, device: torch.device, replayed: bool = False) -> tuple[ForwardRunner, AdapterStore]:
         files = identify(self.path)
         architecture, _ = read_architecture(files)
         model = load_model(files, ops, F32, device)
@@ -71,8 +71,8 @@ class Adapted:
         store = AdapterStore(model, targets, ops, F32, device, AdapterLimits(8, 256))
         if replayed:
             assert isinstance(ops, NativeOps)
-            return ReplayedForward(model, ops, store.tables), store
-        return EagerForward(model, ops, store.tables), store
+            return ForwardRunner(model, ops, tables=store.tables, recorder=Programs(ops, store.tables)), store
+        return ForwardRunner(model, ops, tables=store.tables), store
 
     def slot(self, store: AdapterStore, name: str) -> int:
         folder = self.adapters[name]
@@ -117,6 +117,6 @@ def test_a_recorded_forward_has_the_bits_of_its_ops(name: str, tmp_path: Path) -
         runner.model = RowsWithAdapters(forward, slots[2:])  # type: ignore[assignment]
         results.append(runner.logits([(2, 0, prompts[2])]))
         found.append(torch.cat(results))
-        if isinstance(forward, ReplayedForward):
-            assert all(program is not None for program in forward._programs.values())
+        if isinstance(forward.recorder, Programs):
+            assert all(program is not None for program in forward.recorder._programs.values())
     assert torch.equal(found[0], found[1])

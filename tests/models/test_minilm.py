@@ -5,8 +5,9 @@ import torch
 
 from pagoda.base.pooling import PoolingKind
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.loading.loader import load_model
-from pagoda.worker.forward_pass import EagerForward, ReplayedForward
+from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.cached_models import cached_model
 from tests.device_under_test import DeviceUnderTest
 from tests.models.tiny_encoders import states
@@ -36,7 +37,7 @@ def test_vectors_are_those_of_sentence_transformers(kernels: str, on: DeviceUnde
     model = load_model(files, ops, torch.float32, on.device)
     plan = model.pooling
     assert (plan.kind, plan.normalize, plan.max_seq_length) == (PoolingKind.MEAN, True, 256)
-    forward = ReplayedForward(model, ops) if kernels == "native" else EagerForward(model, ops)  # type: ignore[arg-type]
+    forward = ForwardRunner(model, ops, recorder=Programs(ops) if isinstance(ops, NativeOps) else None)
     pooled = torch.stack([part.mean(0) for part in states(forward, rows, on.device)]).to(on.device)
     ours = torch.nn.functional.normalize(forward.embed(pooled, torch.float32).cpu(), dim=1)
     torch.testing.assert_close(ours, theirs.encode(TEXTS, convert_to_tensor=True), atol=1e-5, rtol=1e-5)

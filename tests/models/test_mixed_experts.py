@@ -14,7 +14,7 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.loading.test_weight_memory import held
 from tests.models.packed_writer import Packing, write_packed
@@ -64,7 +64,7 @@ def test_one_expert_of_floats(
     model, exact = (load_model(identify(folder), ops, torch.float32, on.device) for folder in (packed, values))
     with torch.inference_mode():
         ours, theirs = (
-            PagedRunner(EagerForward(each, ops), 1, 16, torch.float32, 16, on.device).logits([(0, 0, PROMPT)])
+            PagedRunner(ForwardRunner(each, ops), 1, 16, torch.float32, 16, on.device).logits([(0, 0, PROMPT)])
             for each in (model, exact)
         )
     if kernels == "native":  # its products with codes quantise the input

@@ -23,7 +23,7 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import summarize_weights
 from pagoda.loading.model_files import identify
 from pagoda.loading.quantization import resolve_quantization
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.packed_writer import Packing, write_packed
 from tests.models.paged_runner import PagedRunner, generate
@@ -76,9 +76,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folders
 
 def load(
     folder: Path, kernels: str = "torch", quantization: str | None = None, on: DeviceUnderTest = ON_CPU
-) -> EagerForward:
+) -> ForwardRunner:
     ops = on.ops(kernels)
-    return EagerForward(load_model(identify(folder), ops, torch.float32, on.device, quantization), ops)
+    return ForwardRunner(load_model(identify(folder), ops, torch.float32, on.device, quantization), ops)
 
 
 def logits(
@@ -87,7 +87,7 @@ def logits(
     return run(load(folder, kernels, quantization, on), on)
 
 
-def run(model: EagerForward, on: DeviceUnderTest = ON_CPU) -> torch.Tensor:
+def run(model: ForwardRunner, on: DeviceUnderTest = ON_CPU) -> torch.Tensor:
     with torch.inference_mode():
         runner = PagedRunner(model, 1, 40, torch.float32, block_size=16, device=on.device)
         return runner.logits([(0, 0, PROMPT)])[0]
@@ -134,7 +134,7 @@ def test_native_products_of_codes(case: str, folders: Callable[[str], Folders]) 
     packed, values = folders(case)
     ours, exact = logits(packed, "native"), logits(values)
     ops: Any = RoundedInputOps()
-    rounded = run(EagerForward(load_model(identify(packed), ops, torch.float32, ON_CPU.device), ops))
+    rounded = run(ForwardRunner(load_model(identify(packed), ops, torch.float32, ON_CPU.device), ops))
     assert 0 < (ours - exact).norm() < 0.25 * exact.norm()
     assert (ours - rounded).norm() < 0.05 * rounded.norm()
 

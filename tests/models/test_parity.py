@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.models.llama import Llama
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner, generate
 from tests.models.tiny import CONFIGS, VOCAB, greedy, make_model, save
@@ -42,9 +42,9 @@ def load(
     kernels: str = "torch",
     dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
-) -> EagerForward:
+) -> ForwardRunner:
     ops = on.ops(kernels)
-    return EagerForward(load_model(identify(folder), ops, dtype, on.device, quantization), ops)
+    return ForwardRunner(load_model(identify(folder), ops, dtype, on.device, quantization), ops)
 
 
 def prompts() -> list[list[int]]:

@@ -4,39 +4,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pagoda.kernels.batch import ForwardBatch, Input, KVLayer
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.models.llama import Llama
 from pagoda.ops.declare import Domain
-from pagoda.worker.forward_pass import EagerForward, ReplayedForward
+from pagoda.worker.forward_runner import Computed, ForwardRunner, Programs
 from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
 
 class WithEmbeds:
-    """A ForwardPass for PagedRunner, in whose batches `given` decides which tokens are embeddings, and which ones."""
+    """A ForwardRunner for PagedRunner, in whose batches `given` decides which tokens are embeddings, and which ones."""
 
-    def __init__(self, forward: EagerForward, given: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, forward: ForwardRunner, given: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]):
         """given: returns the indices of tokens, int64 [n], and their embeddings, [n, hidden]."""
         self._forward, self._given = forward, given
-        self.kv_groups = forward.kv_groups
-        self.compute_logits = forward.compute_logits
+        self.model = forward.model
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Computed:
         index, values = self._given(batch)
         inputs = {EMBEDS: Input(values, Domain.EMBEDS), EMBED_ROWS: Input(index, Domain.EMBEDS)}
         token_ids = batch.token_ids.clone()
         token_ids[index] = 0
-        return self._forward.forward(replace(batch, token_ids=token_ids, inputs=inputs), kv)
+        return self._forward.run(replace(batch, token_ids=token_ids, inputs=inputs), kv)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,8 @@ def test_embeddings_of_tokens_have_the_bits_of_the_tokens(
     ops = on.ops("native" if is_cpu else "auto", threads=2)
     model = load_model(identify(folders(name)), ops, torch.bfloat16, on.device)
     assert isinstance(model, Llama)
-    kind: Any = ReplayedForward if is_cpu else EagerForward
-    plain, other = kind(model, ops), kind(model, ops)
+    recorders = [Programs(ops) if isinstance(ops, NativeOps) else None for _ in range(2)]
+    plain, other = (ForwardRunner(model, ops, recorder=recorder) for recorder in recorders)
     generator = torch.Generator().manual_seed(1)
 
     def given(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +74,8 @@ def test_embeddings_of_tokens_have_the_bits_of_the_tokens(
         logits.append([runner.logits([(row, at, tokens[row][at : at + n]) for row, at, n in work]) for work in steps])
     for of_tokens, of_embeddings in zip(*logits, strict=True):
         assert torch.equal(of_tokens, of_embeddings)
-    if isinstance(plain, ReplayedForward):
-        assert None not in plain._programs.values(), "the forward is not recorded"
+    if recorders[0] is not None:
+        assert None not in recorders[0]._programs.values(), "the forward is not recorded"
 
 
 @pytest.mark.parametrize(("kernels", "block_size"), [("torch", 4), ("native", 8), ("reference", 4)])
@@ -91,7 +90,7 @@ def test_any_embeddings_give_what_transformers_gives(
     embeds = torch.randn(23, hidden, generator=torch.Generator().manual_seed(5)) * 2
     expected = theirs(inputs_embeds=embeds[None]).logits[0, -1]
     ops, given = on.ops(kernels), embeds.to(on.device)
-    forward = EagerForward(load_model(identify(folders(name)), ops, torch.float32, on.device), ops)
+    forward = ForwardRunner(load_model(identify(folders(name)), ops, torch.float32, on.device), ops)
 
     def all_given(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.arange(len(batch.token_ids), device=on.device), given[batch.positions.long()]

@@ -6,7 +6,7 @@ import torch
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.cached_models import cached_model, transformers_model
 from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner, generate
@@ -48,7 +48,7 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
     None at all means, by induction, that its own greedy answer is the same.
     """
     ops = on.ops("auto")
-    model = EagerForward(load_model(files, ops, torch.float32, on.device, num_positions=2048), ops)
+    model = ForwardRunner(load_model(files, ops, torch.float32, on.device, num_positions=2048), ops)
     prompts = prompts_of(files, texts)
     longest = max(len(prompt) for prompt in prompts)
     runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, 16, on.device)

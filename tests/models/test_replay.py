@@ -21,7 +21,7 @@ from pagoda.loading.model_files import identify
 from pagoda.models.base import Model
 from pagoda.ops.declare import Domain, DType
 from pagoda.ops.forward import ForwardOps
-from pagoda.worker.forward_pass import EagerForward, ForwardPass, ReplayedForward
+from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.models.gguf_writer import write_gguf
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
@@ -50,12 +50,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 
 def both(
     folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None
-) -> tuple[EagerForward, ReplayedForward]:
+) -> tuple[ForwardRunner, ForwardRunner]:
     model = load_model(identify(folder), ops, dtype, CPU, quantization)
-    return EagerForward(model, ops), ReplayedForward(model, ops)
+    return ForwardRunner(model, ops), ForwardRunner(model, ops, recorder=Programs(ops))
 
 
-def run(model: ForwardPass, kv_dtype: torch.dtype) -> list[torch.Tensor]:
+def run(model: ForwardRunner, kv_dtype: torch.dtype) -> list[torch.Tensor]:
     """The logits of every step; each model has a cache of its own."""
     torch.manual_seed(0)
     runner = PagedRunner(model, num_rows=3, max_len=32, dtype=kv_dtype, block_size=8)
@@ -64,17 +64,19 @@ def run(model: ForwardPass, kv_dtype: torch.dtype) -> list[torch.Tensor]:
         return [runner.logits(step) for step in steps]
 
 
-def one_token(model: ReplayedForward) -> tuple[ForwardBatch, Sequence[KVLayer]]:
+def one_token(model: ForwardRunner) -> tuple[ForwardBatch, Sequence[KVLayer]]:
     """A decode of one row, and the cache the model was recorded with."""
-    assert model._kv is not None
+    assert isinstance(model.recorder, Programs)
+    kv = model.recorder._kv
+    assert kv is not None
     one = torch.ones(1, dtype=torch.int32)
     start = torch.tensor([0, 1], dtype=torch.int32)
     metadata = AttentionMetadata(start, one, one.view(1, 1), torch.tensor([8]), 8, 1, 1)
-    groups = (metadata,) * len(model.kv_groups)
-    return ForwardBatch(one, one - 1, groups, Tail(torch.tensor([0]), groups), torch.tensor([0])), model._kv
+    groups = (metadata,) * len(model.model.kv_groups)
+    return ForwardBatch(one, one - 1, groups, Tail(torch.tensor([0]), groups), torch.tensor([0])), kv
 
 
-def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ReplayedForward:
+def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ForwardRunner:
     plain, replayed = both(folder, ops, dtype, quantization)
     for got, expected in zip(run(replayed, dtype), run(plain, dtype), strict=True):
         assert torch.equal(got, expected)
@@ -148,10 +150,13 @@ def test_whichever_tokens_are_asked_for_have_the_same_bits(library, folders, nam
 
 
 def test_one_step_an_op_with_gates_fused(library, folders) -> None:
-    """Per layer: norm, qkv, rotary_write_kv, attention, out, norm, gate_up with its gate, down; and two selections."""
+    """Per layer: norm, qkv, rotary_write_kv, attention, out, norm, gate_up with its gate, down; and two selections.
+
+    After them the last norm, the selection of rows with logits, and the head.
+    """
     replayed = assert_same(folders("llama"), NativeOps(library, threads=1), torch.float32)
     assert replayed.program is not None
-    assert replayed.program.num_steps == 1 + 8 * replayed.spec.num_layers + 2 + 1
+    assert replayed.program.num_steps == 1 + 8 * replayed.model.spec.num_layers + 2 + 1 + 2
 
 
 def test_measured_times_add_up(library, folders) -> None:
@@ -162,7 +167,7 @@ def test_measured_times_add_up(library, folders) -> None:
     batch, kv = one_token(replayed)
     begin_s = time.perf_counter()
     for _ in range(20):
-        replayed.forward(batch, kv)
+        replayed.run(batch, kv)
     total_s = time.perf_counter() - begin_s
     seconds = replayed.program.seconds()
     assert seconds["linear"] > 0
@@ -180,9 +185,9 @@ def test_another_cache_is_recorded_again(library, folders) -> None:
 
 
 def assert_runs_op_by_op(model: Model, ops: NativeOps) -> None:
-    """Under ReplayedForward it computes what it does alone."""
-    expected = run(EagerForward(model, ops), torch.float32)
-    replayed = ReplayedForward(model, ops)
+    """With a recorder it computes what it does alone."""
+    expected = run(ForwardRunner(model, ops), torch.float32)
+    replayed = ForwardRunner(model, ops, recorder=Programs(ops))
     for step, wanted in zip(run(replayed, torch.float32), expected, strict=True):
         assert torch.equal(step, wanted)
     assert replayed.program is None

@@ -21,7 +21,7 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.layers.module import parameters
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.models.gguf_writer import write_gguf
 from tests.models.packed_writer import Packing, write_packed
@@ -125,7 +125,7 @@ def logits(path: Path, ops: Any, case: Case, device: torch.device) -> tuple[torc
     """Return those of all steps, and the forms of the weights."""
     with torch.inference_mode():
         model = load_model(identify(path), ops, case.dtype, device, case.quantization)
-        runner = PagedRunner(EagerForward(model, ops), 1, 16, case.pages, block_size=8, device=device)
+        runner = PagedRunner(ForwardRunner(model, ops), 1, 16, case.pages, block_size=8, device=device)
         found = torch.cat([runner.logits([(0, first, PROMPT[first:end])]) for first, end in STEPS])
     held = {each.value.form for _, each in parameters(model) if isinstance(each.value, TiledLinear)}
     return found, held

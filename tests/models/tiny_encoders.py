@@ -19,7 +19,7 @@ from transformers import (
 
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.models.base import TOKEN_TYPES
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import moved
 
 CPU = torch.device("cpu")
@@ -119,11 +119,11 @@ def batch_of(
 
 
 def states(
-    model: EagerForward, rows: Sequence[Sequence[int]], device: torch.device = CPU, **more: object
+    model: ForwardRunner, rows: Sequence[Sequence[int]], device: torch.device = CPU, **more: object
 ) -> list[torch.Tensor]:
     """The final hidden states of each text, computed in one batch.
 
     device: where the model is; results are on the CPU.   more: of `batch_of`.
     """
     batch = batch_of(rows, model.model.num_token_types, **more)  # type: ignore[arg-type]
-    return list(model.forward(moved(batch, device), []).cpu().split([len(row) for row in rows]))
+    return list(model.run(moved(batch, device), []).hidden.cpu().split([len(row) for row in rows]))

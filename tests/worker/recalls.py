@@ -8,25 +8,29 @@ import torch
 
 from pagoda.worker import worker as worker_module
 from pagoda.worker.devices.cpu import CpuDevice
-from pagoda.worker.graphed_forward import GraphedForward
+from pagoda.worker.forward_runner import ForwardRunner, Graphs
 from pagoda.worker.loaded_model import LoadedModel, WorkerConfig, load
+from pagoda.worker.staging import Padding
 from tests.worker.lagging_device import LaggingDevice
 
 
 class Recalls:
-    """In place of CudaCapture: runs the call again, and writes its result where the first one was."""
+    """In place of CudaCapture: runs the call again, and writes its results where the first ones were."""
 
     def __init__(self) -> None:
         self.replays = 0
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
-        out = run()
+    def __call__(
+        self, run: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[tuple[torch.Tensor, ...], Callable[[], object]]:
+        results = run()
 
         def replay() -> None:
             self.replays += 1
-            out.copy_(run())
+            for result, again in zip(results, run(), strict=True):
+                result.copy_(again)
 
-        return out, replay
+        return results, replay
 
 
 def recall_steps(monkeypatch: pytest.MonkeyPatch) -> Recalls:
@@ -37,9 +41,8 @@ def recall_steps(monkeypatch: pytest.MonkeyPatch) -> Recalls:
         loaded = load(config)
         assert isinstance(loaded.device, CpuDevice)
         tables = loaded.store.tables if loaded.store is not None else None
-        sizes = config.max_rows, loaded.max_len, loaded.device.device
-        per_row = config.max_drafts + 1
-        forward = GraphedForward(loaded.model, loaded.ops, *sizes, recalls, tables, per_row)
+        graphs = Graphs(loaded.ops, Padding(config.max_rows, loaded.max_len, config.max_drafts + 1), recalls, tables)
+        forward = ForwardRunner(loaded.model, loaded.ops, loaded.device.device, tables, graphs)
         return replace(loaded, device=LaggingDevice(), forward=forward)
 
     monkeypatch.setattr(worker_module, "load", load_graphed)

@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine_setup import fit_cache, resolve_engine, weights_in_memory
-from pagoda.kernels.batch import ForwardBatch, KVLayer
+from pagoda.kernels.batch import ForwardBatch
 from pagoda.kernels.torch_ops import TorchOps
-from pagoda.worker.decode_inputs import DecodeInputs
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.dry_runs import LargestSteps, largest_graphs
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import Computed, ForwardRunner
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.staging import Padding
 from tests.engine.driver import drive, request, write_tiny_llama
 from tests.fake_cuda import FakeCuda
 from tests.models.tiny_encoders import make_encoder, save_encoder
@@ -170,14 +170,14 @@ def test_a_draft_model_is_loaded_and_drafts_before_the_cache_is_sized(
 ) -> None:
     """So what it takes is not subtracted from what is left."""
     steps: list[tuple[int, int, int]] = []
-    real = EagerForward.forward
+    real = ForwardRunner.run
 
-    def noted(self: EagerForward, batch: ForwardBatch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def noted(self: ForwardRunner, batch: ForwardBatch, *args: Any) -> Computed:
         first = batch.metadata[0]
-        steps.append((self.spec.num_layers, first.seq_lens.shape[0], batch.token_ids.shape[0]))
-        return real(self, batch, kv)
+        steps.append((self.model.spec.num_layers, first.seq_lens.shape[0], batch.token_ids.shape[0]))
+        return real(self, batch, *args)
 
-    monkeypatch.setattr(EagerForward, "forward", noted)
+    monkeypatch.setattr(ForwardRunner, "run", noted)
     make(replace(SHAPES["tiny"], vocab_size=160, num_hidden_layers=1), tmp_path / "draft", seed=1)
     drafting = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
     gpu, sizes = MadeUpGpu(2**20), {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 2000}
@@ -277,10 +277,10 @@ def test_largest_steps() -> None:
 def test_the_largest_graphs(max_rows: int, max_tokens: int, num_drafts: int, found: set[tuple[int, int]]) -> None:
     """Those with most rows, and with most tokens: the memory of a graph is its own."""
     steps = LargestSteps(max_rows, max_tokens, 4096, 30, 1, num_drafts)
-    decode_inputs = DecodeInputs(max_rows, 4096, torch.device("cpu"), 1 + num_drafts)
-    assert largest_graphs(steps, decode_inputs) == found
-    decode_inputs.is_off = True
-    assert not largest_graphs(steps, decode_inputs)
+    padding = Padding(max_rows, 4096, 1 + num_drafts)
+    assert largest_graphs(steps, padding) == found
+    padding.is_off = True
+    assert not largest_graphs(steps, padding)
 
 
 def test_a_device_keeps_free_what_a_step_takes_and_a_margin(

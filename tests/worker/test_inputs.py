@@ -12,8 +12,7 @@ from pagoda.core.scheduler_output import RowFork, SchedulerOutput
 from pagoda.kernels.native.arguments import new_group
 from pagoda.kernels.transfer import bulk_copy
 from pagoda.models.base import TOKEN_TYPES
-from pagoda.worker.inputs import StepInputs, build_inputs
-from pagoda.worker.pooler import PooledChunk
+from pagoda.worker.staging import PooledChunk, StagingBatch, StepInputs
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import DeviceUnderTest, moved
 from tests.worker.hand_made import i32, row_init, step
@@ -32,8 +31,13 @@ def random_table(rng: np.random.Generator, num_groups: int) -> TableMirror:
 
 def built(table: TableMirror, output: SchedulerOutput, on: DeviceUnderTest, num_token_types: int = 0) -> StepInputs:
     """Return the inputs that are built on a device, brought back from it."""
-    inputs = build_inputs(table, output, on.device, num_token_types=num_token_types)
-    return replace(inputs, batch=moved(inputs.batch, CPU), draw_logits=moved(inputs.draw_logits, CPU))
+    inputs = StagingBatch(on.device, num_token_types).fill(table, output)
+    return replace(
+        inputs,
+        batch=moved(inputs.batch, CPU),
+        draw_logits=moved(inputs.draw_logits, CPU),
+        states_index=moved(inputs.states_index, CPU),
+    )
 
 
 def check(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> None:
@@ -63,7 +67,7 @@ def check(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> No
 def check_tail(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> None:
     """The tail is whole ends of rows, no longer than what is wanted of them."""
     tail = inputs.batch.tail
-    wanted = set(asked(inputs))
+    wanted = {*asked(inputs), *states(inputs)}
     ends = np.cumsum(output.num_new)
     index: list[int] = []
     rows: list[int] = []
@@ -91,6 +95,14 @@ def asked(inputs: StepInputs) -> list[int]:
     return inputs.batch.tail.index[inputs.batch.logits_index].tolist()
 
 
+def states(inputs: StepInputs) -> list[int]:
+    """The hidden states of which of the batch's tokens are needed otherwise."""
+    if not inputs.prompt_rows and not inputs.pooled:
+        return []
+    index = inputs.batch.tail.index
+    return (index if inputs.states_index is None else index[inputs.states_index]).tolist()
+
+
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("longest", [1, 2, 9])
 def test_batches_of_any_mix(num_groups: int, longest: int, on: DeviceUnderTest) -> None:
@@ -107,7 +119,7 @@ def test_batches_of_any_mix(num_groups: int, longest: int, on: DeviceUnderTest) 
         assert asked(inputs) == [ends[i] - 1 for _, i in samples]
         assert inputs.draw_rows.tolist() == [row for row, _ in samples]
         assert inputs.draw_positions.tolist() == [spans[i][1] + spans[i][2] for _, i in samples]
-        assert inputs.takes_all_logits == (asked(inputs) == inputs.batch.tail.index.tolist())
+        assert inputs.size is None
 
 
 def test_a_model_without_kv_has_rows_all_the_same(on: DeviceUnderTest) -> None:
@@ -207,6 +219,7 @@ def test_prompt_logprobs_and_pooling_ask_for_more_positions(on: DeviceUnderTest)
     assert inputs.num_logits == 1
     assert inputs.prompt_rows == ((0, 2, 3),)  # position 5 is the last: it has no next prompt token
     assert inputs.pooled == (PooledChunk(1, 2, 1, True, True),)  # row 2 is not through its prompt
-    assert asked(inputs) == [3, 0, 1, 2, 6]
+    assert asked(inputs) == [3]
+    assert states(inputs) == [0, 1, 2, 6]
     assert inputs.batch.tail.index.tolist() == [0, 1, 2, 3, 6]
     check_tail(table, output, inputs)

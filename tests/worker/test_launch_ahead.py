@@ -15,8 +15,9 @@ from pagoda.kernels import transfer as transfer_module
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker import sampler as sampler_module
+from pagoda.worker import staging as staging_module
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.table_mirror import TableMirror
@@ -33,7 +34,7 @@ def make(broken_token: int = -1, ops: Any = None) -> tuple[ModelRunner, TableMir
     device = LaggingDevice()
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 10, torch.float32, device)
     table = TableMirror(8, 64, BLOCK, 1)
-    forward = EagerForward(cast(Any, model), ops or cast(Any, TorchOps()))
+    forward = ForwardRunner(cast(Any, model), ops or cast(Any, TorchOps()))
     return ModelRunner(forward, table, cache, device, Sampler(ops)), table, device
 
 
@@ -151,7 +152,7 @@ def test_an_error_of_the_device_is_raised_by_its_own_step() -> None:
     def breaks() -> list[np.ndarray]:
         raise RuntimeError("an illegal memory access")
 
-    first.submitted.copy.wait = breaks  # type: ignore[method-assign]
+    first.copy.wait = breaks  # type: ignore[method-assign]
     assert second.result().step == 2
     with pytest.raises(RuntimeError, match="illegal memory"):
         first.result()
@@ -174,13 +175,13 @@ def test_a_failed_device_ends_the_worker_whatever_shows_it(is_broken: bool, monk
 
     if is_broken:
         monkeypatch.setattr(device, "check", is_dead)
-    monkeypatch.setattr(run._forward, "compute_logits", fails)
+    monkeypatch.setattr(run._forward.model, "compute_logits", fails)
     with pytest.raises(WorkerDied if is_broken else RuntimeError) as raised:
         run.launch(step(2, [(0, 3, 1)]))
     assert raised.value.__traceback__ is not None
     assert kept[0]() is None  # the error does not keep what the step had computed
 
-    monkeypatch.setattr(first.submitted.copy, "wait", fails)
+    monkeypatch.setattr(first.copy, "wait", fails)
     with pytest.raises(WorkerDied if is_broken else RuntimeError):
         first.result()
 
@@ -195,7 +196,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(arrays))
         return real(arrays, device)
 
-    modules: list[Any] = [transfer_module, sampler_module]
+    modules: list[Any] = [transfer_module, sampler_module, staging_module]
     if find_spec("triton") is not None:
         from pagoda.kernels.sampling import triton_sampling
 
@@ -220,8 +221,8 @@ def test_no_step_waits_for_the_device_and_each_copies_its_inputs_at_once(
     run, _, device = make(ops=ops)
     watch = SyncWatch()
     for name in ("forward", "compute_logits"):  # the model is a test's, and reads what it is given
-        setattr(run._forward, name, watch.within(getattr(run._forward, name)))
-    for name in ("sample", "best_tokens"):
+        setattr(run._forward.model, name, watch.within(getattr(run._forward.model, name)))
+    for name in ("select_rows", "sample", "best_tokens"):
         setattr(ops, name, watch.within(getattr(ops, name)))
     of_rows = [GREEDY, SamplingParams(temperature=1.2)] if params is None else [params, params]
     prompts = [[3, 1, 4], [8, 8]]

@@ -11,7 +11,7 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import BlockDelta, RowFork
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.forward_pass import EagerForward
+from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.table_mirror import TableMirror
@@ -25,7 +25,7 @@ def runner(on: DeviceUnderTest, broken_token: int = -1) -> ModelRunner:
     model, ops, device = PagedSumModel(broken_token), on.ops(), on.made
     make_blocks = ops.make_device_blocks
     cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, device, make_blocks)
-    forward = EagerForward(cast("Any", model), ops)
+    forward = ForwardRunner(cast("Any", model), ops, on.device)
     return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, device, Sampler(ops))
 
 

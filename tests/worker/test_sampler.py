@@ -9,8 +9,8 @@ from pagoda.core.scheduler_output import RowFork, RowInit
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import sample as sample_by_definition
 from pagoda.kernels.sampling.reference import uniforms
-from pagoda.worker.draws import draw_params
 from pagoda.worker.sampler import Sampled, Sampler
+from pagoda.worker.staging import draw_params
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import DeviceUnderTest
 from tests.worker.hand_made import i32, row_init, step

@@ -58,17 +58,17 @@ def breakdown(profile: "StepProfile", secs: float) -> list[Part]:
     kinds = dict.fromkeys((*_FOLDERS.values(), "elementwise"), 0.0)
     for name, spent in ops.items():
         kinds[_FOLDERS.get(OP_TABLE[name].folder, "elementwise")] += spent
-    kinds["linear layers"] -= barriers
+    kinds["linear layers"] -= barriers + ops.get("logits", 0.0)
     rows = {
         **kinds,
         "barriers (estimated)": barriers,
         "forward, the rest": forward - sum(ops.values()),
-        "lm_head": parts.pop("lm_head", 0.0),
+        "lm_head": ops.get("logits", 0.0),
         "sampling": parts.pop("sampling", 0.0),
         "worker's Python": sum(parts.values()),
     }
     if not ops:
-        rows = {"forward": forward, **{name: rows[name] for name in ("lm_head", "sampling", "worker's Python")}}
+        rows = {"forward": forward, **{name: rows[name] for name in ("sampling", "worker's Python")}}
     rows["scheduling and output"] = secs - sum(rows.values())
     ordered = sorted(rows.items(), key=lambda item: -item[1])
     return [Part(part=name, secs=round(value, 4), share=round(value / secs, 4)) for name, value in ordered]

@@ -229,6 +229,7 @@ def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
         "token_ids": batch.token_ids,
         "positions": batch.positions,
         "tail_index": batch.tail.index,
+        "logits_index": batch.logits_index,
         **{name: given.tensor for name, given in batch.inputs.items()},
     }
 

@@ -32,7 +32,7 @@ from pagoda.ops.forward import FORWARD_OPS, FUSIONS, OP_TABLE, ForwardOps
 from pagoda.ops.tensor import Tensor
 
 # arbitrary numbers
-_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.EMBEDS: 4}
+_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.EMBEDS: 4, Domain.LOGITS: 1}
 
 
 class NotRecordable(Exception):
@@ -83,7 +83,7 @@ class RecordingOps:
             positions=self._input("positions", like.positions, Domain.TOKENS).tensor,
             metadata=metadata,
             tail=Tail(self._input("tail_index", like.tail.index, Domain.TAIL).tensor, tail),
-            logits_index=like.logits_index,
+            logits_index=self._input("logits_index", like.logits_index, Domain.LOGITS).tensor,
             inputs=inputs,
             num_layers=like.num_layers,
         )

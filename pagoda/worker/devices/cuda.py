@@ -203,7 +203,7 @@ class CudaCapture:
         # Kept, because torch refuses memory that no graph uses any more, and that libraries still have a part of.
         self._last: Any = None
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> "Graph":
+    def __call__(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> "Graph":
         computing = torch.cuda.current_stream()
         if self._stream is None:
             self._stream = torch.cuda.Stream()

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from pagoda.kernels.ops import Ops
 
-    Graph: TypeAlias = tuple[torch.Tensor, Callable[[], object]]
-    """A tensor, and what computes it again from the same inputs."""
+    Graph: TypeAlias = tuple[tuple[torch.Tensor, ...], Callable[[], object]]
+    """Tensors, and what computes them again from the same inputs."""
 
 
 class HostCopy(Protocol):
@@ -30,8 +30,8 @@ class HostCopy(Protocol):
 class Capture(Protocol):
     """Records the device's work in a call. A result is valid until the next replay of any graph of this instance."""
 
-    def __call__(self, run: "Callable[[], torch.Tensor]") -> "Graph":
-        """Return the tensor that `run` gives, and what computes it again. Raises RuntimeError if it cannot."""
+    def __call__(self, run: "Callable[[], tuple[torch.Tensor, ...]]") -> "Graph":
+        """Return the tensors that `run` gives, and what computes them again. Raises RuntimeError if it cannot."""
         ...
 
 

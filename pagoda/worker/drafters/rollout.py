@@ -9,12 +9,10 @@ import torch
 from pagoda.core.scheduler_output import NO_INTS, SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.worker.adapters import Adapters
-from pagoda.worker.draws import draw_params
-from pagoda.worker.forward_pass import ForwardPass
-from pagoda.worker.inputs import StepInputs, build_inputs
+from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.staging import LastTokens, StepInputs, draw_params
 from pagoda.worker.table_mirror import TableMirror
-from pagoda.worker.tokens_in_flight import TokensInFlight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,26 +23,30 @@ class DraftForward:
     num_layers: run only so many of the first layers; 0: all.   adapters: of the rows, which `forward` adapts; or None.
     """
 
-    forward: ForwardPass
+    forward: ForwardRunner
     table: TableMirror
     kv: Sequence[KVLayer]
-    device: torch.device
     num_layers: int = 0
     adapters: Adapters | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.forward.staging.device
 
     def compute(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> None:
         """Write the KV of tokens start .. start + num_new - 1 of each row; int32 [num_rows] each."""
         self._run(rows, start, num_new, NO_INTS, None)
 
     def logits(
-        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, in_flight: TokensInFlight
+        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, last_tokens: LastTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `compute`; return the logits after the last token of each row, float32 [num_rows, V].
 
-        Return also `rows` on the device, int64.   in_flight: tokens that `table` does not have yet.
+        Return also `rows` on the device, int64.   last_tokens: may have tokens that `table` does not have yet.
         """
-        inputs, hidden = self._run(rows, start, num_new, np.arange(len(rows), dtype=np.int32), in_flight)
-        return self.forward.compute_logits(hidden, inputs.logits_adapters), inputs.draw_index
+        inputs, logits = self._run(rows, start, num_new, np.arange(len(rows), dtype=np.int32), last_tokens)
+        assert logits is not None
+        return logits[: len(rows)], inputs.draw_index
 
     def _run(
         self,
@@ -52,13 +54,12 @@ class DraftForward:
         start: np.ndarray,
         num_new: np.ndarray,
         samples: np.ndarray,
-        in_flight: TokensInFlight | None,
-    ) -> tuple[StepInputs, torch.Tensor]:
+        last_tokens: LastTokens | None,
+    ) -> tuple[StepInputs, torch.Tensor | None]:
         step = SchedulerOutput(0, rows, start, num_new, rows[samples], samples, int(num_new.sum()))
         slots = self.adapters.slots_of(rows) if self.adapters is not None else None
-        decode_inputs = self.forward.decode_inputs
-        inputs = build_inputs(self.table, step, self.device, slots, in_flight=in_flight, decode_inputs=decode_inputs)
-        return inputs, inputs.run(self.forward, self.kv, self.num_layers)
+        inputs = self.forward.staging.fill(self.table, step, slots, last_tokens=last_tokens, num_layers=self.num_layers)
+        return inputs, self.forward.run(inputs.batch, self.kv, inputs.size).logits
 
 
 def roll_out(
@@ -73,15 +74,15 @@ def roll_out(
     They stay on the device until the last is drawn, unless the host needs earlier ones: for penalties, bad words.
     """
     drawn = _Drawn(draft, target, rows, most)
-    in_flight = TokensInFlight(len(target.num_tokens), draft.device)
+    last_tokens = LastTokens(len(target.num_tokens), draft.device)
     for number in range(int(most.max())):
         active = np.flatnonzero(most > number)
         at = rows[active]
         ends = target.num_tokens[at] + number
         begin = ends - 1 if number else start[active]
-        logits, on_device = draft.logits(at, begin, ends - begin, in_flight)
+        logits, on_device = draft.logits(at, begin, ends - begin, last_tokens)
         tokens = sampler.draw(logits, target, at, ends, None, draw_params(target, at, ends))
-        in_flight.sampled(at, ends, on_device, tokens.tokens)
+        last_tokens.keep(at, ends, on_device, tokens.tokens)
         drawn.add(active, tokens)
         if target.reads_output[at].any():
             drawn.collect()

@@ -11,8 +11,7 @@ from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.dry_runs import LargestSteps
-from pagoda.worker.forward_pass import ForwardPass
-from pagoda.worker.make_forward import make_forward
+from pagoda.worker.forward_runner import ForwardRunner, make_forward
 from pagoda.worker.speculation.setup import DraftSetup
 
 _MAX_QUERY_LEN = 2
@@ -24,7 +23,7 @@ class LoadedDraft:
     """A draft model, the pass that computes it, and its KV cache of `num_blocks` blocks."""
 
     model: Model
-    forward: ForwardPass
+    forward: ForwardRunner
     cache: CacheEngine
     num_blocks: int
 

@@ -2,14 +2,12 @@
 
 import time
 
-import torch
-
 from pagoda.kernels.ops import Ops
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.drafters.registry import DraftParts, make_drafter
 from pagoda.worker.drafters.rollout import DraftForward
-from pagoda.worker.forward_pass import ForwardPass
+from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.controller import DraftController
@@ -21,11 +19,10 @@ from pagoda.worker.table_mirror import TableMirror
 
 def make_speculator(
     setup: DraftSetup,
-    forward: ForwardPass,
+    forward: ForwardRunner,
     table: TableMirror,
     cache: CacheEngine,
     ops: Ops,
-    device: torch.device,
     max_model_len: int,
     draft: LoadedDraft | None = None,
     grammars: GrammarRows | None = None,
@@ -38,10 +35,10 @@ def make_speculator(
     """
     parts: DraftParts | None = None
     if setup.num_layers:
-        parts = DraftParts(DraftForward(forward, table, cache.layers, device, setup.num_layers, adapters), Sampler(ops))
+        parts = DraftParts(DraftForward(forward, table, cache.layers, setup.num_layers, adapters), Sampler(ops))
     elif draft is not None:
         own_table = TableMirror(*table.token_ids.shape, table.block_size, len(draft.model.kv_groups))
-        drafting = DraftForward(draft.forward, own_table, draft.cache.layers, device)
+        drafting = DraftForward(draft.forward, own_table, draft.cache.layers)
         parts = DraftParts(drafting, Sampler(ops), draft.num_blocks)
     drafter = make_drafter(setup.config, parts, grammars)
     max_rows = len(table.num_tokens)

@@ -9,8 +9,8 @@ from pagoda.worker.drafters.draft_model import DraftModelDrafter
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.staging import LastTokens
 from pagoda.worker.table_mirror import TableMirror
-from pagoda.worker.tokens_in_flight import TokensInFlight
 
 VOCAB = 16
 MAX_LEN = 1024
@@ -19,16 +19,17 @@ MAX_LEN = 1024
 class CountingForward(DraftForward):
     """Notes what it computes; its logits always favour token 3."""
 
+    device = torch.device("cpu")
+
     def __init__(self, table: TableMirror) -> None:
         object.__setattr__(self, "table", table)
-        object.__setattr__(self, "device", torch.device("cpu"))
         object.__setattr__(self, "calls", [])
 
     def compute(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> None:
         self.calls.append((rows.tolist(), start.tolist(), num_new.tolist()))  # type: ignore[attr-defined]
 
     def logits(
-        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, in_flight: TokensInFlight
+        self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, last_tokens: LastTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.compute(rows, start, num_new)
         logits = torch.nn.functional.one_hot(torch.full((len(rows),), 3), VOCAB).float()

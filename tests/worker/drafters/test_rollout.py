@@ -12,10 +12,10 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.drafters.rollout import DraftForward, roll_out
-from pagoda.worker.forward_pass import EagerForward
-from pagoda.worker.graphed_forward import GraphedForward
+from pagoda.worker.forward_runner import ForwardRunner, Graphs
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.staging import Padding
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 from tests.worker.recalls import Recalls
@@ -56,7 +56,7 @@ def admitted(params: SamplingParams) -> dict[str, Any]:
 def decoded(params: SamplingParams, model: PagedSumModel, count: int) -> dict[int, list[int]]:
     """Each row's next tokens, decoded step by step; fewer if logits are not finite."""
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
-    run = ModelRunner(EagerForward(model, TorchOps()), TableMirror(3, 64, BLOCK, 1), cache, CpuDevice())  # type: ignore[arg-type]
+    run = ModelRunner(ForwardRunner(model, TorchOps()), TableMirror(3, 64, BLOCK, 1), cache, CpuDevice())  # type: ignore[arg-type]
     found: dict[int, list[int]] = {row: [] for row in PROMPTS}
     spans, events = [(row, 0, len(tokens)) for row, tokens in PROMPTS.items()], admitted(params)
     for number in range(count):
@@ -70,15 +70,15 @@ def decoded(params: SamplingParams, model: PagedSumModel, count: int) -> dict[in
 
 
 def rolled_out(params: SamplingParams, model: PagedSumModel, most: np.ndarray, is_graphed: bool) -> Any:
-    forward: Any = EagerForward(model, TorchOps())  # type: ignore[arg-type]
-    if is_graphed:
-        forward = GraphedForward(model, TorchOps(), 3, 64, CPU, capture=Recalls(), max_query_len=2)  # type: ignore[arg-type]
+    ops: Any = TorchOps()
+    graphs = Graphs(ops, Padding(3, 64, max_query_len=2), Recalls()) if is_graphed else None
+    forward = ForwardRunner(model, ops, recorder=graphs)  # type: ignore[arg-type]
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
     target, own = (TableMirror(3, 64, BLOCK, 1) for _ in range(2))
     for table in (target, own):
         table.apply(step(1, [(0, 0, 1)], **admitted(params if table is target else GREEDY)))
     sampler, rows = Late(), i32(0, 1, 2)
-    draft = DraftForward(forward, own, cache.layers, CPU)
+    draft = DraftForward(forward, own, cache.layers)
     drawn = roll_out(draft, target, sampler, rows, i32(0, 0, 0), most)
     for row, tokens in enumerate(drawn):
         end = len(PROMPTS[row])

@@ -1,0 +1,555 @@
+"""StagingBatch: the inputs of one forward pass after the other, gathered from the rows and moved in one copy.
+
+Gathered with numpy operations over whole columns and no loop over rows that only decode. On a GPU, steps of few tokens
+are padded to few sizes, and their inputs are at the same addresses in all steps of a size, so that each is the replay
+of a graph. What else a step's inputs come from is here, too: how its tokens are drawn, the tokens that only the device
+has, and prompts that are given as embeddings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagoda.base.pooling import PER_TOKEN, PoolingKind, PoolingParams
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.kernels.attention.shared_prefix import find_shared_prefix
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
+from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.reference import uniforms
+from pagoda.kernels.transfer import bulk_copy, to_device
+from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
+from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
+from pagoda.models.base import TOKEN_TYPES
+from pagoda.ops.declare import Domain
+from pagoda.worker.table_mirror import TableMirror
+
+_NONE = np.empty(0, np.int64)
+_DOMAINS = {TAIL_ADAPTERS: Domain.TAIL, LOGITS_ADAPTERS: Domain.LOGITS, EMBED_ROWS: Domain.EMBEDS}
+
+_SHORTEST_CONTEXT = 1024  # tokens: shorter contexts share a graph
+_MOST_TOKENS = 512
+_TOKEN_BYTES = 256  # per token of a padded step, not counting its slots and block tables
+_SPARE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """What a step contributes to the pooling of a row.
+
+    first, count: the tokens of the chunk whose hidden states are needed, as positions in the prompt.
+    begins: the prompt's first token is in the chunk.   ends: its last one is.
+    """
+
+    row: int
+    first: int
+    count: int
+    begins: bool
+    ends: bool
+
+    @classmethod
+    def of(
+        cls, kind: PoolingKind, params: PoolingParams, row: int, start: int, num_new: int, num_prompt: int
+    ) -> "PooledChunk":
+        """Return the part of a chunk of `num_new` tokens from `start` on."""
+        begins, ends = start == 0, start + num_new == num_prompt
+        if params.task in PER_TOKEN or kind is PoolingKind.MEAN:
+            return cls(row, start, num_new, begins, ends)
+        if kind is PoolingKind.CLS:
+            return cls(row, 0, int(begins), begins, ends)
+        return cls(row, num_prompt - 1, int(ends), begins, ends)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
+
+    batch: the model's input; its logits_index has the draws' tokens, as indices into the batch's tail.
+    size: to which the batch is padded, with logits_index as long as its tokens; None: it is not padded.
+    draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
+    draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
+    draw_index: `draw_rows` on the device, int64.   draw_params: None if all draws are greedy.
+    num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
+    prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
+    pooled: chunks of the prompts to pool.
+    states_index: int64, the hidden states of `prompt_rows`, then those of `pooled`, in the tail; None: all of it.
+    states_adapters: int32, the slot of the adapter of each of these; None if no row of the step has one.
+    """
+
+    batch: ForwardBatch
+    size: "PaddedSize | None"
+    draw_rows: np.ndarray
+    draw_positions: np.ndarray
+    draw_logits: torch.Tensor | None
+    draw_index: torch.Tensor
+    draw_params: DrawParams | None
+    num_logits: int
+    num_draws: np.ndarray
+    prompt_rows: tuple[tuple[int, int, int], ...]
+    pooled: tuple[PooledChunk, ...]
+    states_index: torch.Tensor | None
+    states_adapters: torch.Tensor | None
+
+
+class PaddedSize(NamedTuple):
+    """The size to which a step is padded.
+
+    max_query_len: most new tokens of a row.   context: tokens of the longest sequence.
+    """
+
+    num_tokens: int
+    num_rows: int
+    max_query_len: int
+    context: int
+
+
+class Padding:
+    """Which steps are padded, and to which size: those of few tokens per row. It is turned off where that is no use."""
+
+    def __init__(self, max_rows: int, max_model_len: int, max_query_len: int = 1) -> None:
+        """max_rows: of the scheduler's table.   max_model_len: longest sequence, with positions past its end.
+
+        max_query_len: most new tokens of a row in steps that are padded: one and its drafts.
+        """
+        most = max_rows * max_query_len
+        self._most_tokens = min(max(padded_rows(most), padded_tokens(most)), _MOST_TOKENS)
+        self._longest = max_model_len
+        self._max_query_len = max_query_len
+        self.is_off = False
+
+    def size_of(self, num_rows: int, num_tokens: int, max_query_len: int, seq_len: int) -> PaddedSize | None:
+        """Return the size to which a step is padded; None: it is not.
+
+        max_query_len: most new tokens of a row.   seq_len: tokens of the longest sequence.
+        """
+        if self.is_off or max_query_len > self._max_query_len or num_tokens > self._most_tokens:
+            return None
+        context = padded_context(seq_len, self._longest)
+        if max_query_len == 1:
+            padded = padded_rows(num_tokens)
+            return PaddedSize(padded, padded, 1, context)
+        padded = padded_tokens(num_tokens)
+        per_row = min(_power_of_two(max_query_len), self._max_query_len)
+        # Padding tokens belong to padding rows, which are as long as any row may be.
+        num_padding_rows = -(-(padded - num_tokens) // per_row)
+        return PaddedSize(padded, min(_power_of_two(num_rows + num_padding_rows), padded), per_row, context)
+
+    def num_bytes(self, block_size: int, num_groups: int) -> int:
+        """Return the bytes that the inputs of the largest step take."""
+        of_group = 4 * -(-self._longest // block_size) + 8
+        return self._most_tokens * (_TOKEN_BYTES + num_groups * of_group) + _SPARE_BYTES
+
+
+def padded_rows(count: int) -> int:
+    """Round a number of decoding rows up: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, then of 32."""
+    if count <= 4:
+        return _power_of_two(count)
+    step = 8 if count <= 64 else 16 if count <= 256 else 32
+    return -(-count // step) * step
+
+
+def padded_tokens(count: int) -> int:
+    """Round a number of tokens up where rows have several: 1, 2, 4, multiples of 8 up to 64, then 4 sizes per doubling.
+
+    Fewer sizes than for decoding rows, because each comes with several numbers of rows.
+    """
+    if count <= 64:
+        return padded_rows(count)
+    step = _power_of_two(count) // 8
+    return -(-count // step) * step
+
+
+def padded_context(seq_len: int, longest: int) -> int:
+    """Return the context of the graph for a batch whose longest row has `seq_len` tokens: a power of two, or all."""
+    return min(max(_SHORTEST_CONTEXT, _power_of_two(seq_len)), longest)
+
+
+def _power_of_two(count: int) -> int:
+    """Return the least power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+class StagingBatch:
+    """Makes the inputs of one model's steps, one after the other.
+
+    Host memory is new in each step, on a GPU pinned (see `bulk_copy`), since an earlier copy may not be complete. The
+    device's is allocated once for padded steps: the next step's copy is submitted after all that reads this one's.
+    """
+
+    def __init__(self, device: torch.device, num_token_types: int = 0, padding: Padding | None = None) -> None:
+        """num_token_types: of a model that takes token types, else 0.   padding: None: no step is padded."""
+        self.device = device
+        self.padding = padding
+        self._num_token_types = num_token_types
+        self._memory: torch.Tensor | None = None  # of padded steps
+
+    def fill(
+        self,
+        table: TableMirror,
+        output: SchedulerOutput,
+        adapters: np.ndarray | None = None,
+        pooling: PoolingKind = PoolingKind.LAST,
+        embeds: "StepEmbeds | None" = None,
+        last_tokens: "LastTokens | None" = None,
+        num_layers: int = 0,
+    ) -> StepInputs:
+        """Return the step's inputs. `output` must not be empty and must have been applied to `table`.
+
+        Everything is moved to the device in one copy, for which the host does not wait. A step of few tokens per row is
+        padded if it has no prompt embeddings and no forks.
+        adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
+        pooling: which hidden states pooled rows need.   embeds: prompt embeddings among the step's tokens.
+        last_tokens: may have tokens that `table` does not have yet.   num_layers: see ForwardBatch.
+        Raises InvariantBroken for more than one token to sample per token of a padded step.
+        """
+        block_size, num_rows = table.block_size, len(output.rows)
+        # Kernels read raw int32 memory.
+        start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
+        query_start = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(num_new, out=query_start[1:])
+        seq_lens = start + num_new
+        longest, furthest = int(num_new.max()), int(seq_lens.max())
+        if longest == 1:
+            token_rows, at_row = output.rows, np.arange(num_rows)
+            positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
+        else:
+            token_rows, at_row = np.repeat(output.rows, num_new), np.repeat(np.arange(num_rows), num_new)
+            positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
+        num_tokens = len(positions)
+        token_ids = table.token_ids[token_rows, positions]
+        block, offset = np.divmod(positions, block_size)
+        tables = [of_group[output.rows, : -(-furthest // block_size)] for of_group in table.block_tables]
+        slots = [of_rows[at_row, block].astype(np.int64) * block_size + offset for of_rows in tables]
+        if not tables:  # a model without KV still needs to know where rows begin
+            tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
+        rows = BatchRows(query_start, seq_lens, tables, longest, furthest)
+
+        draw_rows, draw_positions, draw_logits, logits_index, num_draws = _draws(output, query_start, seq_lens)
+        prompt_rows, pooled, states_index = _wanted_states(table, output, query_start, pooling)
+        num_logits = len(logits_index)
+        size = None
+        if self.padding is not None and embeds is None and not self._num_token_types and draw_logits is None:
+            size = self.padding.size_of(num_rows, num_tokens, longest, furthest)
+        if self.padding is not None and longest == 1:  # only kernels whose steps are captured read them
+            rows = rows.with_shared_prefixes(output.start, block_size)
+        tail, tail_index = rows, None
+        wanted = np.concatenate([logits_index, states_index]) if states_index.size else logits_index
+        if size is None and not _counts_up(wanted, num_tokens):
+            tail, tail_index = rows.ends(wanted)
+            logits_index, states_index = (np.searchsorted(tail_index, index) for index in (logits_index, states_index))
+
+        named: dict[str, np.ndarray] = {}
+        states_adapters: list[np.ndarray] = []
+        if adapters is not None:
+            named[ADAPTERS] = adapters[token_rows]
+            named[TAIL_ADAPTERS] = of_tail = named[ADAPTERS] if tail_index is None else named[ADAPTERS][tail_index]
+            named[LOGITS_ADAPTERS] = of_tail[logits_index]
+            states_adapters = [of_tail[states_index]]
+        if self._num_token_types:
+            named[TOKEN_TYPES] = is_second = np.zeros(num_tokens, np.int32)
+            if self._num_token_types > 1:
+                is_second[:] = positions >= table.pair_start[token_rows]
+        if embeds is not None:
+            named[EMBED_ROWS] = embeds.index
+        unknown = last_tokens.unknown(token_rows, positions) if last_tokens is not None else _NONE
+        if size is not None:
+            rows = tail = rows.padded(size, block_size)
+            further = np.arange(size.num_tokens - num_tokens, dtype=np.int32) % size.max_query_len
+            token_ids, positions = _with_zeros(token_ids, size.num_tokens), np.concatenate([positions, further])
+            slots = [_with_zeros(of_group, size.num_tokens) for of_group in slots]
+            logits_index = _with_zeros(logits_index, size.num_tokens)
+            named = {name: _with_zeros(array, size.num_tokens) for name, array in named.items()}
+        if tail_index is None:
+            tail_index = np.arange(len(positions))
+        has_all_states = _counts_up(states_index, len(tail_index))
+        params = draw_params(table, draw_rows, draw_positions)
+
+        # What the forward reads comes first: in all padded steps of a size, it is at the same addresses.
+        of_tokens, of_slots, of_rows, of_tail, of_named, of_params, of_draws, of_states, of_unknown = self._move(
+            [
+                [token_ids, positions, tail_index, logits_index],
+                slots,
+                rows.arrays,
+                [] if tail is rows else tail.arrays,
+                list(named.values()),
+                [] if params is None else params.columns,
+                [draw_rows.astype(np.int64), *([] if draw_logits is None else [draw_logits])],
+                [states_index, *states_adapters],
+                [unknown, token_rows[unknown].astype(np.int64)],
+            ],
+            None if size is None or self.padding is None else self.padding.num_bytes(block_size, len(slots)),
+        )
+        if last_tokens is not None and unknown.size:
+            at, their_rows = of_unknown
+            of_tokens[0].index_copy_(0, at, last_tokens.tokens.index_select(0, their_rows))
+        metadata = rows.metadata(of_slots, of_rows, block_size)
+        inputs = {
+            name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS)) for name, tensor in zip(named, of_named, strict=True)
+        }
+        if embeds is not None:
+            inputs[EMBEDS] = Input(embeds.values, Domain.EMBEDS)
+        return StepInputs(
+            batch=ForwardBatch(
+                of_tokens[0],
+                of_tokens[1],
+                metadata,
+                Tail(of_tokens[2], metadata if tail is rows else tail.metadata(of_slots, of_tail, block_size)),
+                of_tokens[3],
+                inputs,
+                num_layers,
+            ),
+            size=size,
+            draw_rows=draw_rows,
+            draw_positions=draw_positions,
+            draw_logits=None if draw_logits is None else of_draws[1],
+            draw_index=of_draws[0],
+            draw_params=None if params is None else replace(params, on_device=tuple(of_params)),
+            num_logits=num_logits,
+            num_draws=num_draws,
+            prompt_rows=prompt_rows,
+            pooled=pooled,
+            states_index=None if has_all_states else of_states[0],
+            states_adapters=of_states[1] if states_adapters else None,
+        )
+
+    def _move(self, parts: Sequence[Sequence[np.ndarray]], num_bytes: int | None) -> list[list[torch.Tensor]]:
+        """Return the arrays on the device, after one copy.
+
+        num_bytes: of the memory for padded steps, to which they are copied; None: to any.
+        """
+        arrays = [array for part in parts for array in part]
+        if num_bytes is None:
+            tensors = iter(to_device(arrays, self.device))
+        else:
+            if self._memory is None:
+                self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            tensors = iter(bulk_copy(arrays, self.device, self._memory))
+        return [list(islice(tensors, len(part))) for part in parts]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchRows:
+    """The rows of a batch, or of its tail, on the host: see AttentionMetadata.
+
+    tables: a block table per KV group.   longest, furthest: its max_query_len and max_seq_len.
+    shared: the shared prefix of each group, 0 tokens if it has none; empty if no group has one.
+    """
+
+    query_start: np.ndarray
+    seq_lens: np.ndarray
+    tables: list[np.ndarray]
+    longest: int
+    furthest: int
+    shared: tuple[np.ndarray, ...] = ()
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [self.query_start, self.seq_lens, *self.tables, *self.shared]
+
+    def with_shared_prefixes(self, context: np.ndarray, block_size: int) -> "BatchRows":
+        """Return the same with the prefixes that rows share.   context: tokens in the cache before this step."""
+        found = [find_shared_prefix(table, context, block_size) for table in self.tables]
+        if not any(found):
+            return self
+        return replace(self, shared=tuple(np.array(prefix or (0, 0), np.int32) for prefix in found))
+
+    def padded(self, size: PaddedSize, block_size: int) -> "BatchRows":
+        """Return the same with more rows, and tables for more tokens.
+
+        Padding tokens belong to padding rows at the end, which write to the null block; some of these have no tokens.
+        """
+        count, num_blocks = len(self.seq_lens), -(-size.context // block_size)
+        num_tokens, longest = int(self.query_start[-1]), size.max_query_len
+        further = size.num_tokens - num_tokens - longest * np.arange(size.num_rows - count, dtype=np.int32)
+        further = np.clip(further, 0, longest)
+        query_start = np.concatenate([self.query_start, num_tokens + np.cumsum(further, dtype=np.int32)])
+        tables = [np.zeros((size.num_rows, num_blocks), np.int32) for _ in self.tables]
+        for table, of_rows in zip(tables, self.tables, strict=True):
+            table[:count, : of_rows.shape[1]] = of_rows
+        seq_lens = np.concatenate([self.seq_lens, further])
+        return BatchRows(query_start, seq_lens, tables, longest, size.context, self.shared)
+
+    def ends(self, wanted: np.ndarray) -> tuple["BatchRows", np.ndarray]:
+        """Return the shortest row ends that contain the tokens `wanted`, and their indices in the batch (int64).
+
+        They have at least one token, so that the forward pass needs no special case for an empty tail.
+        """
+        start = self.query_start
+        counts = np.zeros(len(start) - 1, np.int32)
+        if wanted.size:
+            row = np.searchsorted(start, wanted, side="right") - 1
+            np.maximum.at(counts, row, (start[row + 1] - wanted).astype(np.int32))
+        else:
+            counts[-1] = 1
+        rows = np.flatnonzero(counts)
+        counts, seq_lens = counts[rows], self.seq_lens[rows]
+        tail_start = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=tail_start[1:])
+        shift = start[rows + 1] - tail_start[1:]  # index in the batch minus index in the tail
+        index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, counts)
+        tables = [table[rows] for table in self.tables]
+        return BatchRows(tail_start, seq_lens, tables, int(counts.max()), int(seq_lens.max())), index
+
+    def metadata(
+        self, slots: list[torch.Tensor], tensors: list[torch.Tensor], block_size: int
+    ) -> tuple[AttentionMetadata, ...]:
+        """slots: of the whole batch, per KV group.   tensors: `arrays`, on the device."""
+        query_start, seq_lens, *tables = tensors
+        shared = tables[len(slots) :] if self.shared else [None] * len(slots)
+        return tuple(
+            AttentionMetadata(query_start, seq_lens, table, of_group, block_size, self.longest, self.furthest, prefix)
+            for of_group, table, prefix in zip(slots, tables[: len(slots)], shared, strict=True)
+        )
+
+
+def _draws(
+    output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
+    """Return the tokens to sample: their rows and positions (int32 [num_draws]), and which logits each is drawn from.
+
+    Those are int64 [num_draws], None if draw i has logits i. Return also the batch's tokens with logits (int64), and
+    the number of draws of each sample row (int32).
+    """
+    index = output.sample_index
+    num = np.ones(len(index), np.int32)
+    rows, positions = output.sample_rows, seq_lens[index]
+    logits_index = query_start[index + 1].astype(np.int64) - 1
+    if output.drafts:
+        num_drafts = np.zeros(len(query_start) - 1, np.int32)
+        for i in np.flatnonzero(np.isin(output.rows, np.fromiter(output.drafts, np.int32, len(output.drafts)))):
+            num_drafts[i] = len(output.drafts[int(output.rows[i])])
+        num += num_drafts[index]
+        ends = np.cumsum(num)
+        # Distance of each draw from the last position of its sample row: num - 1 .. 0.
+        back = np.repeat(ends, num) - 1 - np.arange(ends[-1] if ends.size else 0)
+        rows, positions = np.repeat(rows, num), (np.repeat(positions, num) - back).astype(np.int32)
+        logits_index = np.repeat(logits_index, num) - back
+    if not output.forks:
+        return rows, positions, None, logits_index, num
+    shared, logits = np.unique(logits_index, return_inverse=True)
+    return rows, positions, logits, shared, num
+
+
+def draw_params(table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> DrawParams | None:
+    """Return how the tokens at `positions` of `rows` (int32 [n]) are drawn; None if all are greedy."""
+    temperature = table.temperature[rows]
+    if not temperature.any():
+        return None
+    uniform = uniforms(table.seeds[rows], positions)
+    return DrawParams(temperature, table.top_k[rows], table.top_p[rows], table.min_p[rows], uniform)
+
+
+def _wanted_states(
+    table: TableMirror, output: SchedulerOutput, query_start: np.ndarray, pooling: PoolingKind
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[PooledChunk, ...], np.ndarray]:
+    """Return StepInputs.prompt_rows, StepInputs.pooled, and the batch's tokens whose states these need (int64)."""
+    rows = output.rows
+    prompt_rows: list[tuple[int, int, int]] = []
+    pooled: list[PooledChunk] = []
+    index: list[np.ndarray] = []
+    wanted = np.flatnonzero(table.wants_states[rows]).tolist()
+    for i in wanted:
+        row, first = int(rows[i]), int(output.start[i])
+        count = min(first + int(output.num_new[i]), int(table.num_prompt[row]) - 1) - first
+        if table.num_prompt_logprobs[row] >= 0 and count > 0:
+            prompt_rows.append((row, first, count))
+            index.append(np.arange(query_start[i], query_start[i] + count, dtype=np.int64))
+    for i in wanted:
+        row, start = int(rows[i]), int(output.start[i])
+        params = table.pooling[row]
+        if params is None:
+            continue
+        chunk = PooledChunk.of(pooling, params, row, start, int(output.num_new[i]), int(table.num_prompt[row]))
+        if chunk.count or chunk.ends:
+            pooled.append(chunk)
+            begin = int(query_start[i]) + chunk.first - start
+            index.append(np.arange(begin, begin + chunk.count, dtype=np.int64))
+    return tuple(prompt_rows), tuple(pooled), np.concatenate(index) if index else _NONE
+
+
+def _counts_up(index: np.ndarray, to: int) -> bool:
+    """Return whether `index` is 0 .. to - 1."""
+    return len(index) == to and bool((index == np.arange(to)).all())
+
+
+def _with_zeros(array: np.ndarray, length: int) -> np.ndarray:
+    """Return `array` [n] with zeros after it: [length]."""
+    longer = np.zeros(length, array.dtype)
+    longer[: len(array)] = array
+    return longer
+
+
+class LastTokens:
+    """The last sampled token of each row, on the device, where the next step finds it before the host knows it.
+
+    tokens: int32 [max_rows], on the device.
+    positions: int32 [max_rows], of the row's token that the host does not know; -1 if there is none.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.positions = np.full(max_rows, -1, np.int32)
+
+    def keep(self, rows: np.ndarray, positions: np.ndarray, index: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keep a step's tokens, one for each of `rows`, as not known to the host.
+
+        rows, positions: int32 [n].   index: `rows` on the device, int64.   tokens: int64 [n], on the device.
+        """
+        self.tokens.index_copy_(0, index, tokens.to(torch.int32))
+        self.positions[rows] = positions
+
+    def unknown(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return which of the tokens at `positions` of `rows` (int32 [n]) only the device has: int64 indices."""
+        return np.flatnonzero(self.positions[rows] == positions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepEmbeds:
+    """Embeddings of one step.   values: [n, hidden].   index: int64 [n], which of the step's tokens each is of."""
+
+    values: torch.Tensor
+    index: np.ndarray
+
+
+class PromptEmbeds:
+    """Holds the embeddings of the rows whose prompts are not computed up to their last one, in the compute type."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._of_row: dict[int, torch.Tensor] = {}
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Apply a step's events. A fork needs nothing: its prompt is computed."""
+        for row in output.released.tolist():
+            self._of_row.pop(row, None)
+        for init in output.admitted:
+            self._of_row.pop(init.row, None)
+            if init.prompt_embeds is not None and init.num_computed < len(init.prompt_embeds):
+                # torch warns of arrays that cannot be written to, as those from another process; this copies.
+                given = torch.tensor(init.prompt_embeds, dtype=self._dtype)
+                self._of_row[init.row] = given.to(self._device)
+
+    def take(self, output: SchedulerOutput) -> StepEmbeds | None:
+        """Return the embeddings that the step needs, None for none; drop those of prompts that it computes to the end.
+
+        `output` must have been applied.
+        """
+        if not self._of_row:
+            return None
+        ends = np.cumsum(output.num_new)
+        values: list[torch.Tensor] = []
+        index: list[np.ndarray] = []
+        for i in np.flatnonzero(np.isin(output.rows, list(self._of_row))).tolist():
+            row, start, num_new = int(output.rows[i]), int(output.start[i]), int(output.num_new[i])
+            of_row = self._of_row[row]
+            values.append(of_row[start : start + num_new])
+            begin = int(ends[i]) - num_new
+            index.append(np.arange(begin, begin + len(values[-1]), dtype=np.int64))
+            if start + num_new >= len(of_row):
+                del self._of_row[row]
+        if not values:
+            return None
+        return StepEmbeds(torch.cat(values) if len(values) > 1 else values[0], np.concatenate(index))
