@@ -8,10 +8,14 @@ import pytest
 
 from pagoda.core.scheduler_output import RowFork
 from pagoda.worker.drafters.drafter import NUM_GRADES, Drafter, grade_of_match
-from pagoda.worker.drafters.matching import continue_from, longest_suffix_matches
-from pagoda.worker.drafters.ngram import NgramDrafter
-from pagoda.worker.drafters.output_pool import OutputPool
-from pagoda.worker.drafters.suffix import SuffixDrafter, SuffixSettings
+from pagoda.worker.drafters.lookup import (
+    NgramDrafter,
+    OutputPool,
+    SuffixDrafter,
+    SuffixSettings,
+    continue_from,
+    longest_suffix_matches,
+)
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import i32, row_init, step
 
