@@ -34,11 +34,11 @@ from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q6, Q8, WeightForm
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe import reference as reference_moe
-from pagoda.kernels.moe import triton_moe, triton_route
+from pagoda.kernels.moe import triton_moe
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
-from pagoda.loading.packed_format import PackedFormat
 from pagoda.loading.packed_int4 import in_kernel_groups, read_awq, read_gptq, without_zeros
+from pagoda.loading.quantization import PackedFormat
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -263,7 +263,7 @@ def _experts() -> dict[str, Callable[[], object]]:
         made[f"experts, {title}" if title else "experts"] = partial(
             routed_by_torch, by.moe, x, router, *stacks, 2, True
         )
-    made["experts, routing"] = partial(triton_route.route, torch.zeros(64, 128, dtype=BF16), 8, True)
+    made["experts, routing"] = partial(triton_moe.route, torch.zeros(64, 128, dtype=BF16), 8, True)
     return made
 
 

@@ -14,12 +14,11 @@ from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.resolve import resolve_model
-from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
 from pagoda.models.base import Model
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.memory import (

@@ -24,7 +24,7 @@ from pagoda.kernels.moe.triton_moe import TritonMoE
 from pagoda.kernels.reference_ops import implementation
 from pagoda.kernels.sampling import triton_logprobs, triton_sampling
 from pagoda.kernels.torch_ops import TorchOps
-from pagoda.kernels.triton_interpreter import fix_interpreter
+from pagoda.kernels.triton_support import fix_interpreter
 from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import LinearWeight
 

@@ -1,11 +1,54 @@
-"""The gated MLP."""
+"""Feed-forward layers: activations, the gated MLP, and a mixture of gated MLPs."""
 
-from pagoda.layers.activation import Activation, gate
-from pagoda.layers.linear import Linear
+from dataclasses import dataclass
+from enum import Enum
+
+from pagoda.layers.linear import ExpertLinear, Linear
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Axis, Part
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
+
+
+class Activation(Enum):
+    """The activation function of a layer. A gated MLP may have SILU, GELU or GELU_TANH."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    GELU = "gelu"  # with the error function
+    RELU = "relu"
+    TANH = "tanh"
+    IDENTITY = "identity"
+
+
+def activate(ops: ForwardOps, activation: Activation, x: Tensor) -> Tensor:
+    """x [T, I] -> the same shape."""
+    match activation:
+        case Activation.SILU:
+            return ops.silu(x)
+        case Activation.GELU_TANH:
+            return ops.gelu_tanh(x)
+        case Activation.GELU:
+            return ops.gelu(x)
+        case Activation.RELU:
+            return ops.relu(x)
+        case Activation.TANH:
+            return ops.tanh(x)
+        case Activation.IDENTITY:
+            return x
+
+
+def gate(ops: ForwardOps, activation: Activation, gate_up: Tensor) -> Tensor:
+    """[T, 2 I] (gate then up) -> activation(gate) * up, [T, I]."""
+    match activation:
+        case Activation.SILU:
+            return ops.silu_mul(gate_up)
+        case Activation.GELU_TANH:
+            return ops.gelu_tanh_mul(gate_up)
+        case Activation.GELU:
+            return ops.gelu_mul(gate_up)
+        case _:
+            raise NotImplementedError(f"no gated MLP has the activation {activation.value}")
 
 
 class GatedMLP(Module):
@@ -31,3 +74,44 @@ class GatedMLP(Module):
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         return self.down_proj(ops, gate(ops, self.activation, self.gate_up(ops, x)))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """inner_size: of one expert.   top_k: experts per token.   renormalize: scale their weights to sum to 1."""
+
+    num_experts: int = 0
+    top_k: int = 0
+    inner_size: int = 0
+    renormalize: bool = False
+
+
+class Experts(Module):
+    """The experts' weights: gate and up of each in one matrix, and down."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        inner = config.inner_size
+        gate_up = (Part("gate_proj", inner), Part("up_proj", inner))
+        self.gate_up = ExpertLinear(config.num_experts, hidden_size, gate_up, Axis.OUT)
+        self.down = ExpertLinear(config.num_experts, inner, (Part("down_proj", hidden_size),), Axis.IN)
+
+
+class MoE(Module):
+    """The sum of each token's top_k experts, weighted by the router; experts are SiLU-gated MLPs."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        self.gate = Linear(hidden_size, config.num_experts, quantizable=False)
+        self.experts = Experts(hidden_size, config)
+        self.config = config
+
+    def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        experts = self.experts
+        return ops.moe(
+            x,
+            self.gate(ops, x),
+            experts.gate_up.weight.value,
+            experts.down.weight.value,
+            self.config.top_k,
+            self.config.renormalize,
+        )

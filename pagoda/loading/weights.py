@@ -1,22 +1,24 @@
-"""Read weights by name from safetensors or GGUF: shapes first, regions of values on demand."""
+"""Read weights by name from safetensors, GGUF, AWQ or GPTQ: shapes first, regions of values on demand."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES
+from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
+from pagoda.base.registry import nearest
 from pagoda.kernels.linear.quantize import QuantizedWeight
-from pagoda.loading.dequantize import dequantize
-from pagoda.loading.gguf_codes import read_codes
+from pagoda.loading.gguf_blocks import dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, form_of
 from pagoda.loading.model_files import ModelFiles
-from pagoda.loading.packed_format import packed_format
-from pagoda.loading.packed_weights import PackedWeights
+from pagoda.loading.packed_int4 import check_group_order, in_kernel_groups, read_awq, read_gptq, without_zeros
 from pagoda.loading.pieces import Region
-from pagoda.loading.safetensors_weights import SafetensorsWeights, missing_tensor
+from pagoda.loading.quantization import WORD_CODES, PackedFormat, packed_format, packed_stem
+from pagoda.loading.safetensors_header import read_headers
 
 
 class Weights(Protocol):
@@ -104,3 +106,155 @@ class GGUFWeights:
         at = slice(columns.start // block, columns.stop // block)
         part = blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
         return np.ascontiguousarray(part).reshape(-1).data
+
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+class SafetensorsWeights:
+    """A folder of safetensors, memory-mapped: a tensor's pages are read when it is copied out."""
+
+    def __init__(self, folder: Path, subfolders: Sequence[str] = ()) -> None:
+        self._folder = folder
+        self._entries = read_headers(folder, subfolders)
+        files = {entry.file for entry in self._entries.values()}
+        self._open = {file: safe_open(file, framework="pt") for file in files}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._entries:
+            if (stem := packed_stem(name, self._entries)) is not None:
+                raise ConfigError(
+                    f"{self._folder}: tensor {name!r} is missing, but there is '{stem}.qweight': the weights are "
+                    "quantised, and config.json has no quantization_config that says how; fetch the model again"
+                )
+            raise missing_tensor(name, list(self._entries), self._folder)
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor that exists, as safetensors names it."""
+        return self._entries[name].dtype
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor that exists, of any dtype, as a view of the mapped file. Raises ConfigError."""
+        entry = self._entries[name]
+        try:
+            return self._open[entry.file].get_tensor(entry.name)
+        except SafetensorError as error:
+            raise ConfigError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
+
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
+        entry = self._entries[name]
+        if entry.dtype not in _FLOATS:
+            raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
+        out.copy_(_part_of(self.mapped(name), region))
+
+    def has_codes(self, name: str) -> bool:
+        return False
+
+    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+        return None
+
+
+def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
+    if region is None:
+        return tensor
+    if region.index is not None:
+        tensor = tensor[region.index]
+    tensor = tensor[region.rows.start : region.rows.stop]
+    return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
+
+
+def missing_tensor(name: str, known: list[str], path: Path) -> ConfigError:
+    hint = nearest(name, known) if len(known) < 5000 else ""
+    hint = hint if "did you mean" in hint else ""
+    return ConfigError(f"{path}: tensor {name!r} is missing{hint}")
+
+
+class PackedWeights:
+    """`layer.weight` is either that tensor, or made of `layer.qweight`, `.qzeros`, `.scales` and, of GPTQ, `.g_idx`."""
+
+    def __init__(self, weights: SafetensorsWeights, stored: PackedFormat) -> None:
+        self._weights, self._stored = weights, stored
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights or packed_stem(name, self._weights) is not None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See Weights. Raises ConfigError as well if the tensors of a packed matrix do not fit together."""
+        stem = packed_stem(name, self._weights)
+        return self._weights.shape(name) if stem is None else self._check(stem)
+
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
+        stem = packed_stem(name, self._weights)
+        if stem is None:
+            self._weights.read_into(name, out, region)
+        else:
+            out.copy_(self._read(stem, region).dequantize())
+
+    def has_codes(self, name: str) -> bool:
+        return packed_stem(name, self._weights) is not None
+
+    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+        stem = packed_stem(name, self._weights)
+        return None if stem is None else self._read(stem, region)
+
+    def _check(self, stem: str) -> tuple[int, int]:
+        """Return (out, in) of a packed matrix."""
+        stored, weights = self._stored, self._weights
+        words = weights.shape(f"{stem}.qweight")
+        if len(words) != 2:
+            raise ConfigError(f"tensor '{stem}.qweight' has the shape {words}; a packed matrix has two dimensions")
+        rows, columns = words[1], words[0] * WORD_CODES
+        if stored.method == "awq":
+            rows, columns = words[1] * WORD_CODES, words[0]
+        groups = 1 if stored.group is None else -(-columns // stored.group)
+        expected = {
+            "qweight": (words, ("I32",)),
+            "qzeros": ((groups, -(-rows // WORD_CODES)), ("I32",)),
+            "scales": ((groups, rows), ("F16", "BF16", "F32")),
+        }
+        if f"{stem}.g_idx" in weights:
+            expected["g_idx"] = (columns,), ("I32", "I64")
+        for part, (shape, dtypes) in expected.items():
+            name = f"{stem}.{part}"
+            if (found := weights.shape(name)) != shape:
+                raise ConfigError(
+                    f"tensor {name!r} has the shape {found}, {shape} is what '{stem}.qweight' of the shape {words} and "
+                    f"group_size = {-1 if stored.group is None else stored.group} ask for"
+                )
+            if (dtype := weights.dtype(name)) not in dtypes:
+                raise ConfigError(f"tensor {name!r} is {dtype}, expected {' or '.join(dtypes)}")
+        return rows, columns
+
+    def _read(self, stem: str, region: Region | None) -> QuantizedWeight:
+        out_features, in_features = self._check(stem)
+        rows = range(out_features) if region is None else region.rows
+        columns = range(in_features) if region is None or region.columns is None else region.columns
+        group = self._stored.group or in_features
+        if columns.start % group or (columns.stop % group and columns.stop != in_features):
+            raise ConfigError(
+                f"tensor '{stem}.qweight': columns {columns.start} to {columns.stop} cut its groups of {group}"
+            )
+        # Whole words of output features, of which the others are then left out.
+        words = slice(rows.start // WORD_CODES, -(-rows.stop // WORD_CODES))
+        groups = slice(columns.start // group, -(-columns.stop // group))
+        features = slice(words.start * WORD_CODES, words.stop * WORD_CODES)
+        qweight, qzeros, scales = (self._weights.mapped(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
+        qzeros, scales = qzeros[groups, words], scales[groups, features]
+        try:
+            if self._stored.method == "awq":
+                weight = read_awq(qweight[columns.start : columns.stop, words], qzeros, scales, group)
+            else:
+                if f"{stem}.g_idx" in self._weights:
+                    check_group_order(self._weights.mapped(f"{stem}.g_idx"), group)
+                at = slice(columns.start // WORD_CODES, columns.stop // WORD_CODES)
+                weight = read_gptq(qweight[at, features], qzeros, scales, group, self._stored.stored_zero)
+            first = rows.start - features.start
+            weight = weight.rows(first, first + len(rows))
+            weight = without_zeros(weight) if self._stored.symmetric else weight
+        except ConfigError as error:
+            raise ConfigError(f"tensor '{stem}.qweight': {error}") from None
+        return in_kernel_groups(weight, self._stored.held_as.group)

@@ -6,9 +6,8 @@ from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
-from pagoda.layers.activation import Activation
 from pagoda.layers.attention import Heads
-from pagoda.layers.moe import ExpertsConfig
+from pagoda.layers.mlp import Activation, ExpertsConfig
 from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.config_reader import ConfigReader

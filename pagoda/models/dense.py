@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pagoda.layers.activation import Activation, activate
 from pagoda.layers.linear import Linear
+from pagoda.layers.mlp import Activation, activate
 from pagoda.models.base import PoolingLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor

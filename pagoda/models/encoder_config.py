@@ -7,8 +7,8 @@ from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
-from pagoda.layers.activation import Activation
 from pagoda.layers.attention import Heads
+from pagoda.layers.mlp import Activation
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_spec
 

@@ -7,9 +7,8 @@ from pagoda.layers.attention import Attention
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import LMHead
-from pagoda.layers.mlp import GatedMLP
+from pagoda.layers.mlp import GatedMLP, MoE
 from pagoda.layers.module import Module
-from pagoda.layers.moe import MoE
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture

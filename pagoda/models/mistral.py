@@ -1,12 +1,18 @@
-"""Mistral: a Llama with a sliding window in every layer, if the checkpoint sets one.
+"""Mistral: a Llama with a sliding window in every layer, if the checkpoint sets one. Mixtral: with experts in place of
+every MLP.
 
-In GGUF files, the architecture of a Mistral is named "llama", so it is loaded as a Llama.
+A GGUF names the architecture of both "llama": a Mistral is loaded as a Llama, and a Mixtral is one with experts.
 """
 
+from dataclasses import replace
+
+from pagoda.layers.mlp import MoE
+from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_decoder
-from pagoda.models.llama import Llama
+from pagoda.models.decoder_config import DecoderConfig, read_decoder, read_experts
+from pagoda.models.llama import Llama, LlamaLayer
+from pagoda.models.naming import Naming, gguf_naming
 
 
 def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
@@ -16,3 +22,39 @@ def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
 
 
 MISTRAL = Architecture(name="mistral", hf_names=("MistralForCausalLM",), model=Llama, read=read)
+
+
+class MixtralLayer(LlamaLayer):
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        super().__init__(config, index, rotary)
+        self.mlp = MoE(config.spec.hidden_size, config.experts)
+
+
+class Mixtral(Llama):
+    layer = MixtralLayer
+
+
+def _read_mixtral(config: ConfigReader) -> DecoderConfig:
+    experts = read_experts(config, "intermediate_size", renormalize=True)
+    return replace(read(config, "mixtral"), experts=experts)
+
+
+MIXTRAL = Architecture(
+    name="mixtral",
+    hf_names=("MixtralForCausalLM",),
+    model=Mixtral,
+    read=_read_mixtral,
+    hf=(
+        Naming(
+            substitutions=(
+                (r"\.mlp\.", ".block_sparse_moe."),
+                (r"\.gate_proj\.", ".w1."),
+                (r"\.up_proj\.", ".w3."),
+                (r"\.down_proj\.", ".w2."),
+            )
+        ),
+    ),
+    gguf_name="llama",
+    experts=True,
+    gguf=gguf_naming(interleaved_rotary=True),
+)

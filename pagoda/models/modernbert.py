@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
-from pagoda.layers.activation import Activation, activate
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.embedding import Embedding
 from pagoda.layers.linear import Linear
-from pagoda.layers.mlp import GatedMLP
+from pagoda.layers.mlp import Activation, GatedMLP, activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.layers.rope_config import RopeConfig

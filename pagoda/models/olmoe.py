@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pagoda.layers.moe import MoE
+from pagoda.layers.mlp import MoE
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture

@@ -2,18 +2,14 @@
 
 from pagoda.base.registry import Registry
 from pagoda.models.architecture import Architecture
-from pagoda.models.bert import BERT
+from pagoda.models.bert import BERT, ROBERTA
 from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.llama import LLAMA
-from pagoda.models.mistral import MISTRAL
-from pagoda.models.mixtral import MIXTRAL
+from pagoda.models.mistral import MISTRAL, MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
 from pagoda.models.olmoe import OLMOE
 from pagoda.models.pooled_decoder import pooled_variants
-from pagoda.models.qwen2 import QWEN2
-from pagoda.models.qwen3 import QWEN3
-from pagoda.models.qwen3_moe import QWEN3_MOE
-from pagoda.models.roberta import ROBERTA
+from pagoda.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,

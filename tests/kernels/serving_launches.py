@@ -24,7 +24,7 @@ from benchmarks.kernel_report import (
 )
 from pagoda.kernels.linear.quantize import Fp8Weight
 from pagoda.kernels.low_rank.table import LowRankPiece
-from pagoda.kernels.moe.triton_route import route
+from pagoda.kernels.moe.triton_moe import route
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps
 from pagoda.worker.staging import padded_context, padded_rows

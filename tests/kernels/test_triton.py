@@ -280,7 +280,7 @@ def test_sampled_tokens_are_the_references(triton_ops: Any, kind: str) -> None:
 @pytest.mark.parametrize("spread", [3.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_tokens_of_a_vocabulary_of_several_chunks(triton_ops: Any, spread: float) -> None:
     """Where the rows are nearly flat, more tokens may be drawn than there is room for among the candidates."""
-    from pagoda.kernels.sampling.triton_candidates import CHUNK, find_candidates
+    from pagoda.kernels.sampling.triton_sampling import CHUNK, find_candidates
 
     rng = np.random.default_rng(11)
     vocab, filters = 2 * CHUNK + 905, [(0, 1.0), (50, 1.0), (0, 0.9), (20, 0.95), (5000, 0.999), (0, 0.02), (0, 1.0)]

@@ -66,17 +66,17 @@ def test_routing(
     renormalize: bool,
 ) -> None:
     make_triton_ops()
-    from pagoda.kernels.moe import triton_route
+    from pagoda.kernels.moe import triton_moe
 
     logits = (draw(5, experts) * 4).round().to(dtype)  # rounded: some are equal
-    ids, weights = triton_route.route(logits.to(device_under_test.device), top_k, renormalize)
+    ids, weights = triton_moe.route(logits.to(device_under_test.device), top_k, renormalize)
     want_ids, want_weights = route(logits, top_k, renormalize)
     assert ids.cpu().equal(want_ids)
     torch.testing.assert_close(weights.cpu(), want_weights, atol=1e-6, rtol=1e-5)
-    alone = triton_route.route(logits[2:3].to(device_under_test.device), top_k, renormalize)
+    alone = triton_moe.route(logits[2:3].to(device_under_test.device), top_k, renormalize)
     assert weights[2:3].equal(alone[1])
     logits[1, 0] = torch.nan
-    ids, weights = triton_route.route(logits.to(device_under_test.device), top_k, renormalize)
+    ids, weights = triton_moe.route(logits.to(device_under_test.device), top_k, renormalize)
     assert ((ids >= 0) & (ids < experts)).all()
     assert weights[1].isnan().all()
 

@@ -3,8 +3,7 @@
 import torch
 import triton.language as tl
 
-from pagoda.kernels.triton_e4m3 import from_e4m3, to_e4m3
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_support import from_e4m3, jit, to_e4m3
 
 
 @jit

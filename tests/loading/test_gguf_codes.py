@@ -7,8 +7,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType as Kind
 
 from pagoda.kernels.linear.quantize import QuantizedWeight
-from pagoda.loading.dequantize import dequantize_reference
-from pagoda.loading.gguf_codes import read_codes, stack_codes
+from pagoda.loading.gguf_blocks import dequantize_reference, read_codes, stack_codes
 
 ROWS, COLUMNS = 6, 512
 # Largest difference, relative to the largest weight: none; scale and minimum rounded to float16; half a step of 8 bits.

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import ConfigError
-from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile, StringArray
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.token_ids import end_token_ids
 from pagoda.models.decoder_config import DecoderConfig
 
 

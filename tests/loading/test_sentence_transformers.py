@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingKind, PoolingPlan
-from pagoda.layers.activation import Activation
+from pagoda.layers.mlp import Activation
 from pagoda.loading.sentence_transformers import SentenceTransformersModules, read_pooling
 
 HIDDEN = 96

@@ -10,7 +10,7 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
 from pagoda.engine.tokenizers.tokenizer_regexes import check_regexes
-from pagoda.loading.json_file import read_json_object
+from pagoda.loading.model_files import read_json_object
 from pagoda.models.config_reader import ConfigReader
 
 

@@ -16,8 +16,8 @@ from pagoda.base.registry import Registry
 from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
 from pagoda.engine.tokenizers.tokenizer_regexes import GPT2, GPT4O, LLAMA3, QWEN2, TEKKEN
-from pagoda.loading.end_tokens import end_token_ids
 from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.token_ids import end_token_ids
 
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"

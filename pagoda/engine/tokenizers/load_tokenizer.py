@@ -8,8 +8,7 @@ from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.folder_tokenizer import load_folder_tokenizer
 from pagoda.engine.tokenizers.gguf_tokenizer import load_gguf_tokenizer
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer
-from pagoda.loading.model_files import ModelFiles, identify
-from pagoda.loading.paths import exists
+from pagoda.loading.model_files import ModelFiles, exists, identify
 
 
 def load_tokenizer(

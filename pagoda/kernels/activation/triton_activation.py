@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_support import jit
 
 _BLOCK = 1024
 

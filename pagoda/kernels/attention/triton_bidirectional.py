@@ -3,7 +3,7 @@
 import torch
 import triton.language as tl
 
-from pagoda.kernels.attention.tile_sizes import LOG2_E, padded_dim, prefill_tiles
+from pagoda.kernels.attention.triton_attention import LOG2_E, padded_dim, prefill_tiles
 from pagoda.kernels.attention.triton_tiles import (
     first_tile_of,
     load_queries,
@@ -13,7 +13,7 @@ from pagoda.kernels.attention.triton_tiles import (
     weigh,
 )
 from pagoda.kernels.batch import AttentionMetadata
-from pagoda.kernels.triton_jit import jit_for_any
+from pagoda.kernels.triton_support import jit_for_any
 
 _WIDEST_WINDOW = 1 << 30  # positions on both sides of a window fit in int32
 

@@ -7,8 +7,7 @@ values weighted by exp2(score - top), the sum of the weights, and the largest sc
 
 import triton.language as tl
 
-from pagoda.kernels.triton_e4m3 import from_e4m3
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_support import from_e4m3, jit
 
 
 @jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_support import jit
 
 _MOST_WORDS = 1024  # of one program
 

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
-from pagoda.kernels.triton_e4m3 import to_e4m3
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_support import jit, to_e4m3
 
 _Q, _K, _V = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

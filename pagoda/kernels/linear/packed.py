@@ -1,20 +1,60 @@
-"""Linear layers of the native kernels: weights are packed once into panels; `linear/gemm.cpp` multiplies them."""
+"""Linear layers of the native kernels: weights are packed once into panels, in large mappings on huge pages;
+`linear/gemm.cpp` multiplies them.
+"""
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.arena import Arena, WeightArena
 from pagoda.kernels.linear.forms import FLOATS, PANEL, WeightForm
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeight, quantize
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.abi import ExpertStack, PackedLinear, Shared
+from pagoda.kernels.native.huge_pages import huge_zeros
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.ops.tensor import LinearWeight
+
+_CHUNK = 64 << 20
+_ALIGN = 4096  # bytes: the hardware prefetcher of one weight never reads into the next
+
+
+class Arena(Protocol):
+    """Where packed weights are stored."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes], zeros, aligned to 64."""
+        ...
+
+
+class SeparateTensors:
+    """An Arena of separate tensors, each freed when it is no longer used."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+class WeightArena:
+    """Allocates byte tensors one after the other in a few large mappings; single tensors are never freed.
+
+    A mapping is unmapped when all its tensors are gone. Weights that are read one after the other are adjacent.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes], zeros, aligned to 4096."""
+        if self._used + num_bytes > self._chunk.numel():
+            self._chunk, self._used = huge_zeros(max(num_bytes, _CHUNK)), 0
+        part = self._chunk[self._used : self._used + num_bytes]
+        self._used = -(-(self._used + num_bytes) // _ALIGN) * _ALIGN
+        return part
 
 
 @dataclass(frozen=True, slots=True, eq=False)

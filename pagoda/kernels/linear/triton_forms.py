@@ -26,16 +26,14 @@ def step_size(form: str, group: int, dtype: torch.dtype) -> int:
     # Tensor cores would round float32: its products are computed in registers, which hold less.
     most = _MOST_PER_LOAD // 2 if dtype == torch.float32 else _MOST_PER_LOAD
     match form:
-        case "plain":
+        case "plain" | "int8" | "fp8":
             return most
         case "fp8 fp8":
             return 128
-        case "int4":
-            return 2 * min(group, most)
         case "int6":
             return 4 * group
-        case _:
-            return most
+        case _:  # codes of as many groups as share their bytes
+            return 8 // int(form.removeprefix("int")) * min(group, most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,13 +88,14 @@ def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
         for of in (weight.scales.half(), offsets)
     )
     groups = codes.unflatten(1, (-1, in_bytes, weight.group))
-    if form == "int4":
-        groups = groups[:, :, 0] | groups[:, :, 1] << 4
-    elif form == "int6":
+    if form == "int6":
         low = groups[:, :, 0::2] & 15 | (groups[:, :, 1::2] & 15) << 4
         high = groups >> 4
         high = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
         groups = torch.cat((low, high.unsqueeze(2)), dim=2)
+    else:
+        shifts = torch.arange(0, 8, weight.form.bits, dtype=torch.uint8, device=codes.device).view(1, 1, -1, 1)
+        groups = (groups << shifts).sum(dim=2, dtype=torch.uint8)
     packed = groups.flatten(1).contiguous()
     return TiledLinear(form, packed, scales, minima, bias, codes.shape[0], weight.in_features, weight.group)
 

@@ -15,8 +15,7 @@ from pagoda.kernels.linear import library
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.triton_forms import TiledLinear, plain, step_size
 from pagoda.kernels.linear.triton_product import product, scaled
-from pagoda.kernels.triton_e4m3 import to_e4m3
-from pagoda.kernels.triton_jit import jit, jit_for_any
+from pagoda.kernels.triton_support import jit, jit_for_any, to_e4m3
 
 _PROGRAMS = 256  # a decode step's products are divided until there are so many programs: about two for each processor
 _LEAST_STEPS = 8  # of a part of a sum

@@ -6,8 +6,7 @@ their left operand from registers, where codes have just become floats, and need
 
 import triton.language as tl
 
-from pagoda.kernels.triton_e4m3 import from_e4m3
-from pagoda.kernels.triton_jit import jit
+from pagoda.kernels.triton_support import from_e4m3, jit
 
 
 @jit

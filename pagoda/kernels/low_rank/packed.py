@@ -5,8 +5,7 @@ from ctypes import addressof
 
 import torch
 
-from pagoda.kernels.linear.arena import SeparateTensors
-from pagoda.kernels.linear.packed import PackedLinears
+from pagoda.kernels.linear.packed import PackedLinears, SeparateTensors
 from pagoda.kernels.low_rank.table import LowRankPiece, check_pieces
 from pagoda.kernels.native.abi import LowRankPiece as PieceStruct
 from pagoda.kernels.native.abi import LowRankSlot, LowRankSlots

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.low_rank.table import LowRankPiece, check_pieces
-from pagoda.kernels.triton_jit import jit_for_any
+from pagoda.kernels.triton_support import jit_for_any
 
 
 class StackedLowRank:

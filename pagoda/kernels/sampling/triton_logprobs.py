@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from pagoda.kernels.sampling.logprobs import LogprobTensors
-from pagoda.kernels.triton_jit import jit, jit_for_any
+from pagoda.kernels.triton_support import jit, jit_for_any
 
 _BLOCK = 2048
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
-from pagoda.loading.json_file import read_json_object
+from pagoda.loading.model_files import read_json_object
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from pagoda.kernels.native.library import load
 from pagoda.kernels.select import select_ops
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.loading.adapters.files import AdapterTargets
-from pagoda.loading.adapters.memory import adapter_memory
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import identify
+from pagoda.loading.weight_memory import adapter_memory
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
 from pagoda.worker.devices.cpu import CpuDevice
 from tests.engine.lora_adapters import write_adapter

@@ -1,0 +1,204 @@
+"""Read the blocks of GGUF tensors: as codes and scales, for kernels that multiply codes, or as floats.
+
+A tensor is a row of blocks: 32 or 256 values that share scales. A function here per type takes the blocks apart; the
+definition of a type is the gguf package, which also reads those that have no function here. Pieces are small enough for
+the processor's cache and the arithmetic is the package's float32 arithmetic, so values have its bits (the tests hold
+them to it).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from pagoda.kernels.linear.forms import Q6, Q8, Offset
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+from pagoda.loading.gguf_file import form_of
+
+_FLOAT_PIECE = 1 << 18  # values made floats at a time: 1 MiB of float32
+_CODE_PIECE = 1 << 22  # values taken as codes at a time
+
+GGUFType: TypeAlias = GGMLQuantizationType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Blocks:
+    """n blocks of m values in g groups: scale * (code - zero), or with minima scale * code + minimum.
+
+    codes: uint8 [n, m].   scales, minima: float32 [n, g].   zero: of all codes.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor | None = None
+    zero: int = 0
+
+    def values(self) -> torch.Tensor:
+        """float32 [n, m]."""
+        values = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
+        if self.zero:
+            values.sub_(self.zero)
+        values.mul_(self.scales.unsqueeze(-1))
+        if self.minima is not None:
+            values.add_(self.minima.unsqueeze(-1))
+        return values.flatten(1)
+
+
+def dequantize(data: memoryview, kind: GGUFType, out: torch.Tensor) -> None:
+    """Fill `out` (contiguous, any float dtype) with the values of `data`: exact in float32, then rounded once.
+
+    Raises NotImplementedError for a type that the gguf package cannot dequantise.
+    """
+    if kind in _FLOATS:
+        out.copy_(torch.frombuffer(data, dtype=torch.uint8).view(_FLOATS[kind]).view(out.shape))
+    elif kind in _READERS:
+        block_values, block_bytes = GGML_QUANT_SIZES[kind]
+        blocks, flat = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes), out.view(-1, block_values)
+        step = _FLOAT_PIECE // block_values
+        for first in range(0, len(blocks), step):
+            flat[first : first + step] = _READERS[kind](blocks[first : first + step]).values()
+    else:
+        dequantize_reference(data, kind, out)
+
+
+def dequantize_reference(data: memoryview, kind: GGUFType, out: torch.Tensor) -> None:
+    """Do what `dequantize` does, with the gguf package."""
+    values = quants.dequantize(np.frombuffer(data, np.uint8), kind)
+    out.copy_(torch.from_numpy(np.array(values, np.float32)).view(out.shape))
+
+
+def read_codes(data: memoryview, kind: GGUFType, rows: int, columns: int) -> QuantizedWeight | None:
+    """Return a weight [rows, columns] without dequantising it; None for a tensor of plain floats.
+
+    Q4_0, Q4_1, Q5_0, Q8_0 and Q6_K lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types
+    have no form of their own: they become 8 bits in groups of 32, a step that is small compared with theirs.
+    """
+    form = form_of(kind)
+    if form is None:
+        return None
+    if kind.name not in form.gguf_types:
+        values = torch.empty(rows, columns)
+        dequantize(data, kind, values)
+        return quantize(values, Q8.gguf_group)
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    pieces = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes).split(_CODE_PIECE // block_values)
+    found = [_READERS[kind](piece) for piece in pieces]
+    groups = columns // form.gguf_group
+    codes = torch.cat([blocks.codes for blocks in found]).view(rows, columns)
+    if form.offset is Offset.MIDDLE:
+        codes += (1 << (form.bits - 1)) - found[0].zero
+    scales = torch.cat([blocks.scales for blocks in found]).view(rows, groups)
+    if form is not Q6:  # Q6_K's scales are products, which float16 does not hold
+        scales = scales.half()
+    minima = [blocks.minima for blocks in found if blocks.minima is not None]
+    offsets = torch.cat(minima).half().view(rows, groups) if minima else None
+    return QuantizedWeight(form, codes, scales, offsets, columns, form.gguf_group)
+
+
+def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
+    """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
+    if len({part.held_as for part in parts}) > 1:
+        parts = [part if part.form is Q8 else quantize(part.dequantize(), Q8.gguf_group) for part in parts]
+    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(parts[0], codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
+
+
+def _halves(blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Read bytes first .. last - 1 of each block as float16: float32 [n, (last - first) / 2]."""
+    return blocks[:, first:last].contiguous().view(torch.float16).float()
+
+
+def _scale_and_minimum(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read two float16 in front of each block: float32 [n, 1] each."""
+    scale, minimum = _halves(blocks, 0, 4).split(1, dim=1)
+    return scale, minimum
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, m] -> [n, 2 m], the low halves and then the high ones; four bytes at a time."""
+    words = packed.contiguous().view(torch.int32)
+    return torch.cat((words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F), dim=1).view(torch.uint8)
+
+
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, 4], one bit per value -> uint8 [n, 32], 16 where it is set."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1) << 4
+
+
+def _k_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and minimum of each 32 values of a K block: float32 [n, 8]."""
+    scale, least = _scale_and_minimum(blocks)
+    low, middle, high = blocks[:, 4:16].split(4, dim=1)  # of 6 bits each
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
+    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
+    return scale * scales, -(least * minima)
+
+
+def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, 128] -> [n, 8, 32]: of each 32 bytes the low halves and then the high ones."""
+    rows = packed.reshape(-1, 4, 1, 32)
+    return torch.cat((rows & 15, rows >> 4), dim=2).flatten(1, 2)
+
+
+def _q4_0(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_nibbles(blocks[:, 2:]), _halves(blocks, 0, 2), zero=8)
+
+
+def _q4_1(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_nibbles(blocks[:, 4:]), *_scale_and_minimum(blocks))
+
+
+def _q5_0(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _halves(blocks, 0, 2), zero=16)
+
+
+def _q5_1(blocks: torch.Tensor) -> _Blocks:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _Blocks(codes, *_scale_and_minimum(blocks))
+
+
+def _q8_0(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(blocks[:, 2:] ^ 128, _halves(blocks, 0, 2), zero=128)  # signed to excess 128
+
+
+def _q4_k(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_k_nibbles(blocks[:, 16:]).flatten(1), *_k_factors(blocks))
+
+
+def _q5_k(blocks: torch.Tensor) -> _Blocks:
+    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
+    return _Blocks((_k_nibbles(blocks[:, 48:]) | fifth).flatten(1), *_k_factors(blocks))
+
+
+def _q6_k(blocks: torch.Tensor) -> _Blocks:
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)
+    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
+    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
+    scales = _halves(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
+    return _Blocks((low | high).view(-1, 256), scales, zero=32)
+
+
+_FLOATS: dict[GGUFType, torch.dtype] = {
+    GGUFType.F32: torch.float32,
+    GGUFType.F16: torch.float16,
+    GGUFType.BF16: torch.bfloat16,
+    GGUFType.F64: torch.float64,
+}
+_READERS: dict[GGUFType, Callable[[torch.Tensor], _Blocks]] = {
+    GGUFType.Q4_0: _q4_0,
+    GGUFType.Q4_1: _q4_1,
+    GGUFType.Q5_0: _q5_0,
+    GGUFType.Q5_1: _q5_1,
+    GGUFType.Q8_0: _q8_0,
+    GGUFType.Q4_K: _q4_k,
+    GGUFType.Q5_K: _q5_k,
+    GGUFType.Q6_K: _q6_k,
+}

@@ -1,0 +1,98 @@
+"""Qwen2 and Qwen2.5: a Llama with biases on q, k and v; some checkpoints put a window on their upper layers.
+
+Qwen3: q and k are normed per head before the rotary embedding. Qwen3-MoE: a Qwen3 with experts in place of the MLP, in
+all layers or in some.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.layers.mlp import MoE
+from pagoda.layers.norm import RMSNorm
+from pagoda.layers.rotary import Rotary
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    read_decoder,
+    read_experts,
+    windows_by_layer_types,
+)
+from pagoda.models.llama import Llama, LlamaLayer
+
+
+def _read_qwen2(config: ConfigReader) -> DecoderConfig:
+    return replace(read_decoder(config, "qwen2", _layer_windows(config)), qkv_bias=True)
+
+
+def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
+    """With `use_sliding_window`, those from layer `max_window_layers` on, unless `layer_types` lists them."""
+    num_layers = config.num_layers()
+    if not config.flag("use_sliding_window", False) or not config.has("sliding_window"):
+        return windows_by_layer_types(config, config.texts("layer_types") or (FULL,) * num_layers, 0)
+    first = config.number("max_window_layers", 28)
+    by_index = tuple(SLIDING if layer >= first else FULL for layer in range(num_layers))
+    return windows_by_layer_types(config, config.texts("layer_types") or by_index, config.integer("sliding_window"))
+
+
+QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=_read_qwen2, gguf_name="qwen2")
+
+
+class Qwen3Layer(LlamaLayer):
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        super().__init__(config, index, rotary)
+        self.self_attn.q_norm = RMSNorm(config.spec.head_dim, config.rms_norm_eps)
+        self.self_attn.k_norm = RMSNorm(config.spec.head_dim, config.rms_norm_eps)
+
+
+class Qwen3(Llama):
+    layer = Qwen3Layer
+
+
+def _read_qwen3(config: ConfigReader, architecture: str = "qwen3") -> DecoderConfig:
+    attention_bias = config.flag("attention_bias", False)
+    return replace(
+        read_decoder(config, architecture, _layer_windows(config)),
+        qkv_bias=attention_bias,
+        attention_out_bias=config.flag("attention_out_bias", attention_bias),
+    )
+
+
+QWEN3 = Architecture(name="qwen3", hf_names=("Qwen3ForCausalLM",), model=Qwen3, read=_read_qwen3, gguf_name="qwen3")
+
+
+class Qwen3MoELayer(Qwen3Layer):
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        super().__init__(config, index, rotary)
+        if index not in config.dense_layers:
+            self.mlp = MoE(config.spec.hidden_size, config.experts)
+
+
+class Qwen3MoE(Llama):
+    layer = Qwen3MoELayer
+
+
+def _read_qwen3_moe(config: ConfigReader) -> DecoderConfig:
+    renormalize = config.flag("norm_topk_prob", False)
+    step, listed = config.integer("decoder_sparse_step", 1), set(config.ids("mlp_only_layers"))
+    dense = frozenset(at for at in range(config.num_layers()) if at in listed or (at + 1) % step)
+    experts = read_experts(config, "moe_intermediate_size", renormalize)
+    return replace(_read_qwen3(config, "qwen3_moe"), experts=experts, dense_layers=dense)
+
+
+def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
+    """Set what llama.cpp does not store: it always renormalises Qwen3's experts."""
+    return {"norm_topk_prob": True}
+
+
+QWEN3_MOE = Architecture(
+    name="qwen3_moe",
+    hf_names=("Qwen3MoeForCausalLM",),
+    model=Qwen3MoE,
+    read=_read_qwen3_moe,
+    gguf_name="qwen3moe",
+    experts=True,
+    gguf_settings=_gguf_settings,
+)
