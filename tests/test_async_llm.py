@@ -1,10 +1,12 @@
 """AsyncLLM: loading, whole outputs and deltas, closing, and what it has in common with LLM."""
 
 import asyncio
+import gc
 import inspect
 import itertools
 import multiprocessing
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -120,6 +122,18 @@ def test_closing_ends_what_is_in_flight_and_refuses_the_rest() -> None:
         await llm.close()
 
     run(test, step_s=0.005)
+
+
+def test_a_dropped_one_ends_its_thread() -> None:
+    async def main() -> None:
+        llm = AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs()))
+        assert (await collect(llm.generate("p", SHORT)))[-1].finished
+        del llm
+        gc.collect()
+        while any(thread.name == "pagoda-engine" for thread in threading.enumerate()):
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_it_belongs_to_one_event_loop() -> None:

@@ -434,7 +434,8 @@ def test_an_idle_engine_uses_no_cpu(llm: LLM) -> None:
 
 
 _EXITING = """
-import sys
+import os, sys, warnings
+warnings.simplefilter("ignore")  # of forks in programs with threads
 from pagoda import LLM, SamplingParams
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.executors.fake import FakeExecutor
@@ -455,16 +456,21 @@ class Worker(FakeExecutor):
     def launch(self, output):
         return Launched(self.submit(output))
 
-overlaps, waits_elsewhere = sys.argv[1] != "plain", sys.argv[1] == "waiting"
+overlaps, waits_elsewhere = sys.argv[1] not in ("plain", "forking"), sys.argv[1] == "waiting"
 worker = Worker(64, 256, vocab_size=258, step_s=0.01)
 llm = LLM.over(lambda: LLMEngine(fake_core(InProcessExecutor(worker, overlaps), depth=1 + overlaps), byte_inputs()))
 stream = llm.stream("p", SamplingParams(max_tokens=200, ignore_eos=True))
 next(stream)
+if sys.argv[1] == "forking":
+    child = os.fork()
+    if not child:
+        sys.exit(7)  # runs the finalizers that it inherits
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 print("leaving")
 """
 
 
-@pytest.mark.parametrize("executor_threads", ["plain", "overlapping", "waiting"])
+@pytest.mark.parametrize("executor_threads", ["plain", "overlapping", "waiting", "forking"])
 def test_a_program_that_ends_with_an_llm_at_work_is_silent(executor_threads: str) -> None:
     began_s = time.monotonic()
     command = [sys.executable, "-c", _EXITING, executor_threads]

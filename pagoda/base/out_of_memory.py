@@ -2,6 +2,7 @@
 
 import errno
 import signal
+from pathlib import Path
 
 _WORDS = ("allocate memory", "out of memory", "failed to map segment", "Cannot allocate", "bad_alloc", "ALLOC_FAILED")
 
@@ -13,6 +14,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, (RuntimeError, OSError, ImportError)) and any(word in str(error) for word in _WORDS)
+
+
+def num_oom_kills() -> int:
+    """Return how many processes Linux has killed since it started because memory ran out; 0 where it does not say."""
+    try:
+        counters = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), 0)
 
 
 def describe_exit(code: int | None) -> str:

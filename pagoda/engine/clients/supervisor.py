@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
-from pagoda.base.out_of_memory import describe_exit
+from pagoda.base.out_of_memory import describe_exit, num_oom_kills
 from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import EngineLink, EngineProcess
 from pagoda.engine.flight_recorder import FlightRecord
@@ -123,6 +123,7 @@ class Supervisor:
         while True:
             self.process_number += 1
             self._start_error = None
+            num_oom_kills_before = num_oom_kills()
             engine = await self._spawn()
             try:
                 end = await self._run_until_death(engine)
@@ -143,7 +144,10 @@ class Supervisor:
                 return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
             logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
             if end.was_ready:
-                self._user.on_death(flight, killed_from_outside=code == -signal.SIGKILL and not end.was_hung)
+                # Linux kills a process with SIGKILL, too, when memory runs out: then a request may be the cause.
+                ran_out_of_memory = num_oom_kills() > num_oom_kills_before
+                is_outside = code == -signal.SIGKILL and not end.was_hung and not ran_out_of_memory
+                self._user.on_death(flight, killed_from_outside=is_outside)
             else:
                 await asyncio.sleep(START_PAUSE_S * failed_starts)
 

@@ -61,7 +61,8 @@ class Suspects:
     def assign_blame(self, flight: FlightRecord, killed_from_outside: bool) -> list[JournalEntry]:
         """Make the requests in the step of a death suspects. Remove and return those that are rejected.
 
-        flight: of the dead engine.   killed_from_outside: by a SIGKILL that this server did not send.
+        flight: of the dead engine.
+        killed_from_outside: by a SIGKILL that neither this server nor a lack of memory caused.
         """
         if killed_from_outside:
             return []

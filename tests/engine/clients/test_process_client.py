@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import re
@@ -225,6 +226,27 @@ def test_an_engine_that_the_system_does_not_start_is_tried_again(monkeypatch: py
             await collect(llm, "a", max_tokens=400)
 
     monkeypatch.setattr(subprocess, "Popen", refused)
+    run(work)
+
+
+def test_a_kill_because_memory_ran_out_blames_the_requests_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = itertools.count()
+    monkeypatch.setattr(supervisor, "num_oom_kills", lambda: next(counter))
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        greedy = asyncio.create_task(collect(llm, "a", max_tokens=400))
+        await wait_for_steps(client, 5)
+        for num_deaths in (1, 2):
+            while client.engine_pid is None or not client._supervisor.link or not client._journal:
+                await asyncio.sleep(0)
+            pid = client.engine_pid
+            os.kill(pid, signal.SIGSTOP)  # before two tokens clear it
+            os.kill(pid, signal.SIGKILL)
+            while client.num_deaths < num_deaths:
+                await asyncio.sleep(0.001)
+        assert "repeatedly" in str((await greedy)[-1].error)
+        assert client.num_deaths == 2
+
     run(work)
 
 
