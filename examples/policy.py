@@ -21,13 +21,13 @@ class ShortestPromptFirst:
         return (request.num_prompt_tokens, request.arrival_time_s, request.request_id)
 
     def key_on_return(self, request: RequestState) -> SortKey:
-        return self.key(request.facts)
+        return self.key(request.spec)
 
     def victim(self, running: Iterable[RequestState]) -> RequestState:
-        return max(running, key=lambda request: self.key(request.facts))
+        return max(running, key=lambda request: self.key(request.spec))
 
     def outranks(self, waiting: RequestState, running: RequestState) -> bool:
-        return self.key(waiting.facts) < self.key(running.facts)
+        return self.key(waiting.spec) < self.key(running.spec)
 
 
 def started_at(output: RequestOutput) -> float:

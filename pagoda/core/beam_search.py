@@ -1,6 +1,6 @@
 """BeamSearch: which continuations of a request's beams survive a step, and when the search ends.
 
-Pure bookkeeping over token ids and log-probabilities; passes/extend_beams.py moves rows and blocks accordingly.
+Pure bookkeeping over token ids and log-probabilities; extend_beams.py moves rows and blocks accordingly.
 """
 
 from dataclasses import dataclass

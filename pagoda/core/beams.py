@@ -17,7 +17,7 @@ class PendingBeams:
         """`row` continues the tokens and blocks of row `source`, with `token_id` at `position`."""
         self._chosen.append((row, source, position, token_id))
 
-    def forget(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """The row's sequence has left it. Beams of one request leave together: no other row continues this one."""
         if self._chosen:
             self._chosen = [one for one in self._chosen if one[0] != row]

@@ -1,87 +1,76 @@
 """What a scheduler refuses: settings that it cannot work with, and requests that it could never serve."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pagoda.base.config import SchedulingMode
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.core.encoder import EncoderInputs
-from pagoda.core.kv import KVCacheManager
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
-from pagoda.core.policy import Policy
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.request_state import RequestState, Sequence
-from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.core.state import SchedulerState
 from pagoda.core.stops import find_end
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestChecks:
-    """Turns a Request into a RequestState, or raises RequestError that names the field."""
+def make_request_state(state: SchedulerState, request: Request) -> RequestState:
+    """Return the request with its sequences. Sequences that had ended before a restart are ended already."""
+    _check(state, request)
+    made = RequestState(request, state.policy.key(request), awaiting_fork=not request.prior_output)
+    prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
+    for index in range(request.num_seqs):
+        prior = request.prior_output[index] if request.prior_output else ()
+        tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
+        made.sequences.append(Sequence(made, index, tokens, status=_status_after(state, request, prior)))
+    if not made.unfinished:
+        raise RequestError("every sequence of prior_output has ended already", "prior_output")
+    return made
 
-    config: SchedulerOptions
-    table: RequestTable
-    kv: KVCacheManager
-    encoder: EncoderInputs
-    policy: Policy
 
-    def make_state(self, request: Request) -> RequestState:
-        """Return the request with its sequences. Sequences that had ended before a restart are ended already."""
-        self._check(request)
-        state = RequestState(request, self.policy.key(request), awaiting_fork=not request.prior_output)
-        prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
-        for index in range(request.num_seqs):
-            prior = request.prior_output[index] if request.prior_output else ()
-            tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
-            state.sequences.append(Sequence(state, index, tokens, status=self._status_after(request, prior)))
-        if not state.unfinished:
-            raise RequestError("every sequence of prior_output has ended already", "prior_output")
-        return state
+def why_never(state: SchedulerState, request: RequestState) -> str | None:
+    """Return why a waiting request can never be served: too many blocks or sequences, or too long for a step."""
+    config, num_blocks, num_prompt = state.config, state.kv.num_blocks, request.spec.num_prompt_tokens
+    need, num_seqs, longest = state.kv.most_blocks(request), len(request.unfinished), config.max_num_batched_tokens
+    if need > num_blocks:
+        return f"needs {need} KV blocks of the {num_blocks} there are"
+    if num_seqs > config.max_num_seqs:
+        return f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
+    if config.scheduling_mode is SchedulingMode.PHASED and num_prompt > longest:
+        return f"has {num_prompt} tokens; a phased step takes {longest} (max_num_batched_tokens)"
+    return None
 
-    def why_never(self, request: RequestState) -> str | None:
-        """Return why a waiting request can never be served: too many blocks or sequences, or too long for a step."""
-        config, num_blocks, num_prompt = self.config, self.kv.num_blocks, request.facts.num_prompt_tokens
-        need, num_seqs, longest = self.kv.most_blocks(request), len(request.unfinished), config.max_num_batched_tokens
-        if need > num_blocks:
-            return f"needs {need} KV blocks of the {num_blocks} there are"
-        if num_seqs > config.max_num_seqs:
-            return f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
-        if config.scheduling_mode is SchedulingMode.PHASED and num_prompt > longest:
-            return f"has {num_prompt} tokens; a phased step takes {longest} (max_num_batched_tokens)"
-        return None
 
-    def _check(self, request: Request) -> None:
-        num_tokens, longest = request.num_prompt_tokens, self.table.max_model_len
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty", "prompt")
-        if (request.sampling is None) == (request.pooling is None):
-            raise RequestError("exactly one of sampling and pooling parameters must be given", "sampling")
-        if num_tokens + (request.sampling is not None) > longest:
-            room = "with at least one output token " if request.sampling else ""
-            raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
-        if request.prior_output and len(request.prior_output) != request.num_seqs:
-            raise RequestError(
-                f"prior_output must have one entry per sequence ({request.num_seqs}), not {len(request.prior_output)}",
-                "prior_output",
-            )
-        self._check_media(request)
+def _check(state: SchedulerState, request: Request) -> None:
+    num_tokens, longest = request.num_prompt_tokens, state.table.max_model_len
+    if num_tokens == 0:
+        raise RequestError("the prompt is empty", "prompt")
+    if (request.sampling is None) == (request.pooling is None):
+        raise RequestError("exactly one of sampling and pooling parameters must be given", "sampling")
+    if num_tokens + (request.sampling is not None) > longest:
+        room = "with at least one output token " if request.sampling else ""
+        raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
+    if request.prior_output and len(request.prior_output) != request.num_seqs:
+        raise RequestError(
+            f"prior_output must have one entry per sequence ({request.num_seqs}), not {len(request.prior_output)}",
+            "prior_output",
+        )
+    _check_media(state, request)
 
-    def _check_media(self, request: Request) -> None:
-        config, limit = self.config, self.encoder.largest_item
-        whole = config.no_partial_media and not self.encoder.encoder_decoder
-        for item in request.media:
-            if item.length > limit:
-                raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
-            if whole and item.length > config.max_num_batched_tokens:
-                most = config.max_num_batched_tokens
-                raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
 
-    def _status_after(self, request: Request, prior: tuple[int, ...]) -> RequestStatus:
-        """Return how a sequence starts: waiting, or ended if it had ended before the engine died."""
-        end = find_end(request, 0, list(prior), self.table.limit_of(request)) if prior else None
-        return RequestStatus.WAITING if end is None else end.status
+def _check_media(state: SchedulerState, request: Request) -> None:
+    config, limit = state.config, state.encoder.largest_item
+    whole = config.no_partial_media and not state.encoder.encoder_decoder
+    for item in request.media:
+        if item.length > limit:
+            raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
+        if whole and item.length > config.max_num_batched_tokens:
+            most = config.max_num_batched_tokens
+            raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
+
+
+def _status_after(state: SchedulerState, request: Request, prior: tuple[int, ...]) -> RequestStatus:
+    """Return how a sequence starts: waiting, or ended if it had ended before the engine died."""
+    end = find_end(request, 0, list(prior), state.table.limit_of(request)) if prior else None
+    return RequestStatus.WAITING if end is None else end.status
 
 
 def check_config(

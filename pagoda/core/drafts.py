@@ -1,6 +1,6 @@
 """Drafts: tokens that a drafter offers for the next step, and what becomes of them when they are verified."""
 
-from collections.abc import Sequence as Items
+from collections import abc
 
 import numpy as np
 
@@ -25,12 +25,12 @@ class Drafts:
         self._table = table
         self._counters = counters
 
-    def offer(self, row: int, tokens: Items[int] | np.ndarray) -> None:
+    def offer(self, row: int, tokens: abc.Sequence[int] | np.ndarray) -> None:
         """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
 
         A beam gets none: a token only tells with its siblings' whether it is right.
         """
-        self.forget(row)
+        self.remove_row(row)
         if (
             len(tokens)
             and not self._table.is_beam[row]
@@ -39,7 +39,7 @@ class Drafts:
             self.offered[row] = np.array(tokens, np.int32)
             self._num_offered[row] = len(tokens)
 
-    def forget(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """The row's sequence has left it, or a step has taken its drafts."""
         if self.offered.pop(row, None) is not None:
             self._num_offered[row] = 0
@@ -63,7 +63,7 @@ class Drafts:
             num_fitting = int(ends[i] - self._table.num_known(row))
             if num_fitting > 0:
                 plan.drafts[row] = self.offered[row][:num_fitting]
-            self.forget(row)
+            self.remove_row(row)
 
     def verified(self, sequence: Sequence, row: int, num_drafts: int, num_sampled: int) -> None:
         """A step has verified the drafts of `row`, which was the sequence's: take back those that were rejected."""

@@ -34,7 +34,7 @@ class StepsInFlight:
         if planned_at_s is not None:
             self.last_prompt_step_s = result.duration_s or clock.now() - planned_at_s
 
-    def departed(self, sequence: Sequence) -> int:
+    def note_left_row(self, sequence: Sequence) -> int:
         """Record that the sequence leaves its row. Return the last step in flight that names the row, or 0."""
         row = sequence.row
         for output in reversed(self.outputs):
@@ -43,11 +43,11 @@ class StepsInFlight:
                 return output.step
         return 0
 
-    def unpin(self, step: int) -> None:
+    def forget_steps_until(self, step: int) -> None:
         """Stop waiting for `step`, whose results are committed, for the sequences that left its rows."""
         self._late_until = {one: last_step for one, last_step in self._late_until.items() if last_step > step}
 
-    def disown(self, request: RequestState) -> None:
+    def drop_late_tokens(self, request: RequestState) -> None:
         """Forget the request's sequences: their tokens in flight will be dropped."""
         for sequence in request.sequences:
             self._late_until.pop(sequence, None)

@@ -1,52 +1,37 @@
-"""check_invariants: what must always hold (section 10 of the contract), checked over all owners.
+"""check_invariants: what must always hold (docs/reference/scheduler-contract.md), checked over all owners.
 
 Python loops run over requests, rows and cached blocks: meant for tests, and for `check_invariants`.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.kv import KVCacheManager
 from pagoda.core.queues import RequestQueue
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
-from pagoda.core.stops import StopTokens
+from pagoda.core.state import SchedulerState
 
 
-def check_invariants(
-    requests: Mapping[str, RequestState],
-    *,
-    table: RequestTable,
-    kv: KVCacheManager,
-    drafts: Drafts,
-    batch: RunningBatch,
-    in_flight: StepsInFlight,
-    waiting: RequestQueue,
-    swapped: RequestQueue,
-    stops: StopTokens,
-    max_num_seqs: int,
-) -> None:
-    """Raises InvariantBroken at the first rule that does not hold. requests: all that have not ended."""
+def check_invariants(state: SchedulerState) -> None:
+    """Raises InvariantBroken at the first rule that does not hold."""
+    table, batch, requests, waiting, swapped = state.table, state.batch, state.requests, state.waiting, state.swapped
     rows = batch.running.rows
     table.check()
-    kv.check(rows)
-    _check_counts(table, rows, in_flight)
-    stops.check(request.facts for request in requests.values())
+    state.kv.check(rows)
+    _check_counts(table, rows, state.in_flight)
+    state.stops.check(request.spec for request in requests.values())
     active = set(rows.tolist())
-    for name, kept in (("prefilling", batch.prefilling), ("leaders", batch.leaders), ("drafts", drafts.offered)):
+    for name, kept in (("prefilling", batch.prefilling), ("leaders", batch.leaders), ("drafts", state.drafts.offered)):
         if not kept.keys() <= active:
             raise InvariantBroken(f"{name} has rows {sorted(kept.keys() - active)}, which have no sequence")
     num_seqs = sum(_check_place(request, waiting, swapped, batch) for request in requests.values())
     if len(waiting) + len(swapped) + len(batch.requests) != len(requests):
         raise InvariantBroken("a queue holds a request that has ended")
-    if num_seqs != batch.num_seqs or num_seqs > max_num_seqs:
-        raise InvariantBroken(f"{batch.num_seqs} sequences are counted, {num_seqs} run of {max_num_seqs}")
+    if num_seqs != batch.num_seqs or num_seqs > state.config.max_num_seqs:
+        raise InvariantBroken(f"{batch.num_seqs} sequences are counted, {num_seqs} run of {state.config.max_num_seqs}")
 
 
 def _check_counts(table: RequestTable, rows: np.ndarray, in_flight: StepsInFlight) -> None:

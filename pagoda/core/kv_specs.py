@@ -1,4 +1,4 @@
-"""What a model's layers ask of the KV cache, as plain facts."""
+"""What a model's layers ask of the KV cache, as plain values."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -69,7 +69,7 @@ class Outbox:
     def post_deferred(self, request: RequestState, finishes: list[Finish]) -> None:
         """Sequences ended while a step was planned: workers learn it now, the client with the next outputs."""
         self._ended_while_planning.extend(finishes)
-        self._deferred.setdefault(request.facts.client_index, []).extend(finishes)
+        self._deferred.setdefault(request.spec.client_index, []).extend(finishes)
 
     @property
     def has_deferred(self) -> bool:

@@ -59,13 +59,13 @@ class MostUrgentFirst:
         return (request.priority, request.arrival_time_s, request.request_id)
 
     def key_on_return(self, request: RequestState) -> SortKey:
-        return self.key(request.facts)
+        return self.key(request.spec)
 
     def victim(self, running: Iterable[RequestState]) -> RequestState:
-        return max(running, key=lambda request: (request.facts.priority, request.facts.arrival_time_s))
+        return max(running, key=lambda request: (request.spec.priority, request.spec.arrival_time_s))
 
     def outranks(self, waiting: RequestState, running: RequestState) -> bool:
-        return self.key(waiting.facts) < self.key(running.facts)
+        return self.key(waiting.spec) < self.key(running.spec)
 
 
 POLICIES: dict[SchedulingPolicy, Callable[[], Policy]] = {

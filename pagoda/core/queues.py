@@ -10,7 +10,7 @@ _Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 
 def key_of(request: RequestState) -> Hashable:
     """Return what Skip.KEY skips as a whole: the LoRA adapter, whichever gate asks. None: requests without one."""
-    return request.facts.lora.identity if request.facts.lora is not None else None
+    return request.spec.lora.identity if request.spec.lora is not None else None
 
 
 class RequestQueue:
@@ -42,11 +42,11 @@ class RequestQueue:
         if len(self._arrivals) > 2 * len(self._tickets) + 16:  # skipped requests come back step after step
             self._arrivals = [entry for entry in self._arrivals if self._is_valid(entry)]
             heapq.heapify(self._arrivals)
-        heapq.heappush(self._arrivals, (request.facts.arrival_time_s, self._next_ticket, request))
+        heapq.heappush(self._arrivals, (request.spec.arrival_time_s, self._next_ticket, request))
 
     def adapter_names(self) -> set[str]:
         """Return a name of each LoRA adapter that requests wait with."""
-        return {heap[0][2].facts.lora.name for heap in self._heaps.values() if heap[0][2].facts.lora is not None}
+        return {heap[0][2].spec.lora.name for heap in self._heaps.values() if heap[0][2].spec.lora is not None}
 
     def remove(self, request: RequestState) -> None:
         """Remove `request` from any place."""

@@ -1,4 +1,4 @@
-"""Request: the immutable facts of one prompt."""
+"""Request: one prompt and its parameters, immutable."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -14,7 +14,7 @@ class Sequence:
 
     row: its row in RequestTable, -1 while it has none.
     token_ids, num_computed: current while row is -1; otherwise the table's columns are. RequestTable writes all three.
-    status: written by Lifecycle.
+    status: written by lifecycle.py.
     """
 
     request: "RequestState"
@@ -30,7 +30,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        return self.request.facts.seed + self.index
+        return self.request.spec.seed + self.index
 
 
 SortKey = tuple[float | int | str, ...]
@@ -40,6 +40,7 @@ SortKey = tuple[float | int | str, ...]
 class RequestState:
     """A request that was added and has not ended.
 
+    spec: what was asked for.
     sort_key: its place in the queues, set by the policy.   admission: number of its last admission, which orders the
         running batch; -1 before the first.
     awaiting_fork: its sequences share the first one's row until the prompt is computed.
@@ -47,10 +48,10 @@ class RequestState:
         arrival to its first admission.   has_output: its client was sent a first token.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
     num_draft_tokens, num_accepted_tokens: drafts verified for its sequences, and those that were right.
-    beams: of a beam search whose prompt is computed; else None. Written by ExtendBeams, dropped by Lifecycle.
+    beams: of a beam search whose prompt is computed; else None. Written by extend_beams.py, dropped by lifecycle.py.
     """
 
-    facts: Request
+    spec: Request
     sort_key: SortKey
     status: RequestStatus = RequestStatus.WAITING
     sequences: list[Sequence] = field(default_factory=list)
@@ -68,7 +69,7 @@ class RequestState:
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.request_id = self.facts.request_id
+        self.request_id = self.spec.request_id
 
     @property
     def unfinished(self) -> list[Sequence]:

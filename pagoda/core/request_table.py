@@ -85,19 +85,19 @@ class RequestTable:
     def admit(self, sequence: Sequence, num_computed: int) -> int:
         """Give `sequence` a row with its tokens, `num_computed` of them computed. Return the row."""
         row = self._free_rows.pop()
-        facts = sequence.request.facts
+        spec = sequence.request.spec
         count = len(sequence.token_ids)
         self._token_ids[row, :count] = sequence.token_ids
-        self._num_prompt_tokens[row] = facts.num_prompt_tokens
+        self._num_prompt_tokens[row] = spec.num_prompt_tokens
         self._num_tokens[row] = count
         self._num_computed[row] = num_computed
         self._num_pending[row] = 0
         self._num_in_flight[row] = 0
-        self._is_pooled[row] = facts.pooling is not None
-        self._mark_beam(row, facts.is_beam_search)
-        self._length_limit[row] = self.limit_of(facts)
-        self._handle[row] = facts.handle
-        self._client[row] = facts.client_index
+        self._is_pooled[row] = spec.pooling is not None
+        self._mark_beam(row, spec.is_beam_search)
+        self._length_limit[row] = self.limit_of(spec)
+        self._handle[row] = spec.handle
+        self._client[row] = spec.client_index
         return self._assign(row, sequence)
 
     def fork(self, source: int, sequence: Sequence) -> int:
@@ -147,14 +147,14 @@ class RequestTable:
         else:
             self._free(row)
 
-    def disown(self, request: RequestState) -> None:
+    def drop_late_results(self, request: RequestState) -> None:
         """Late results of the request's pinned rows belong to no sequence any more; they will be dropped."""
         for row, _ in self._pinned:
             sequence = self.sequence_of[row]
             if sequence is not None and sequence.request is request:
                 self.sequence_of[row] = None
 
-    def unpin(self, step: int) -> None:
+    def free_pinned_rows(self, step: int) -> None:
         """Step `step` is complete: rows that only steps up to it name can be given out again."""
         pinned, self._pinned = self._pinned, []
         for row, last_step in pinned:
@@ -198,7 +198,7 @@ class RequestTable:
     def _predictable(self, rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> np.ndarray:
         return _without(rows[~self._is_beam[rows]] if self._num_beams else rows, drafts)
 
-    def commit(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def append_each(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Append one token, expected or not, to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
         end = self._num_tokens[rows]
         self._token_ids[rows, end] = tokens
@@ -231,7 +231,7 @@ class RequestTable:
 
     def restart(self, sequence: Sequence) -> None:
         """A sequence without a row, of which nothing is computed, loses its output."""
-        sequence.token_ids = sequence.token_ids[: sequence.request.facts.num_prompt_tokens]
+        sequence.token_ids = sequence.token_ids[: sequence.request.spec.num_prompt_tokens]
 
     # Questions
 

@@ -1,5 +1,6 @@
 """RunningBatch: which requests run, their rows as arrays, and the fast path for steps in which every row decodes."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
+from pagoda.core.request import LoraRef
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import NO_INTS
@@ -70,6 +72,7 @@ class RunningBatch:
     ) -> None:
         self.requests: dict[str, RequestState] = {}
         self.num_seqs = 0
+        self._num_using: Counter[tuple[str, ...]] = Counter()  # requests by LoraRef.identity; never 0
         self.prefilling: dict[int, None] = {}
         self.leaders: dict[int, RequestState] = {}
         self._table = table
@@ -87,22 +90,33 @@ class RunningBatch:
     def add(self, request: RequestState) -> None:
         self.requests[request.request_id] = request
         self.num_seqs += len(request.unfinished)
+        if request.spec.lora is not None:
+            self._num_using[request.spec.lora.identity] += 1
 
     def remove(self, request: RequestState) -> None:
         del self.requests[request.request_id]
         self.num_seqs -= len(request.unfinished)
+        lora = request.spec.lora
+        if lora is not None:
+            self._num_using[lora.identity] -= 1
+            if not self._num_using[lora.identity]:
+                del self._num_using[lora.identity]
+
+    def has_room_for_adapter(self, lora: LoraRef, max_loras: int) -> bool:
+        """Whether a request with this adapter leaves the batch with at most `max_loras` distinct ones."""
+        return lora.identity in self._num_using or len(self._num_using) < max_loras
 
     def sequence_ended(self, request: RequestState) -> None:
         """An unfinished sequence of the request ends."""
         if request.request_id in self.requests:
             self.num_seqs -= 1
 
-    def lead(self, row: int, request: RequestState) -> None:
+    def let_siblings_wait(self, row: int, request: RequestState) -> None:
         """The request's other sequences, if it has any, wait for this row."""
         if len(request.unfinished) > 1:
             self.leaders[row] = request
 
-    def dissolve(self, row: int) -> None:
+    def release_siblings(self, row: int) -> None:
         """The request's other sequences no longer wait for this row."""
         del self.leaders[row]
 
@@ -110,7 +124,7 @@ class RunningBatch:
         """The row lacks more than one token."""
         self.prefilling[row] = None
 
-    def forget(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """The row's sequence has left it."""
         self.prefilling.pop(row, None)
         self.leaders.pop(row, None)

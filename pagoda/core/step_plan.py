@@ -88,7 +88,7 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not self.placed and len(self.bulk_rows) == 0
 
-    def enter(self, row: int, kind: AdmitKind, num_computed: int) -> None:
+    def introduce_row(self, row: int, kind: AdmitKind, num_computed: int) -> None:
         """Workers get to know the row, with `num_computed` computed tokens."""
         self.entering[row] = Entry(row, kind, num_computed)
 

@@ -36,7 +36,7 @@ class StopTokens:
             self._num_requests[token] = self._num_requests.get(token, 0) + 1
             self._ends[token] = True
 
-    def forget(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """The request has ended. Ids that end no other are looked up no more."""
         for token in _stop_ids(request):
             self._num_requests[token] -= 1

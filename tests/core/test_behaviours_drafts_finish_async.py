@@ -109,7 +109,7 @@ def test_drafts_without_a_free_block_cause_a_preemption(
     rig.step()
     rig.scheduler.update_draft_token_ids({drafted: [51, 52, 53]})
     assert rig.step().scheduled == scheduled
-    assert (rig.scheduler.make_stats().preemptions, rig.scheduler._drafts.offered) == (num_preemptions, {})
+    assert (rig.scheduler.make_stats().preemptions, rig.scheduler._state.drafts.offered) == (num_preemptions, {})
 
 
 def test_rule_121_draft_stats() -> None:

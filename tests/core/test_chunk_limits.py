@@ -3,10 +3,9 @@
 import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode
-from pagoda.core.chunk_limits import ChunkLimit
+from pagoda.core import planning
 from pagoda.core.request import MediaItem
-from pagoda.core.request_state import RequestState
-from pagoda.core.step_plan import StepPlan
+from pagoda.core.rules import Chunk
 from tests.core.rig import Rig
 from tests.core.test_corner_cases import preempt
 
@@ -99,51 +98,17 @@ def test_a_replayed_request_that_outgrew_a_phased_step_is_served() -> None:
     assert len(rig.run()["a"]) == 3
 
 
-class NotNow(ChunkLimit):
-    """Grants nothing while it is closed, and notes which rows enter."""
-
-    def __init__(self) -> None:
-        self.is_closed = True
-        self.entered: list[int] = []
-
-    def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
-        return 0 if self.is_closed else num_new
-
-    def enter(self, request: RequestState, row: int) -> None:
-        self.entered.append(row)
-
-
-def test_every_chunk_limit_applies_to_a_request_that_is_swapped_in() -> None:
+def test_a_request_that_is_swapped_in_keeps_to_the_rules_for_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8)
     rig.add("a", 20)
     rig.step()
     preempt(rig, "a")
-    limit = NotNow()
-    rig.scheduler._limits._limits.append(limit)
-    assert rig.step().scheduled == {}
-    assert rig.swapped == ["a"]
-    limit.is_closed = False
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "fit_chunk", lambda *_: Chunk(0))
+        assert rig.step().scheduled == {}
+        assert rig.swapped == ["a"]
     assert rig.step().scheduled == {"a": 8}
-    assert limit.entered == [rig.scheduler._requests["a"].sequences[0].row]
     assert len(rig.run()["a"]) == 8
-
-
-class Entries(ChunkLimit):
-    """Overrides one method only."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-
-    def enter(self, request: RequestState, row: int) -> None:
-        self.rows.append(row)
-
-
-def test_a_limit_overrides_the_methods_that_it_needs() -> None:
-    rig, limit = Rig(), Entries()
-    rig.scheduler._limits._limits.append(limit)
-    rig.add("a", 4)
-    rig.step()
-    assert limit.rows == [0]
 
 
 def test_siblings_that_resume_together_share_the_prompts_limit() -> None:

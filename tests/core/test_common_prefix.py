@@ -55,7 +55,7 @@ def test_the_common_prefix_is_what_a_workers_tables_show(seed: int) -> None:
         expected = []
         for group in range(len(groups)):
             # Workers keep entries that a window has left; the scheduler's tables say which of them are free again.
-            tables = [rig.scheduler._kv.tables_of(row)[group].tolist() for row in rows]
+            tables = [rig.scheduler._state.kv.tables_of(row)[group].tolist() for row in rows]
             full = min((computed[row] // 4 for row in rows), default=0) if len(rows) > 1 else 0
             count = 0
             while count < full and tables[0][count] and len({table[count] for table in tables}) == 1:

@@ -7,6 +7,7 @@ import pytest
 
 from pagoda.base.config import PreemptionMode
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core import preemption
 from pagoda.core.queues import QueueScan, RequestQueue
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.request_state import RequestState
@@ -31,8 +32,9 @@ def deliver(rig: Rig, step: PlannedStep, failed: dict[int, str] | None = None) -
 
 def preempt(rig: Rig, request_id: str) -> None:
     """As a step does that runs out of blocks."""
-    state = rig.scheduler._requests[request_id]
-    rig.scheduler._preemption.preempt(state, StepPlan(0, 64, 0, 0.0), state)
+    state = rig.scheduler._state
+    request = state.requests[request_id]
+    preemption.preempt(state, request, StepPlan(0, 64, 0, 0.0), request)
 
 
 def test_a_sibling_that_ends_while_the_resumed_leader_is_mid_prefill() -> None:
@@ -138,11 +140,11 @@ def test_first_output_is_reported_of_a_request_that_was_parked_before_it(late: b
     assert outputs is not None
     assert outputs.token_ids.tolist() == [FILL]
     assert list(outputs.num_cached_tokens) == list(outputs.queue_s) == [1]
-    assert rig.scheduler._counters.prompt_tokens == (8 if late else 12)
+    assert rig.scheduler._state.counters.prompt_tokens == (8 if late else 12)
     again = deliver(rig, rig.plan())
     assert again is not None
     assert not again.num_cached_tokens
-    assert rig.scheduler._counters.prompt_tokens == (8 if late else 12)
+    assert rig.scheduler._state.counters.prompt_tokens == (8 if late else 12)
 
 
 def test_skipped_requests_leave_no_trace_in_the_queue() -> None:
@@ -176,7 +178,7 @@ def test_hashes_of_a_replayed_request_are_dropped_when_it_ends() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", 8, max_tokens=3, n=2, prior_output=((1, 2, 3), (1,)))
     rig.run()
-    assert not rig.scheduler._kv._content._chains
+    assert not rig.scheduler._state.kv._content._chains
 
 
 def test_prompt_logprobs_of_an_aborted_request_are_dropped() -> None:

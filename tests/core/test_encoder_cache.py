@@ -39,7 +39,7 @@ def test_an_output_that_is_evicted_and_run_again_in_one_step_is_reported() -> No
     """Otherwise a worker would encode an item that it still holds."""
     cache = EncoderCache(9)
     for request in (state("a", ("x", 0, 1)), state("b", ("y", 0, 5))):
-        assert cache.make_room(request.facts.media[0].length)
+        assert cache.make_room(request.spec.media[0].length)
         cache.add(request, 0)
         cache.drop_all(request)
     both = state("c", ("z", 0, 4), ("x", 4, 1))
@@ -79,7 +79,7 @@ def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() 
     inputs = EncoderInputs(table, 8, 8, encoder_decoder=False, whole_items=False)
     request = state("r", ("x", 4, 3))
     for row in (0, 1):
-        inputs.enter(request, row)
+        inputs.watch(request, row)
     cache = inputs._cache
     cache.add(request, 0)
     both = np.array([0, 1], np.int32)

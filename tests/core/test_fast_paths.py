@@ -8,8 +8,8 @@ import pytest
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core import committing, planning
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
-from pagoda.core.passes import CommitOutputs, RunRunning
 from pagoda.core.request import Request
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler import Scheduler
@@ -85,7 +85,7 @@ def test_batches_equal_rows_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatc
     fast = drive(scheduler(seed), seed)
     monkeypatch.setattr(RunningBatch, "plan_steady_step", lambda self, plan: False)
     assert decisions(drive(scheduler(seed), seed)) == decisions(fast)
-    monkeypatch.setattr(RunRunning, "_run_batch", lambda self, plan: False)
+    monkeypatch.setattr(planning, "_run_batch", lambda state, plan: False)
     assert decisions(drive(scheduler(seed), seed)) == decisions(fast)
 
 
@@ -106,5 +106,5 @@ def without_copies(item: object) -> object:
 @pytest.mark.parametrize("seed", range(24))
 def test_plain_results_equal_the_row_by_row_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = drive(scheduler(seed), seed)
-    monkeypatch.setattr(CommitOutputs, "_is_plain", lambda self, output, result: False)
+    monkeypatch.setattr(committing, "_is_plain", lambda state, output, result: False)
     assert drive(scheduler(seed), seed) == fast

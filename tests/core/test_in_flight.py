@@ -24,6 +24,6 @@ def test_a_row_is_pinned_only_by_the_last_step_that_contains_it() -> None:
     in_flight = StepsInFlight()
     in_flight.opened(planned(1, [0, 1]), None)
     in_flight.opened(planned(2, [0]), None)
-    assert in_flight.departed(sequence_in(0)) == 2
-    assert in_flight.departed(sequence_in(1)) == 1
-    assert in_flight.departed(sequence_in(2)) == 0
+    assert in_flight.note_left_row(sequence_in(0)) == 2
+    assert in_flight.note_left_row(sequence_in(1)) == 1
+    assert in_flight.note_left_row(sequence_in(2)) == 0

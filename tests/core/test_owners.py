@@ -51,33 +51,33 @@ ATTRIBUTES = {
     "sort_key": "lifecycle.py",
     "admission": "lifecycle.py",
     "queue_s": "lifecycle.py",
-    "awaiting_fork": "passes/fork.py",
-    "beams": "passes/extend_beams.py",
+    "awaiting_fork": "planning.py",
+    "beams": "extend_beams.py",
     "has_output": "outbox.py",
     "num_preemptions": "preemption.py",
     "num_cached_tokens": "lifecycle.py",
+    "num_admissions": "lifecycle.py",
     "num_draft_tokens": "drafts.py",
     "num_accepted_tokens": "drafts.py",
-    "num_prompt_logprobs_sent": "passes/commit_outputs.py",
+    "num_prompt_logprobs_sent": "committing.py",
     "row": "request_table.py",
     "token_ids": "request_table.py",
     "num_computed": "request_table.py",
-    "has_prompts": "passes/finish_plan.py",
-    "row_cap": "chunk_limits.py",
+    "has_prompts": "planning.py",
+    "row_cap": "rules.py",
     "steady": "running_batch.py",
     "num_seqs": "running_batch.py",
     "has_pinned_rows": "request_table.py",
     "last_prompt_step_s": "in_flight.py",
-    "last_reason": "chunk_limits.py",
 }
 
-# StepPlan takes back what it was given, Lifecycle takes a beam search back to its beginning, FinishPlan fills in the
-# plan's beams, and two owners keep a dict of the same name for themselves.
+# StepPlan takes back what it was given, lifecycle.py takes a beam search back to its beginning, planning.py fills in
+# the plan's beams, and two owners keep a dict of the same name for themselves.
 EXCEPTIONS = {
     ("steady", "step_plan.py"),
     ("awaiting_fork", "lifecycle.py"),
     ("beams", "lifecycle.py"),
-    ("beams", "passes/finish_plan.py"),
+    ("beams", "planning.py"),
 }
 SAME_NAME = {("requests", "running_batch.py")}  # batch.requests
 

@@ -70,7 +70,7 @@ def test_the_oldest_arrival_is_known_in_any_queue_order() -> None:
     queue = RequestQueue()
     entries = [state("a", 3), state("b", 1), state("c", 2)]
     for entry, arrival_s in zip(entries, (5.0, 9.0, 7.0), strict=True):
-        entry.facts = replace(entry.facts, arrival_time_s=arrival_s)
+        entry.spec = replace(entry.spec, arrival_time_s=arrival_s)
         queue.push(entry)
     assert queue.oldest_arrival_s() == 5.0
     queue.remove(entries[0])

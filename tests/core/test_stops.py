@@ -28,12 +28,12 @@ def test_an_id_is_forgotten_with_its_last_request() -> None:
     stops.add(first)
     stops.add(second)
     assert looked_up(stops) == [2, 7, 9]
-    stops.forget(first)
+    stops.remove(first)
     assert looked_up(stops) == [2, 9]
     stops.check([second])
     with pytest.raises(InvariantBroken):
         stops.check([first])
-    stops.forget(second)
+    stops.remove(second)
     assert looked_up(stops) == []
     stops.check([])
 
@@ -48,7 +48,7 @@ def test_stop_ids_that_are_not_sampled_are_not_looked_up() -> None:
 
 def test_the_scheduler_forgets_stop_ids_however_a_request_ends() -> None:
     rig = Rig()
-    stops = rig.scheduler._stops
+    stops = rig.scheduler._state.stops
     rig.add("stopped", 4, stop_token_ids=(31,))
     rig.add("long", 4, max_tokens=1, stop_token_ids=(32,))
     rig.add("two", 4, n=2, stop_token_ids=(33,))

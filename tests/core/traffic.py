@@ -371,7 +371,7 @@ class Traffic:
     def _check_blocks(self) -> None:
         """Every block is free or referenced; its count is the number of entries that name it; workers know the same."""
         named: Counter[int] = Counter()
-        batch, kv = self.scheduler._batch, self.scheduler._kv  # what the public answers are made of
+        batch, kv = self.scheduler._state.batch, self.scheduler._state.kv  # what the public answers are made of
         assert set(batch.running.rows.tolist()) == set(self.worker.rows)
         for number, row in self.worker.rows.items():
             for table, mirrored in zip(kv.tables_of(number), row.tables, strict=True):
@@ -391,7 +391,7 @@ class Traffic:
         """Nothing that a failed step should have written can be found, once it is known that it failed."""
         if any(failure is not None for _, _, failure in self.in_flight):
             return
-        for block in self.scheduler._kv._content.prefix_cache._hash_of:
+        for block in self.scheduler._state.kv._content.prefix_cache._hash_of:
             assert SPOILED not in self.worker.device[block], f"block {block} of a failed step can be found"
 
     def check(self) -> None:

@@ -1,5 +1,5 @@
 """Encoder inputs (images, audio): which outputs are cached, and what a chunk needs of the encoder."""
 
-from pagoda.core.encoder.inputs import EncoderInputs
+from pagoda.core.encoder.inputs import ChunkMedia, EncoderInputs
 
-__all__ = ["EncoderInputs"]
+__all__ = ["ChunkMedia", "EncoderInputs"]

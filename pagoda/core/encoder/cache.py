@@ -28,7 +28,7 @@ class EncoderCache:
 
     def touch(self, request: RequestState, item: int) -> bool:
         """Reference the item's output if it is cached; False if it is not."""
-        content_hash = request.facts.media[item].content_hash
+        content_hash = request.spec.media[item].content_hash
         holders = self._holders.get(content_hash)
         if holders is None:
             return False
@@ -50,7 +50,7 @@ class EncoderCache:
 
     def add(self, request: RequestState, item: int) -> None:
         """The item will be encoded in this step; the caller asked `make_room` before."""
-        media = request.facts.media[item]
+        media = request.spec.media[item]
         if self.touch(request, item):
             return  # run again all the same (an encoder-decoder request fills its own cross blocks), in the same space
         self._length[media.content_hash] = media.length
@@ -66,8 +66,8 @@ class EncoderCache:
         held.discard(item)
         if not held:
             del self._items_held[request.request_id]
-        content_hash = request.facts.media[item].content_hash
-        if any(request.facts.media[other].content_hash == content_hash for other in held):
+        content_hash = request.spec.media[item].content_hash
+        if any(request.spec.media[other].content_hash == content_hash for other in held):
             return
         holders = self._holders.get(content_hash)
         if holders is None:
@@ -79,7 +79,7 @@ class EncoderCache:
     def drop_passed(self, request: RequestState, num_computed: int) -> None:
         """Drop items that end at or before `num_computed`: their KV is in the cache now."""
         for item in sorted(self._items_held.get(request.request_id, ())):
-            media = request.facts.media[item]
+            media = request.spec.media[item]
             if media.offset + media.length <= num_computed:
                 self.drop_item(request, item)
 
@@ -87,7 +87,7 @@ class EncoderCache:
         for item in sorted(self._items_held.get(request.request_id, ())):
             self.drop_item(request, item)
 
-    def forget(self, content_hash: str) -> None:
+    def remove(self, content_hash: str) -> None:
         """An output that was planned in this step will not be computed after all."""
         self.num_free_tokens += self._length.pop(content_hash)
         del self._holders[content_hash]
@@ -100,7 +100,7 @@ class EncoderCache:
     def evict(self, content_hash: str) -> None:
         """Drop an output that nothing references, if it is cached."""
         if content_hash in self._unreferenced:
-            self.forget(content_hash)
+            self.remove(content_hash)
             self._evicted.append(content_hash)
 
     def take_evicted(self) -> tuple[str, ...]:
@@ -115,11 +115,11 @@ class EncoderCache:
     def release_planned_run(self, request: RequestState, content_hash: str) -> str | None:
         """The request will not run the encoder for this output. Return its next holder's id, or None if it has none."""
         held = self._items_held.get(request.request_id, set())
-        for item in [item for item in held if request.facts.media[item].content_hash == content_hash]:
+        for item in [item for item in held if request.spec.media[item].content_hash == content_hash]:
             self.drop_item(request, item)
         holders = self._holders.get(content_hash)
         if holders:
             return min(holders)
         if holders is not None:
-            self.forget(content_hash)
+            self.remove(content_hash)
         return None

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.core.chunk_limits import ChunkLimit
-from pagoda.core.decision_log import Reason
 from pagoda.core.encoder.cache import EncoderCache
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
@@ -15,7 +13,7 @@ from pagoda.core.step_plan import StepPlan
 
 
 @dataclass(slots=True)
-class _ChunkMedia:
+class ChunkMedia:
     """num_new: tokens the chunk may have.   to_encode: items to run first.   repeated: items equal to one of those."""
 
     num_new: int
@@ -23,14 +21,12 @@ class _ChunkMedia:
     repeated: list[int] = field(default_factory=list)
 
 
-class EncoderInputs(ChunkLimit):
+class EncoderInputs:
     """The encoder's cache and budget, and the rows whose requests have media.
 
     encoder_decoder: encoder inputs are run in a request's first step and read through cross-attention tables.
     whole_items: an item is never split over chunks.
     """
-
-    reason = Reason.ENCODER
 
     def __init__(
         self, table: RequestTable, cache_tokens: int, budget_tokens: int, *, encoder_decoder: bool, whole_items: bool
@@ -41,27 +37,28 @@ class EncoderInputs(ChunkLimit):
         self._table = table
         self._whole_items = whole_items
         self._rows: dict[int, RequestState] = {}
-        self._chunk: _ChunkMedia | None = None  # of the last `fit`, until it is committed
 
-    # A chunk limit
+    # Chunks of rows
 
     @property
-    def must_plan_by_row(self) -> bool:
+    def has_rows(self) -> bool:
+        """Whether a running row still needs the encoder: then rows are planned one by one."""
         return bool(self._rows)
 
-    def fit(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> int:
-        """Cut the chunk before the first item that finds no budget or no space. Cached items are referenced at once."""
-        is_watched = request.facts.media and (row < 0 or row in self._rows)
-        self._chunk = self._plan_chunk(plan, request, start, num_new) if is_watched else None
-        return self._chunk.num_new if self._chunk else num_new
+    def plan_chunk(
+        self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int
+    ) -> ChunkMedia | None:
+        """Return what a chunk needs, cut before the first item that finds no budget or no space; None without media.
 
-    def commit(self, plan: StepPlan, request: RequestState, row: int) -> None:
+        Cached items are referenced at once. row: -1 for a request that would enter.
+        """
+        is_watched = request.spec.media and (row < 0 or row in self._rows)
+        return self._plan_chunk(plan, request, start, num_new) if is_watched else None
+
+    def place(self, plan: StepPlan, request: RequestState, row: int, chunk: ChunkMedia) -> None:
         """The chunk is placed: its items run in this step."""
-        chunk, self._chunk = self._chunk, None
-        if chunk is None:
-            return
         for item in chunk.to_encode:
-            media = request.facts.media[item]
+            media = request.spec.media[item]
             self._cache.add(request, item)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
             plan.encoder_budget -= media.length
@@ -72,11 +69,11 @@ class EncoderInputs(ChunkLimit):
         """The chunk is not placed, or the request left the running batch: drop its references."""
         self._cache.drop_all(request)
 
-    def _plan_chunk(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> _ChunkMedia:
-        chunk = _ChunkMedia(num_new)
+    def _plan_chunk(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> ChunkMedia:
+        chunk = ChunkMedia(num_new)
         budget, planned = plan.encoder_budget, 0
         hashes: set[str] = set()
-        for item, at in enumerate(request.facts.media):
+        for item, at in enumerate(request.spec.media):
             if self.encoder_decoder:
                 if start > 0:
                     break  # the cross-attention table was filled in the first step
@@ -104,9 +101,9 @@ class EncoderInputs(ChunkLimit):
 
     # Rows come, compute and go
 
-    def enter(self, request: RequestState, row: int) -> None:
+    def watch(self, request: RequestState, row: int) -> None:
         """The row computes prompt tokens. A sibling finds the shared cross-attention blocks filled."""
-        if request.facts.media and not (self.encoder_decoder and len(request.rows) > 1):
+        if request.spec.media and not (self.encoder_decoder and len(request.rows) > 1):
             self._rows[row] = request
 
     def complete(self, rows: np.ndarray) -> None:
@@ -124,7 +121,7 @@ class EncoderInputs(ChunkLimit):
             else:
                 siblings = (other for other, of in self._rows.items() if of is request)
                 self._cache.drop_passed(request, min(self._num_done(other) for other in siblings))
-            if self.encoder_decoder or done >= max(item.offset + item.length for item in request.facts.media):
+            if self.encoder_decoder or done >= max(item.offset + item.length for item in request.spec.media):
                 del self._rows[row]  # it needs no encoder any more: like all others, it is planned by numpy
 
     def _num_done(self, row: int) -> int:
@@ -135,16 +132,16 @@ class EncoderInputs(ChunkLimit):
         request = self._rows.get(row)
         if request is None or self.encoder_decoder:
             return False
-        return any(item.offset + item.length > self._table.num_computed[row] for item in request.facts.media)
+        return any(item.offset + item.length > self._table.num_computed[row] for item in request.spec.media)
 
     def take_out(self, plan: StepPlan, sequence: Sequence, requests: dict[str, RequestState]) -> None:
         """The row does not run in this step: its encoder runs go to the next request that waits for them, if any."""
         for run in plan.encoder_runs.pop(sequence.row, ()):
             holder = self._cache.release_planned_run(sequence.request, run.content_hash)
             if holder is None:
-                plan.encoder_budget += sequence.request.facts.media[run.item].length
+                plan.encoder_budget += sequence.request.spec.media[run.item].length
                 continue
-            row, items = requests[holder].rows[0], requests[holder].facts.media
+            row, items = requests[holder].rows[0], requests[holder].spec.media
             item = next(number for number, media in enumerate(items) if media.content_hash == run.content_hash)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, run.content_hash))
 
@@ -157,7 +154,7 @@ class EncoderInputs(ChunkLimit):
         for run in runs:
             self._cache.evict(run.content_hash)
 
-    def forget(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
 
     def take_evicted(self) -> tuple[str, ...]:

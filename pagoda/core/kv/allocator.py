@@ -150,7 +150,7 @@ class BlockAllocator:
         tables = self._tables
         until = tables.num_blocks[rows] * self._block_size - self._sizing.num_lookahead_slots
         for group in self.windows:
-            until = np.minimum(until, group.passes_next_at(tables.num_released[group.index][rows]))
+            until = np.minimum(until, group.next_passed_at(tables.num_released[group.index][rows]))
         tables.reserved_until[rows] = until
 
     def _free_passed(self, row: int) -> None:

@@ -49,7 +49,7 @@ class BlockMoves:
     def swap_in(self, pairs: np.ndarray) -> None:
         self._swap_in.append(pairs)
 
-    def forget(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """The row left the table while the step was planned: nothing is set or copied for it any more."""
         if self._entries:
             self._entries = [entry for one in self._entries if (entry := _without(one, row)) is not None]

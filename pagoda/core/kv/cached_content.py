@@ -64,13 +64,13 @@ class CachedContent:
         """Hash the full blocks of a sequence without a row."""
         chain = self._chains.get(sequence)
         if chain is None:
-            facts = sequence.request.facts
-            root = make_root(self.prefix_cache.seed, facts.lora, facts.cache_salt)
-            chain = self._chains[sequence] = HashChain(root, self._block_size, facts.media, facts.prompt_embeds)
+            spec = sequence.request.spec
+            root = make_root(self.prefix_cache.seed, spec.lora, spec.cache_salt)
+            chain = self._chains[sequence] = HashChain(root, self._block_size, spec.media, spec.prompt_embeds)
         chain.extend(sequence.token_ids, len(sequence.token_ids))
         return chain
 
-    def forget_hashes(self, sequence: Sequence) -> None:
+    def remove_hashes(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._chains.pop(sequence, None)
 

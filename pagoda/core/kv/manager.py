@@ -114,13 +114,13 @@ class KVCacheManager:
     def get_computed_blocks(self, request: RequestState) -> CachedPrefix:
         """Return the cached prefix of the first sequence of a request without rows, as block ids per KV group."""
         # Its followers share its blocks, which a hit in a window group may not all have.
-        if not request.facts.reads_prefix_cache or (self._allocator.windows and request.followers):
+        if not request.spec.reads_prefix_cache or (self._allocator.windows and request.followers):
             return self._content.nothing
         return self._content.longest_prefix(request.unfinished[0])
 
     def most_blocks(self, request: RequestState) -> int:
         """Return the most blocks that the request's known tokens hold at once. A pool with fewer can never serve it."""
-        num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.facts.encoder_len
+        num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.spec.encoder_len
         return self.sizing.blocks_for_request(num_tokens, encoder_len) + self._blocks_of_followers(request)
 
     def can_allocate(
@@ -130,7 +130,7 @@ class KVCacheManager:
 
         With `admit_whole_prompt`, blocks for all its known tokens must be free (a check, not a reservation).
         """
-        encoder_len = request.facts.encoder_len
+        encoder_len = request.spec.encoder_len
         need = self._blocks_to_admit(self.sizing.slots_up_to(prefix.num_tokens + num_new), prefix, encoder_len)
         if self._admit_whole_prompt:
             num_known = len(request.unfinished[0].token_ids)
@@ -140,7 +140,7 @@ class KVCacheManager:
 
     def _blocks_of_followers(self, request: RequestState) -> int:
         lengths = [len(sequence.token_ids) for sequence in request.followers]
-        return self.sizing.blocks_for_siblings(lengths, request.facts.num_prompt_tokens)
+        return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens)
 
     def _blocks_to_admit(self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False) -> int:
         """Free blocks needed to hold `num_tokens` tokens after `prefix`; its blocks that are free count too.
@@ -175,7 +175,7 @@ class KVCacheManager:
 
         resumed: its request had entered before; its lookup is counted apart.
         """
-        self._allocator.fill_row(row, prefix, end, self._table.owner(row).request.facts.encoder_len)
+        self._allocator.fill_row(row, prefix, end, self._table.owner(row).request.spec.encoder_len)
         self._content.start_row(row, prefix.num_tokens // self.block_size)
         self._content.cache_blocks(row, end)
         if self._content.enabled:
@@ -233,14 +233,14 @@ class KVCacheManager:
         self._content.cache_blocks(row, int(self._table.num_computed[row]))
         self._allocator.free_row(row)
 
-    def forget(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """The row is no longer in the table: nothing is set or copied for it in this step."""
-        self._moves.forget(row)
+        self._moves.remove_row(row)
 
-    def forget_sequence(self, sequence: Sequence) -> None:
+    def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
         self._host.drop(sequence)
-        self._content.forget_hashes(sequence)
+        self._content.remove_hashes(sequence)
 
     # Host memory
 

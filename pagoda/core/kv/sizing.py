@@ -48,7 +48,7 @@ class KVGroup:
         required = blocks_for(num_tokens, self.block_size)
         return min(required, self.max_held) if capped and self.max_held else required
 
-    def passes_next_at(self, num_released: np.ndarray) -> np.ndarray:
+    def next_passed_at(self, num_released: np.ndarray) -> np.ndarray:
         """Computed tokens at which the block after the first `num_released` leaves the window."""
         return (num_released + 1) * self.block_size + self.spec.window - 1
 

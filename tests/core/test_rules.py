@@ -1,16 +1,17 @@
-"""Gates: uniform answers, balanced enter and leave, and what it takes to add one."""
+"""What holds a request back: its grammar, its adapter; and that only owners write their columns."""
 
 import random
 from collections import Counter
 
 import pytest
 
-from pagoda.core import gates
+from pagoda.core import planning
 from pagoda.core.decision_log import Held, Reason
-from pagoda.core.gates import GATES, Gate, GateContext, Hold, Skip
 from pagoda.core.queues import RequestQueue
 from pagoda.core.request import LoraRef
 from pagoda.core.request_state import RequestState
+from pagoda.core.rules import Hold, Skip, why_held
+from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
 from tests.core.rig import Rig
 
@@ -64,20 +65,19 @@ def test_a_request_waits_for_its_grammar_and_others_pass() -> None:
     assert rig.step().scheduled == {"b": 1, "a": 4}
 
 
-class EvenHandles(Gate):
-    """An example: only requests with even handles, and of the others it skips what `skip` says."""
-
-    skip = Skip.REQUEST
-
-    def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
-        return Hold(Reason.GRAMMAR, self.skip) if request.facts.handle % 2 else None
-
-
 @pytest.mark.parametrize(("skip", "entered"), [(Skip.REQUEST, ["b", "d"]), (Skip.KEY, ["b"]), (Skip.QUEUE, [])])
-def test_adding_a_gate_is_a_class_and_a_line(skip: Skip, entered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """a and d have an adapter: closing a's key holds d back too; stopping the queue holds back everything after a."""
-    monkeypatch.setattr(gates, "GATES", (*GATES, EvenHandles))
-    monkeypatch.setattr(EvenHandles, "skip", skip)
+def test_a_rule_holds_back_a_request_or_its_adapter_or_the_queue(
+    skip: Skip, entered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a and d have an adapter: holding back a's adapter holds d back too; the queue: everything after a."""
+    rule = why_held
+
+    def only_even_handles(
+        state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan
+    ) -> Hold | None:
+        return Hold(Reason.GRAMMAR, skip) if request.spec.handle % 2 else rule(state, request, queue, plan)
+
+    monkeypatch.setattr(planning, "why_held", only_even_handles)
     rig = Rig()
     adapter = LoraRef("x")
     for name, lora in (("a", adapter), ("b", None), ("c", None), ("d", adapter)):
@@ -87,56 +87,33 @@ def test_adding_a_gate_is_a_class_and_a_line(skip: Skip, entered: list[str], mon
     assert rig.waiting == [name for name in "abcd" if name not in entered]
 
 
-class Guests(Gate):
-    """Knows who is inside from `enter` and `leave` alone."""
-
-    inside: list[str] = []  # noqa: RUF012
-
-    def check(self, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
-        assert request.request_id not in self.inside
-        return None
-
-    def enter(self, request: RequestState) -> None:
-        self.inside.append(request.request_id)
-
-    def leave(self, request: RequestState) -> None:
-        self.inside.remove(request.request_id)
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_enter_and_leave_follow_the_running_batch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapters_in_use_are_those_of_the_running_requests(seed: int) -> None:
     """Through preemption by recompute and swap, aborts, resets, ends and refusals."""
-    monkeypatch.setattr(gates, "GATES", (*GATES, Guests))
-    monkeypatch.setattr(Guests, "inside", [])
     rng = random.Random(seed)
-    rig = Rig(num_blocks=9, num_host_blocks=rng.choice([0, 20]), max_num_seqs=4)
+    rig = Rig(num_blocks=9, num_host_blocks=rng.choice([0, 20]), max_num_seqs=4, max_loras=2)
+    adapters = {f"r{number}": rng.choice([None, LoraRef("x"), LoraRef("y"), LoraRef("z")]) for number in range(80)}
     for number in range(120):
         if number < 80 and rng.random() < 0.4:
-            rig.add(f"r{number}", rng.randint(1, 12), max_tokens=rng.randint(1, 16), n=rng.choice([1, 1, 2]))
+            name = f"r{number}"
+            tokens, most = rng.randint(1, 12), rng.randint(1, 16)
+            rig.add(name, tokens, max_tokens=most, n=rng.choice([1, 1, 2]), lora=adapters[name])
         if rng.random() < 0.1 and rig.running:
             rig.abort(rng.choice(rig.running))
         if rng.random() < 0.05:
             rig.scheduler.reset_prefix_cache(preempt_running=True)
         rig.step()
-        assert sorted(Guests.inside) == sorted(rig.running)
+        running = Counter(lora.identity for name in rig.running if (lora := adapters[name]) is not None)
+        assert rig.scheduler._state.batch._num_using == running
+        assert len(running) <= 2
     assert rig.scheduler.make_stats().preemptions > 0
-
-
-def test_gates_that_the_settings_never_close_are_not_checked() -> None:
-    rig = Rig()
-    scheduler = rig.scheduler
-    context = GateContext(
-        scheduler.config, scheduler._table, scheduler._batch, scheduler._in_flight, scheduler._waiting
-    )
-    needed = [gate.__name__ for gate in GATES if gate.is_needed(context)]
-    assert needed == ["LateOutputGate", "SequenceLimit"]
 
 
 def test_columns_are_readable_by_all_and_writable_by_their_owner() -> None:
     rig = Rig()
     rig.add("a", 6)
     rig.step()
-    table, kv = rig.scheduler._table, rig.scheduler._kv
+    table, kv = rig.scheduler._state.table, rig.scheduler._state.kv
     columns = {
         name: column for name, column in vars(table).items() if not name.startswith("_") and hasattr(column, "flags")
     }

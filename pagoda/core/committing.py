@@ -1,0 +1,309 @@
+"""The commit side: apply the results of a step: append tokens, find ends, free what ended, and group by client.
+
+A step that raised, and a row that failed, are handled in `_fail_rows`, and nowhere else.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from pagoda.core.extend_beams import BeamResults, extend_beams, join_outputs, without_unscored
+from pagoda.core.failures import find_spoiled
+from pagoda.core.lifecycle import finish_one, finish_sequence
+from pagoda.core.outbox import only_finishes
+from pagoda.core.preemption import recompute
+from pagoda.core.request import RequestStatus
+from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.state import SchedulerState
+from pagoda.core.stops import find_end
+
+NOTHING = only_finishes(())
+
+
+def commit(
+    state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput, *, raised: bool = False
+) -> dict[int, EngineCoreOutputs]:
+    """Commit the result of a step that computed something. Return what each client gets.
+
+    raised: all rows have failed because the step raised; what earlier steps computed can be trusted.
+    """
+    state.in_flight.completed(output, result, state.clock)
+    state.table.complete(output.rows, output.num_new)
+    state.costs.observe(output, result)
+    result = without_unscored(state, output, result)
+    failures = _fail_rows(state, output, result, raised=raised) if result.failed else []
+    state.encoder.complete(output.rows)
+    beams = extend_beams(state, output, result)
+    if beams is not None:
+        by_client = _add_beams(state, _commit_any(state, output, beams.rest), beams)
+    else:
+        commit_tokens = _commit_plain if _is_plain(state, output, result) else _commit_any
+        by_client = commit_tokens(state, output, result)
+    for client, finish in failures:
+        by_client[client] = _with_finishes(by_client.get(client, NOTHING), (finish,))
+    if state.table.has_pinned_rows:
+        state.table.free_pinned_rows(output.step)
+        state.in_flight.forget_steps_until(output.step)
+    if state.outbox.has_deferred:
+        for client, deferred in state.outbox.take_deferred().items():
+            by_client[client] = _with_finishes(by_client.get(client, NOTHING), deferred.finishes)
+    return by_client
+
+
+def _is_plain(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> bool:
+    """Whether each row that sampled has one token, and nothing else came back."""
+    return (
+        result.sampled.shape[1] == 1
+        and not output.drafts
+        and not result.failed
+        and not result.pooled
+        and not result.prompt_logprobs
+        and not state.table.has_pinned_rows
+    )
+
+
+# One token per row
+
+
+def _commit_plain(
+    state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput
+) -> dict[int, EngineCoreOutputs]:
+    table, rows, tokens = state.table, output.sample_rows, result.sampled[:, 0]
+    if not len(rows):
+        return {}
+    running = state.batch.running
+    if rows is running.rows:
+        at, limits = running.at, running.length_limits
+        handles, indices, counts = running.handles, running.indices, running.ones
+    else:
+        at = rows.astype(np.intp)
+        handles, indices, counts = table.handle[at], table.index[at], np.ones(len(at), np.int32)
+        limits = table.length_limit[at]
+    ends = table.append_each(at, tokens)
+    state.counters.generation_tokens += len(at)
+    may_end = state.stops.among(tokens) | (ends >= limits)
+    clients = table.client[at] if running.client is None else None
+    outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
+    first = state.outbox.take_first_outputs(rows) if state.outbox.awaiting_first_output else []
+    finishes = _end_rows(state, rows, tokens, may_end) if np.count_nonzero(may_end) else []
+    return _by_client(state, outputs, clients, running.client, finishes, first)
+
+
+def _end_rows(
+    state: SchedulerState, rows: np.ndarray, tokens: np.ndarray, may_end: np.ndarray
+) -> list[tuple[int, Finish]]:
+    """End those rows that the new token really ends. Return (client, Finish)."""
+    finishes: list[tuple[int, Finish]] = []
+    for i in np.flatnonzero(may_end).tolist():
+        row = int(rows[i])
+        sequence = state.table.owner(row)
+        spec = sequence.request.spec
+        output_len = int(state.table.num_tokens[row]) - 1 - spec.num_prompt_tokens
+        end = find_end(spec, output_len, [int(tokens[i])], int(state.table.length_limit[row]))
+        if end is not None:
+            finishes.append((spec.client_index, finish_sequence(state, sequence, end.status, end.stop_token)))
+    return finishes
+
+
+# Drafts, late results, failures, pooled rows
+
+
+def _commit_any(
+    state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput
+) -> dict[int, EngineCoreOutputs]:
+    """The definition, row by row: `_commit_plain` equals it for its case."""
+    table, rows = state.table, output.sample_rows
+    finishes: list[tuple[int, Finish]] = []
+    num_kept = np.zeros(len(rows), np.int32)  # tokens of each sample that count
+    clients = table.client[rows]
+    first = state.outbox.take_first_outputs(rows[result.num_sampled > 0])
+    prompt_logprobs = _new_prompt_logprobs(state, output, result)  # before a first token ends its request
+    table.settle_expected(rows, output.drafts)
+    state.batch.changed(rows=False)  # counts move by more or less than one token
+    for i, row in enumerate(rows.tolist()):
+        sequence = table.sequence_of[row]
+        if sequence is None or sequence.is_finished:
+            continue
+        tokens = result.sampled[i, : result.num_sampled[i]].tolist()
+        state.drafts.verified(sequence, row, len(output.drafts.get(row, ())), len(tokens))
+        if sequence.row < 0 and tokens and not sequence.request.has_output:
+            first.append(state.outbox.note_first_output(sequence.request))  # its row was forgotten
+        num_kept[i], finish = _append(state, sequence, tokens)
+        if finish is not None:
+            finishes.append((int(clients[i]), finish))
+    pooled: dict[int, dict[int, np.ndarray]] = {}
+    if result.pooled:
+        first += state.outbox.take_first_outputs(np.fromiter(result.pooled, np.int32, len(result.pooled)))
+    for row, vector in result.pooled.items():
+        sequence = table.sequence_of[row]
+        if sequence is None or sequence.is_finished:
+            continue
+        spec = sequence.request.spec
+        if not sequence.request.has_output:  # it was preempted or parked while in flight; its vector is complete
+            first.append(state.outbox.note_first_output(sequence.request))
+        finish = finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
+        finishes.append((spec.client_index, finish))
+        pooled.setdefault(spec.client_index, {})[spec.handle] = vector
+    state.counters.generation_tokens += int(num_kept.sum())
+    outputs = _kept_outputs(table, rows, result, num_kept)
+    by_client = _by_client(state, outputs, clients[num_kept > 0], None, finishes, first)
+    for client, by_handle in prompt_logprobs.items():
+        by_client[client] = replace(by_client.get(client, NOTHING), prompt_logprobs=by_handle)
+    for client, vectors in pooled.items():
+        by_client[client] = replace(by_client.get(client, NOTHING), pooled=vectors)
+    return by_client
+
+
+def _append(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
+    """Append to a running sequence, or to one that was preempted or parked meanwhile. Return (kept, its end)."""
+    table, spec, row = state.table, sequence.request.spec, sequence.row
+    if row >= 0:
+        num_tokens, limit = int(table.num_tokens[row]), int(table.length_limit[row])
+    else:
+        num_tokens, limit = len(sequence.token_ids), table.limit_of(spec)
+    end = find_end(spec, num_tokens - spec.num_prompt_tokens, tokens, limit)
+    if end is None:
+        table.append_tokens(sequence, tokens)
+        return len(tokens), None
+    table.append_tokens(sequence, tokens[: end.num_kept])
+    return end.num_kept, finish_sequence(state, sequence, end.status, end.stop_token)
+
+
+def _fail_rows(
+    state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput, *, raised: bool
+) -> list[tuple[int, Finish]]:
+    """End the sequences of the rows that failed, and undo what was planned on top of them.
+
+    No block that such a row should have filled stays in the prefix cache. Sequences that read one, or forked from
+    such a row, are computed again: their results, which are in flight, are dropped.
+    """
+    lost_runs = output.encoder_runs if raised else ()
+    waiting = state.encoder.waiting_for(lost_runs)
+    dependent = state.table.rows_of(waiting)
+    rows, blocks = find_spoiled(result.failed, dependent, output, state.in_flight.outputs, state.kv)
+    sequences = [state.table.sequence_of[row] for row in rows]
+    finishes: list[tuple[int, Finish]] = []
+    for row, message in result.failed.items():
+        sequence = state.table.sequence_of[row]
+        if sequence is None or sequence.is_finished:
+            continue
+        if not raised:
+            state.kv.uncache(sequence)  # its numbers may have been wrong before they showed in the logits
+        status = RequestStatus.FINISHED_IGNORED if row in result.refused else RequestStatus.FINISHED_ERROR
+        client = sequence.request.spec.client_index
+        finishes += [(client, finish) for finish in finish_one(state, sequence, status, message=message)]
+    spoiled = {one.request for one in sequences if one is not None and not one.is_finished}
+    requests = state.requests
+    spoiled.update(requests[request_id] for request_id in waiting if request_id in requests)
+    for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order
+        recompute(state, request)
+    state.encoder.drop_outputs(lost_runs)
+    state.kv.uncache_blocks(blocks)
+    return finishes
+
+
+def _add_beams(
+    state: SchedulerState, by_client: dict[int, EngineCoreOutputs], beams: BeamResults
+) -> dict[int, EngineCoreOutputs]:
+    """Add the outputs of beam searches that are done to the others of the step."""
+    added = _by_client(state, NOTHING, NOTHING.counts, None, beams.finishes, beams.first)
+    for client, outputs in added.items():
+        own = [part for of, part in zip(beams.clients, beams.outputs, strict=True) if of == client]
+        by_client[client] = join_outputs([*([by_client[client]] if client in by_client else []), *own, outputs])
+    state.counters.generation_tokens += sum(len(part.token_ids) for part in beams.outputs)
+    return by_client
+
+
+def _new_prompt_logprobs(
+    state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput
+) -> dict[int, dict[int, LogprobColumns]]:
+    """Return prompt logprobs by client and handle, without positions that were sent before a preemption."""
+    by_client: dict[int, dict[int, LogprobColumns]] = {}
+    for row, columns in result.prompt_logprobs.items():
+        sequence = state.table.sequence_of[row]
+        if sequence is None or sequence.is_finished or row in result.failed:
+            continue
+        request, count = sequence.request, len(columns.ranks)
+        start = int(output.start[output.rows == row][0])
+        num_sent = max(request.num_prompt_logprobs_sent - start, 0)
+        request.num_prompt_logprobs_sent = max(request.num_prompt_logprobs_sent, start + count)
+        if num_sent < count:
+            new = _select(columns, np.arange(count) >= num_sent)
+            by_client.setdefault(request.spec.client_index, {})[request.spec.handle] = new
+    return by_client
+
+
+def _by_client(
+    state: SchedulerState,
+    outputs: EngineCoreOutputs,
+    clients: np.ndarray | None,
+    client: int | None,
+    finishes: list[tuple[int, Finish]],
+    first: list[RequestState],
+) -> dict[int, EngineCoreOutputs]:
+    """Group by client. clients: int32, one per entry of `outputs`, or None if all are of `client`.
+
+    finishes: with the client of each.   first: requests that emit for the first time.
+    """
+    by_client: dict[int, EngineCoreOutputs]
+    if clients is None:
+        assert client is not None
+        by_client = {client: outputs}
+    else:
+        by_client = {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
+    for request in first:
+        spec = request.spec
+        state.counters.prompt_tokens += spec.num_prompt_tokens
+        one = by_client.get(spec.client_index, NOTHING)  # a first token that failed leaves only an end to report
+        by_client[spec.client_index] = replace(
+            one,
+            num_cached_tokens=one.num_cached_tokens | {spec.handle: request.num_cached_tokens},
+            queue_s=one.queue_s | {spec.handle: request.queue_s},
+        )
+    ended: dict[int, list[Finish]] = {}
+    for one_client, finish in finishes:
+        ended.setdefault(one_client, []).append(finish)
+    for one_client, of_client in ended.items():
+        by_client[one_client] = _with_finishes(by_client.get(one_client, NOTHING), tuple(of_client))
+    return by_client
+
+
+def _kept_outputs(
+    table: RequestTable, rows: np.ndarray, result: ModelRunnerOutput, num_kept: np.ndarray
+) -> EngineCoreOutputs:
+    """Return the first `num_kept` tokens of each row, with their logprobs."""
+    columns = np.arange(result.sampled.shape[1])
+    kept, emitted = columns < num_kept[:, None], num_kept > 0
+    logprobs = result.logprobs
+    if logprobs is not None:
+        logprobs = _select(logprobs, kept[columns < result.num_sampled[:, None]])
+    return EngineCoreOutputs(
+        table.handle[rows[emitted]],
+        table.index[rows[emitted]],
+        num_kept[emitted],
+        result.sampled[kept],
+        logprobs=logprobs,
+    )
+
+
+def _with_finishes(outputs: EngineCoreOutputs, finishes: tuple[Finish, ...]) -> EngineCoreOutputs:
+    return replace(outputs, finishes=outputs.finishes + finishes)
+
+
+def _of_client(outputs: EngineCoreOutputs, mine: np.ndarray) -> EngineCoreOutputs:
+    """Return the entries of the sequences in the mask."""
+    tokens = np.repeat(mine, outputs.counts)
+    logprobs = _select(outputs.logprobs, tokens) if outputs.logprobs is not None else None
+    return EngineCoreOutputs(
+        outputs.handles[mine],
+        outputs.sequences[mine],
+        outputs.counts[mine],
+        outputs.token_ids[tokens],
+        logprobs=logprobs,
+    )
+
+
+def _select(columns: LogprobColumns, mask: np.ndarray) -> LogprobColumns:
+    return LogprobColumns(columns.token_ids[mask], columns.logprobs[mask], columns.ranks[mask])

@@ -1,0 +1,368 @@
+"""The plan side: which rows run in a step, with how many tokens, in which blocks. In the order of a step's outline."""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+
+import numpy as np
+
+from pagoda.core.checks import why_never
+from pagoda.core.decision_log import Admitted, Copied, Reason
+from pagoda.core.kv import AdmissionResult, CachedPrefix
+from pagoda.core.lifecycle import enter, finish_one, fork_row, give_row, refuse
+from pagoda.core.preemption import next_victim, preempt, preempt_for
+from pagoda.core.queues import QueueScan, RequestQueue
+from pagoda.core.request import RequestStatus
+from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.rules import Chunk, Skip, fit_chunk, fit_chunks, place_chunk, place_chunks, why_held
+from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit
+from pagoda.core.state import SchedulerState
+from pagoda.core.step_plan import Entry, StepPlan
+
+# Running rows
+
+
+def run_running(state: SchedulerState, plan: StepPlan) -> None:
+    """Plan the rows of the running batch."""
+    if state.batch.plan_steady_step(plan):
+        return
+    if state.encoder.has_rows or not _run_batch(state, plan):
+        _run_row_by_row(state, plan)
+
+
+# Any mixture of chunks, decodes and drafts, while blocks last
+
+
+def _run_batch(state: SchedulerState, plan: StepPlan) -> bool:
+    """`_run_row_by_row` in one go: equal if no preemption is needed. Otherwise return False, with nothing done."""
+    rows = state.batch.running.rows
+    start = state.table.num_computed[rows]
+    want = fit_chunks(state, plan, rows, state.drafts.num_wanted(rows, start))
+    runs = want > 0
+    if not runs.all():
+        rows, start, want = rows[runs], start[runs], want[runs]
+    ends = start + want
+    short = ends > state.kv.reserved_until[rows]
+    if short.any() and not state.kv.allocate_slots(rows[short], ends[short]):
+        return False
+    place_chunks(state, plan, rows, start, want)
+    state.drafts.place(plan, rows, ends)
+    return True
+
+
+# The definition
+
+
+def _run_row_by_row(state: SchedulerState, plan: StepPlan) -> None:
+    """The same, one row after the other.
+
+    If no block is free, preempt the policy's victim until the row fits or is itself preempted.
+    """
+    running = state.batch.requests
+    for request in list(running.values()):
+        if request.request_id not in running:
+            continue
+        for sequence in request.sequences:
+            if sequence.row >= 0 and not _place_row(state, plan, request, sequence):
+                break
+
+
+def _place_row(state: SchedulerState, plan: StepPlan, request: RequestState, sequence: Sequence) -> bool:
+    """Return False if the request does not run any more."""
+    row = sequence.row
+    one = np.array([row])
+    start = int(state.table.num_computed[row])
+    want = int(state.drafts.num_wanted(one, state.table.num_computed[one])[0])
+    chunk = fit_chunk(state, plan, request, row, start, want)
+    if chunk.num_new <= 0:
+        return True
+    end = start + chunk.num_new
+    end_of_known = min(end, int(state.table.num_known(row)))
+    while not state.kv.allocate_slots_for(row, end):
+        if len(state.batch.requests) == 1 and end > end_of_known:  # a preemption would not help: drop its drafts
+            end = end_of_known
+            continue
+        if _has_outgrown_pool(state, request, end_of_known):
+            if state.table.num_pending[row]:
+                return True  # its token in flight still counts: it ends when that is back
+            message = f"the KV cache has {state.kv.num_blocks} blocks: too few for this request to continue"
+            rows = set(request.rows)
+            finishes = finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
+            for other in rows.difference(request.rows):  # a beam search ends as a whole
+                plan.take_out(other)
+            state.outbox.post_deferred(request, finishes)
+            return request.request_id in state.batch.requests
+        victim = next_victim(state)
+        preempt(state, victim, plan, request)
+        if victim is request:
+            return False
+    place_chunk(state, plan, request, row, start, replace(chunk, num_new=end - start))
+    state.drafts.place(plan, one, np.array([end]))
+    return True
+
+
+def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -> bool:
+    """No preemption can help: even alone, the row could not continue."""
+    if state.kv.sizing.blocks_for_request(end, request.spec.encoder_len) > state.kv.num_blocks:
+        return True
+    return len(state.batch.requests) == 1 and len(request.unfinished) > 1
+
+
+def resume_swapped(state: SchedulerState, plan: StepPlan) -> bool:
+    """Bring parked requests back while gates, blocks and budget allow.
+
+    Return False if one of them has to wait: then no waiting request may enter before it.
+    """
+    return _offer(state, state.swapped, plan, _resume)
+
+
+def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reason | None:
+    """Bring the request back, or end it if that can never be, or return why it waits."""
+    sequences = request.unfinished
+    chunks = _divide(state, plan, request)
+    if not any(chunk.num_new for chunk in chunks) and any(map(_num_lacking, sequences)):
+        return chunks[-1].reason
+    ends = [sequence.num_computed + chunk.num_new for sequence, chunk in zip(sequences, chunks, strict=True)]
+    result = state.kv.can_swap_in(sequences, ends, others_run=bool(state.batch.requests))
+    if result is AdmissionResult.NEVER:
+        refuse(state, request, "can never come back from host memory")
+        return None
+    if result is not AdmissionResult.OK:
+        return result.value
+    kind = enter(state, request)
+    for sequence in sequences:
+        give_row(state, sequence, sequence.num_computed)
+    state.kv.swap_in(sequences)
+    for sequence, chunk, end in zip(sequences, chunks, ends, strict=True):
+        row, start = sequence.row, sequence.num_computed
+        plan.introduce_row(row, kind, start)
+        state.encoder.watch(request, row)
+        if chunk.num_new:
+            state.kv.allocate_slots_swapped_in(row, end)
+            place_chunk(state, plan, request, row, start, chunk)
+    state.outbox.await_first_output(sequences[0].row, request)
+    _note_admitted(state, request, sum(chunk.num_new for chunk in chunks), 0)
+    return None
+
+
+def _divide(state: SchedulerState, plan: StepPlan, request: RequestState) -> list[Chunk]:
+    """Return what each sequence computes in this step of the tokens that it lacks."""
+    trial, chunks = copy(plan), list[Chunk]()  # the request may still have to wait
+    for sequence in request.unfinished:
+        want = min(_num_lacking(sequence), trial.budget)
+        chunks.append(fit_chunk(state, trial, request, -1, sequence.num_computed, want))
+        trial.spend(chunks[-1].num_new)
+    return chunks
+
+
+def _num_lacking(sequence: Sequence) -> int:
+    """Tokens of a sequence without a row that are not computed."""
+    return len(sequence.token_ids) - sequence.num_computed
+
+
+def admit_waiting(state: SchedulerState, plan: StepPlan) -> None:
+    """Admit in queue order while gates, blocks and budget allow."""
+    # What running rows fill, in this step too, must be found by the lookups below: decoding does not insert it.
+    rows, ends = state.batch.running.rows, plan.ends_of(state.table.num_computed)
+    state.kv.cache_blocks(rows, ends[rows])
+    _offer(state, state.waiting, plan, _admit)
+
+
+def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reason | None:
+    """Let the request in, or end it, or return why it waits."""
+    why = why_never(state, request)
+    if why is not None:
+        refuse(state, request, why)
+        return None
+    prefix = state.kv.get_computed_blocks(request)
+    num_lacking = len(request.unfinished[0].token_ids) - prefix.num_tokens
+    chunk = fit_chunk(state, plan, request, -1, prefix.num_tokens, num_lacking)
+    if chunk.num_new == 0:
+        state.encoder.release(request)
+        return chunk.reason
+    result = state.kv.can_allocate(request, prefix, chunk.num_new, others_run=bool(state.batch.requests))
+    if result is AdmissionResult.OK:
+        _enter_with_prefix(state, request, prefix, chunk, plan)
+        return None
+    state.encoder.release(request)
+    if result is AdmissionResult.NEVER:
+        refuse(state, request, "needs more KV blocks than there are")
+        return None
+    return result.value
+
+
+def _enter_with_prefix(
+    state: SchedulerState, request: RequestState, prefix: CachedPrefix, chunk: Chunk, plan: StepPlan
+) -> None:
+    """All checks passed: take the row and the blocks."""
+    start = prefix.num_tokens
+    kind = enter(state, request, start)
+    row = give_row(state, request.unfinished[0], start)
+    state.kv.allocate_prompt(row, prefix, start + chunk.num_new, resumed=kind is AdmitKind.RESUMED)
+    plan.introduce_row(row, kind, start)
+    state.encoder.watch(request, row)
+    place_chunk(state, plan, request, row, start, chunk)
+    state.batch.let_siblings_wait(row, request)
+    state.outbox.await_first_output(row, request)
+    _note_admitted(state, request, chunk.num_new, start)
+
+
+def _note_admitted(state: SchedulerState, request: RequestState, num_tokens: int, num_cached: int) -> None:
+    """Log that the request entered."""
+    if state.log.enabled:
+        tables = state.kv.tables_of(request.unfinished[0].row)
+        num_blocks = sum(int(np.count_nonzero(entries)) for entries in tables)
+        state.log.note(Admitted(request.request_id, num_tokens, num_cached, num_blocks, state.kv.num_free_blocks))
+
+
+def _offer(
+    state: SchedulerState,
+    queue: RequestQueue,
+    plan: StepPlan,
+    offer: Callable[[SchedulerState, RequestState, StepPlan], Reason | None],
+) -> bool:
+    """Offer the requests of `queue` in order while budget is left. Return False if one of them has to wait.
+
+    Strict queue order: only requests that a rule holds back alone, or with their adapter, are passed over.
+    offer: let the request in, or end it, and return None; or return why it waits.
+    """
+    scan = QueueScan(queue)
+    is_open = True
+    while is_open and plan.budget > 0 and (request := scan.peek()) is not None:
+        hold = why_held(state, request, queue, plan)
+        if hold is not None and hold.skip is not Skip.QUEUE:
+            state.log.held(request.request_id, hold.reason, stops_queue=False)
+            scan.skip_key(request) if hold.skip is Skip.KEY else scan.skip(request)
+            continue
+        reason = hold.reason if hold is not None else offer(state, request, plan)
+        may_preempt = queue is state.waiting
+        if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
+            state.log.held(request.request_id, reason, stops_queue=True)
+            is_open = False
+    scan.close()
+    return is_open and plan.budget > 0
+
+
+# The step is planned: forks, and what the output says
+
+
+def fork_and_join(state: SchedulerState, plan: StepPlan) -> None:
+    """Fork the sequences of new requests, then let those of resumed ones join."""
+    leaders = list(state.batch.leaders.items())
+    for row, request in leaders:
+        if request.awaiting_fork and state.table.num_computed[row] >= state.table.num_tokens[row]:
+            _fork(state, plan, row, request)
+    for row, request in leaders:
+        if row in state.batch.leaders and not request.awaiting_fork:
+            if all(sequence.row >= 0 for sequence in request.unfinished):
+                state.batch.release_siblings(row)  # those that waited for it have ended
+                continue
+            shared = _num_shared_tokens(state, request)
+            if state.table.num_computed[row] >= shared:
+                _join(state, plan, row, request, shared)
+
+
+def _fork(state: SchedulerState, plan: StepPlan, source: int, request: RequestState) -> None:
+    """The prompt is complete: the other sequences share its blocks, and sample from the same logits."""
+    state.batch.release_siblings(source)
+    request.awaiting_fork = False
+    first = state.table.owner(source)
+    forks: list[RowFork] = []
+    for sequence in request.unfinished:
+        if sequence is first:
+            continue
+        row = fork_row(state, source, sequence)
+        state.kv.fork(source, row, int(state.table.num_computed[source]))
+        forks.append(RowFork(source, row, sequence.index, sequence.seed))
+    where = int(np.flatnonzero(plan.rows == source)[0])
+    plan.forks = (*plan.forks, *forks)
+    plan.sample_rows = np.concatenate((plan.sample_rows, np.array([fork.dst for fork in forks], np.int32)))
+    plan.sample_index = np.concatenate((plan.sample_index, np.full(len(forks), where, np.int32)))
+
+
+def _num_shared_tokens(state: SchedulerState, request: RequestState) -> int:
+    """Tokens in the full prompt blocks that the sequences of a resumed request share.
+
+    One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset.
+    """
+    known = min(len(sequence.token_ids) for sequence in request.unfinished if sequence.row < 0)
+    return min(request.spec.num_prompt_tokens, known - 1) // state.kv.block_size * state.kv.block_size
+
+
+def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestState, shared: int) -> None:
+    """The resumed first sequence has the full prompt blocks again: the others share them, and compute the rest."""
+    state.batch.release_siblings(leader)
+    for sequence in request.unfinished:
+        if sequence.row == leader:
+            continue
+        row = give_row(state, sequence, shared)
+        state.kv.fork(leader, row, shared)
+        plan.introduce_row(row, AdmitKind.RESUMED, shared)
+        state.encoder.watch(request, row)
+        state.batch.start_prefill(row)
+
+
+def finish_plan(state: SchedulerState, plan: StepPlan) -> None:
+    """Fill in the second part of the plan."""
+    plan.rows, plan.start, plan.num_new = plan.arrays()
+    if plan.steady is not None and not plan.placed:
+        plan.at, plan.ends = plan.steady.at, plan.steady.ends
+        plan.sample_rows, plan.sample_index = plan.rows, plan.steady.numbers
+        state.table.advance(plan.at, plan.ends, plan.num_new)
+    else:
+        plan.at, plan.ends = plan.rows.astype(np.intp), plan.start + plan.num_new
+        state.table.advance(plan.at, plan.ends, plan.num_new)
+        _find_samples(state, plan)
+        enter = any(entry.kind is not AdmitKind.SWAPPED_IN for entry in plan.entering.values())
+        fork_and_join(state, plan)
+        plan.has_prompts = state.batch.note_progress(plan) or enter
+    state.table.expect_tokens(plan.sample_rows, plan.drafts)
+    _drain(state, plan)
+
+
+def _find_samples(state: SchedulerState, plan: StepPlan) -> None:
+    """A row samples when its chunk reaches the end of its known tokens."""
+    table, rows = state.table, plan.at
+    reaches = (plan.ends >= table.num_known(rows)) & ~table.is_pooled[rows]
+    plan.sample_index = reaches.nonzero()[0].astype(np.int32)
+    plan.sample_rows = plan.rows[plan.sample_index]
+
+
+def _drain(state: SchedulerState, plan: StepPlan) -> None:
+    """Move notifications and block moves into the plan."""
+    if state.log.enabled:
+        for row, source, target in state.kv.copies:
+            sequence = state.table.owner(row)
+            state.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
+    if plan.entering:
+        plan.admitted = tuple(_row_init(state, entry) for entry in plan.entering.values())
+    plan.beams = state.pending_beams.drain()
+    plan.moves = state.kv.drain_moves()
+    plan.notices = state.outbox.drain()
+    plan.encoder_freed = state.encoder.take_evicted()
+    plan.num_common_prefix_blocks = state.kv.num_common_prefix_blocks(state.batch.running.rows)
+    plan.num_lookahead_slots = state.kv.sizing.num_lookahead_slots
+
+
+def _row_init(state: SchedulerState, entry: Entry) -> RowInit:
+    sequence = state.table.owner(entry.row)
+    spec = sequence.request.spec
+    return RowInit(
+        row=entry.row,
+        request_id=spec.request_id,
+        sequence=sequence.index,
+        kind=entry.kind,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        num_computed=entry.num_computed,
+        block_ids=state.kv.tables_of(entry.row),
+        seed=sequence.seed,
+        eos_token_ids=spec.eos_token_ids,
+        sampling=spec.sampling,
+        pooling=spec.pooling,
+        lora=spec.lora,
+        media=spec.media,
+        encoder_len=spec.encoder_len,
+        cache_salt=spec.cache_salt,
+        prompt_embeds=spec.prompt_embeds,
+    )
