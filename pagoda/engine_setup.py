@@ -246,7 +246,6 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
         pipeline_depth=pipeline_depth(config),
         prefix_hash_seed=debug.prefix_hash_seed,
         num_lookahead_slots=debug.num_lookahead_slots,
-        num_speculative_tokens=drafting.max_drafts if drafting else 0,
         max_loras=config.model.lora.max_loras if config.model.lora.enable_lora else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,

@@ -3,7 +3,7 @@
 scheduler.py         the API, and the outline of a step on one screen
 state.py             SchedulerState: one attribute per owner; the modules below are functions that work on it
 planning.py          the plan side: running, swapped, waiting requests, forks; preemption.py when blocks run out
-rules.py             what holds a request back, and what shortens a chunk; policy.py, preemption_rules.py
+rules.py             what holds a request back, and what shortens a chunk; policy.py
 committing.py        the commit side: tokens, ends, the one place for failed steps (failures.py); extend_beams.py
 lifecycle.py         requests move between waiting, running, swapped and ended
 request_table.py     tokens and counts of all sequences, as numpy columns; running_batch.py: the rows that run

@@ -4,10 +4,9 @@ from collections import abc
 
 import numpy as np
 
-from pagoda.core.readonly import readonly
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_state import Sequence
-from pagoda.core.request_table import RequestTable
+from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.stats import Counters
 from pagoda.core.step_plan import StepPlan
 

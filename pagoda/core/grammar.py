@@ -58,8 +58,11 @@ class MaskWork:
     drafts: tuple[int, ...] = ()
 
 
-class CompiledGrammars(Protocol):
-    """What the scheduler needs of a GrammarBackend."""
+class GrammarBackend(Protocol):
+    """Compiles grammars and fills masks. Thread-safe.
+
+    The scheduler uses the first three methods only.
+    """
 
     def is_ready(self, grammar: str) -> bool:
         """Whether the grammar is compiled (or cannot be); if not, begin to compile it on another thread."""
@@ -72,10 +75,6 @@ class CompiledGrammars(Protocol):
     def unpin(self, grammar: str) -> None:
         """Undo one `pin`."""
         ...
-
-
-class GrammarBackend(CompiledGrammars, Protocol):
-    """Compiles grammars and fills masks. Thread-safe."""
 
     def wait(self, timeout_s: float) -> None:
         """Return when a grammar has been compiled, when none is being compiled, or after `timeout_s`."""

@@ -1,27 +1,15 @@
-"""Outbox: what the next SchedulerOutput and the clients must still be notified of."""
+"""Outbox and PendingBeams: what the next SchedulerOutput and the clients must still be told."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagoda.core.request_state import RequestState
-from pagoda.core.scheduler_output import NO_INTS, EngineCoreOutputs, Finish
+from pagoda.core.scheduler_output import NO_BEAMS, NO_INTS, BeamRows, EngineCoreOutputs, Finish
+from pagoda.core.step_plan import StepPlan
 
 _NO_HANDLES = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepNotices:
-    """Notifications that leave with one SchedulerOutput; its fields of the same names."""
-
-    released: np.ndarray
-    preempted_ids: tuple[str, ...]
-    finished_ids: tuple[str, ...]
-    ignored: tuple[Finish, ...]
-
-
-NO_NOTICES = StepNotices(NO_INTS, (), (), ())
 
 
 class Outbox:
@@ -36,7 +24,6 @@ class Outbox:
         self._released: list[int] = []
         self._preempted_ids: list[str] = []
         self._finished_ids: list[str] = []
-        self._ended_while_planning: list[Finish] = []
         self._deferred: dict[int, list[Finish]] = {}
 
     # For workers, with the next SchedulerOutput
@@ -53,22 +40,19 @@ class Outbox:
     def post_finished(self, request: RequestState) -> None:
         self._finished_ids.append(request.request_id)
 
-    def drain(self) -> StepNotices:
-        """Return what the SchedulerOutput being built must say."""
-        if not (self._released or self._preempted_ids or self._finished_ids or self._ended_while_planning):
-            return NO_NOTICES
-        released = np.array(self._released, np.int32) if self._released else NO_INTS
-        notices = StepNotices(
-            released, tuple(self._preempted_ids), tuple(self._finished_ids), tuple(self._ended_while_planning)
-        )
-        self._released, self._preempted_ids, self._finished_ids, self._ended_while_planning = [], [], [], []
-        return notices
+    def drain_into(self, plan: StepPlan) -> None:
+        """Let the step that is planned say what workers must know."""
+        if self._released:
+            plan.released, self._released = np.array(self._released, np.int32), []
+        if self._preempted_ids:
+            plan.preempted_ids, self._preempted_ids = tuple(self._preempted_ids), []
+        if self._finished_ids:
+            plan.finished_ids, self._finished_ids = tuple(self._finished_ids), []
 
     # For clients, with the next EngineCoreOutputs
 
     def post_deferred(self, request: RequestState, finishes: list[Finish]) -> None:
-        """Sequences ended while a step was planned: workers learn it now, the client with the next outputs."""
-        self._ended_while_planning.extend(finishes)
+        """Sequences ended while a step was planned: the client gets that with the next outputs."""
         self._deferred.setdefault(request.spec.client_index, []).extend(finishes)
 
     @property
@@ -104,3 +88,27 @@ class Outbox:
 def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:
     """Return outputs without tokens."""
     return EngineCoreOutputs(_NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, tuple(finishes))
+
+
+@dataclass(slots=True, eq=False)
+class PendingBeams:
+    """What workers must be told with the next SchedulerOutput."""
+
+    _chosen: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, source, position, token
+
+    def post(self, row: int, source: int, position: int, token_id: int) -> None:
+        """`row` continues the tokens and blocks of row `source`, with `token_id` at `position`."""
+        self._chosen.append((row, source, position, token_id))
+
+    def remove_row(self, row: int) -> None:
+        """The row's sequence has left it. Beams of one request leave together: no other row continues this one."""
+        if self._chosen:
+            self._chosen = [one for one in self._chosen if one[0] != row]
+
+    def drain(self) -> BeamRows:
+        """Return what the SchedulerOutput being built must say."""
+        if not self._chosen:
+            return NO_BEAMS
+        columns = np.array(self._chosen, np.int32)
+        self._chosen = []
+        return BeamRows(*(np.ascontiguousarray(column) for column in columns.T))

@@ -338,10 +338,9 @@ def _drain(state: SchedulerState, plan: StepPlan) -> None:
         plan.admitted = tuple(_row_init(state, entry) for entry in plan.entering.values())
     plan.beams = state.pending_beams.drain()
     plan.moves = state.kv.drain_moves()
-    plan.notices = state.outbox.drain()
+    state.outbox.drain_into(plan)
     plan.encoder_freed = state.encoder.take_evicted()
     plan.num_common_prefix_blocks = state.kv.num_common_prefix_blocks(state.batch.running.rows)
-    plan.num_lookahead_slots = state.kv.sizing.num_lookahead_slots
 
 
 def _row_init(state: SchedulerState, entry: Entry) -> RowInit:

@@ -10,7 +10,6 @@ from enum import IntEnum
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.readonly import readonly
 from pagoda.core.request import Request
 from pagoda.core.request_state import RequestState, Sequence
 
@@ -280,6 +279,13 @@ class RequestTable:
 
 def _without(rows: np.ndarray, drafts: Mapping[int, np.ndarray]) -> np.ndarray:
     return rows[~np.isin(rows, np.fromiter(drafts, np.int32, len(drafts)))] if drafts else rows
+
+
+def readonly(column: np.ndarray) -> np.ndarray:
+    """Return a view of `column` that follows its content and cannot be written through."""
+    view = column.view()
+    view.flags.writeable = False
+    return view
 
 
 def _column(shape: int | tuple[int, int], dtype: type) -> tuple[np.ndarray, np.ndarray]:

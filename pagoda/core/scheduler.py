@@ -18,7 +18,7 @@ from pagoda.core.checks import check_config, make_request_state
 from pagoda.core.committing import commit
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.failures import failed_result
-from pagoda.core.grammar import CompiledGrammars
+from pagoda.core.grammar import GrammarBackend
 from pagoda.core.invariants import check_invariants
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.lifecycle import add_request, finish_all, finish_one
@@ -31,7 +31,7 @@ from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import SchedulerState
 from pagoda.core.stats import SchedulerStats
-from pagoda.core.step_plan import StepPlan, build_output
+from pagoda.core.step_plan import StepPlan
 
 
 class Scheduler:
@@ -54,7 +54,7 @@ class Scheduler:
         clock: Clock,
         num_host_blocks: int = 0,
         encoder_decoder: bool = False,
-        grammars: CompiledGrammars | None = None,
+        grammars: GrammarBackend | None = None,
     ) -> None:
         check_config(config, kv_groups, num_blocks, max_model_len)
         self.config = config
@@ -121,7 +121,7 @@ class Scheduler:
         else:
             _plan_mixed(state, plan)
         finish_plan(state, plan)
-        output = build_output(plan)
+        output = plan.build_output()
         if not output.is_empty:
             state.in_flight.opened(output, plan.now_s if plan.has_prompts else None)
         return output

@@ -12,7 +12,7 @@ class SchedulerOptions:
     prefix_hash_seed: seed of the prefix-cache hashes; None draws a secret one.
     pipeline_depth: steps scheduled before the first result is back.   async_scheduling: tokens in flight count as
     known.
-    num_lookahead_slots: KV slots reserved ahead of each sequence.   num_speculative_tokens: drafted tokens per step.
+    num_lookahead_slots: KV slots reserved ahead of each sequence.
     max_loras: distinct adapters per step.   encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and
     cached.   no_partial_media: a media item is never split over chunks.
     check_invariants: check everything after each step.   decision_log_steps: steps whose decisions are kept.
@@ -35,7 +35,6 @@ class SchedulerOptions:
     prefix_hash_seed: int | None = None
     pipeline_depth: int = 1
     num_lookahead_slots: int = 0
-    num_speculative_tokens: int = 0
     max_loras: int = 0
     encoder_budget: int = 0
     encoder_cache_tokens: int = 0

@@ -174,10 +174,8 @@ class SchedulerOutput:
     encoder_runs: tuple[EncoderRun, ...] = ()
     encoder_freed: tuple[str, ...] = ()
     num_common_prefix_blocks: tuple[int, ...] = ()
-    num_lookahead_slots: int = 0
     preempted_ids: tuple[str, ...] = ()
     finished_ids: tuple[str, ...] = ()  # ended since the last SchedulerOutput, aborts included; sent once
-    ignored: tuple[Finish, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -2,17 +2,15 @@
 
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulingMode
-from pagoda.core.beams import PendingBeams
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
-from pagoda.core.grammar import CompiledGrammars
+from pagoda.core.grammar import GrammarBackend
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVSizing
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.core.outbox import Outbox
-from pagoda.core.policy import POLICIES, Policy
-from pagoda.core.preemption_rules import CostModel, make_preemption_rule
+from pagoda.core.outbox import Outbox, PendingBeams
+from pagoda.core.policy import POLICIES, CostModel, Policy, make_preemption_rule
 from pagoda.core.queues import RequestQueue
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
@@ -41,7 +39,7 @@ class SchedulerState:
         clock: Clock,
         num_host_blocks: int,
         encoder_decoder: bool,
-        grammars: CompiledGrammars | None,
+        grammars: GrammarBackend | None,
     ) -> None:
         self.config = config
         self.clock = clock

@@ -1,11 +1,10 @@
-"""StepPlan: one step while it is planned; build_output: the finished plan as the SchedulerOutput that workers get."""
+"""StepPlan: one step while it is planned, and the builder of its SchedulerOutput."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from pagoda.core.kv import NO_MOVES, StepMoves
-from pagoda.core.outbox import NO_NOTICES, StepNotices
 from pagoda.core.request_state import RequestState
 from pagoda.core.scheduler_output import (
     NO_BEAMS,
@@ -67,10 +66,11 @@ class StepPlan:
     beams: BeamRows = NO_BEAMS
     admitted: tuple[RowInit, ...] = ()
     moves: StepMoves = NO_MOVES
-    notices: StepNotices = NO_NOTICES
+    released = NO_INTS
+    preempted_ids: tuple[str, ...] = ()
+    finished_ids: tuple[str, ...] = ()
     encoder_freed: tuple[str, ...] = ()
     num_common_prefix_blocks: tuple[int, ...] = ()
-    num_lookahead_slots = 0
 
     def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
         self.step = step
@@ -154,32 +154,29 @@ class StepPlan:
         ends[rows] = start + num_new
         return ends
 
-
-def build_output(plan: StepPlan) -> SchedulerOutput:
-    """Return the step as workers get it. Reads the plan only; nothing changes."""
-    moves, notices = plan.moves, plan.notices
-    return SchedulerOutput(
-        step=plan.step,
-        rows=plan.rows,
-        start=plan.start,
-        num_new=plan.num_new,
-        sample_rows=plan.sample_rows,
-        sample_index=plan.sample_index,
-        total_num_scheduled_tokens=plan.num_scheduled,
-        admitted=plan.admitted,
-        forks=plan.forks,
-        beams=plan.beams,
-        released=notices.released,
-        block_delta=moves.block_delta,
-        swap_out=moves.swap_out,
-        swap_in=moves.swap_in,
-        copies=moves.copies,
-        drafts=plan.drafts,
-        encoder_runs=tuple(run for runs in plan.encoder_runs.values() for run in runs) if plan.encoder_runs else (),
-        encoder_freed=plan.encoder_freed,
-        num_common_prefix_blocks=plan.num_common_prefix_blocks,
-        num_lookahead_slots=plan.num_lookahead_slots,
-        preempted_ids=notices.preempted_ids,
-        finished_ids=notices.finished_ids,
-        ignored=notices.ignored,
-    )
+    def build_output(self) -> SchedulerOutput:
+        """Return the step as workers get it. Nothing changes."""
+        moves = self.moves
+        return SchedulerOutput(
+            step=self.step,
+            rows=self.rows,
+            start=self.start,
+            num_new=self.num_new,
+            sample_rows=self.sample_rows,
+            sample_index=self.sample_index,
+            total_num_scheduled_tokens=self.num_scheduled,
+            admitted=self.admitted,
+            forks=self.forks,
+            beams=self.beams,
+            released=self.released,
+            block_delta=moves.block_delta,
+            swap_out=moves.swap_out,
+            swap_in=moves.swap_in,
+            copies=moves.copies,
+            drafts=self.drafts,
+            encoder_runs=tuple(run for runs in self.encoder_runs.values() for run in runs) if self.encoder_runs else (),
+            encoder_freed=self.encoder_freed,
+            num_common_prefix_blocks=self.num_common_prefix_blocks,
+            preempted_ids=self.preempted_ids,
+            finished_ids=self.finished_ids,
+        )

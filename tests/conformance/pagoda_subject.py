@@ -38,6 +38,7 @@ class PagodaSubject:
         self.scheduler.add_request(request_of(request, handle, self.encoder_decoder))
 
     def schedule(self) -> Record:
+        ended = self._ended_while_planning()
         output = self.scheduler.schedule()
         for row in output.released.tolist():
             del self.owner[row]
@@ -61,11 +62,15 @@ class PagodaSubject:
             "samples": [self.owner[row] for row in output.sample_rows.tolist()],
             "drafts": {self.owner[row]: drafts.tolist() for row, drafts in output.drafts.items() if len(drafts)},
             "encoder": encoder,
-            "ignored": sorted(finish.request_id for finish in output.ignored),
+            "ignored": sorted(request_id for request_id, _ in self._ended_while_planning() - ended),
             "handle": (output, dict(self.owner)),
         }
         self.scheduler.check()
         return plan
+
+    def _ended_while_planning(self) -> set[tuple[str, int]]:
+        deferred = self.scheduler._state.outbox._deferred
+        return {(finish.request_id, finish.sequence) for finishes in deferred.values() for finish in finishes}
 
     def update(self, handle: tuple[SchedulerOutput, dict[int, str]], sampled: dict[str, list[int]]) -> Record:
         output, owner = handle

@@ -50,7 +50,6 @@ def settings_of(config: dict[str, Any]) -> Settings:
         enable_chunked_prefill=config.get("enable_chunked_prefill", True),
         admit_whole_prompt=config.get("reserve_full_prompt", True),
         long_prefill_token_threshold=config.get("long_prefill_token_threshold", 0),
-        num_speculative_tokens=config.get("num_speculative_tokens", 0),
         max_loras=config.get("max_loras", 0),
         pipeline_depth=config.get("pipeline_depth", 1),
         async_scheduling=config.get("async_scheduling", False),

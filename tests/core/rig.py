@@ -8,7 +8,7 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.grammar import CompiledGrammars
+from pagoda.core.grammar import GrammarBackend
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Rig:
         max_model_len: int = 256,
         groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),),
         encoder_decoder: bool = False,
-        grammars: CompiledGrammars | None = None,
+        grammars: GrammarBackend | None = None,
         block_size: int = 4,
         enable_prefix_caching: bool = False,
         watermark: float = 0.0,

@@ -3,8 +3,7 @@
 import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.encoder import EncoderInputs
-from pagoda.core.encoder.cache import EncoderCache
+from pagoda.core.encoder import EncoderCache, EncoderInputs
 from pagoda.core.request import MediaItem, Request
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable

@@ -1,4 +1,4 @@
-"""Random traffic over random settings: SPEC section 10 holds after every call, and every client receives the same text.
+"""Random traffic with failures over random settings: the contract holds after every call, and all text is the same.
 
 `tests.core.traffic` does the checking. The default profile is small; `-m slow` runs long ones.
 """
@@ -80,7 +80,6 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 5])),
         prefill_beside_decodes=draw(st.sampled_from([0, 0, 2, 3])) if cuts_prompts and not no_partial_media else 0,
         num_lookahead_slots=draw(st.sampled_from([0, 0, 2])),
-        num_speculative_tokens=draw(st.sampled_from([0, 3])),
         max_loras=draw(st.sampled_from([0, 1, 2])),
         pipeline_depth=depth,
         async_scheduling=depth > 1 and draw(st.booleans()),
@@ -105,6 +104,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         max_model_len=max_model_len,
         encoder_decoder=encoder_decoder,
         beams=draw(st.integers(0, 2)) == 0,
+        drafts=draw(st.booleans()),
     )
 
 
@@ -261,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._offer_drafts(right)
 
     def _offer_drafts(self, right: int) -> None:
-        if not self.traffic.setting.scheduler.num_speculative_tokens or self.traffic.setting.scheduler.async_scheduling:
+        if not self.traffic.setting.drafts or self.traffic.setting.scheduler.async_scheduling:
             return
         for (request_id, sequence), received in self.traffic.received.items():
             if sequence == 0 and received.finish is None and self.traffic.requests[request_id].num_seqs == 1:

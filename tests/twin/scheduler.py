@@ -1,4 +1,4 @@
-"""TwinScheduler: SPEC.md and BEHAVIOURS.md once more, slowly."""
+"""TwinScheduler: docs/reference/scheduler-contract.md once more, slowly."""
 
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -408,7 +408,7 @@ class TwinScheduler:
         siblings = self._sibling_need(state)
         ahead = min(known + self.config.num_lookahead_slots, self.max_model_len)
         if self.memory.admission_need(request, ahead, nothing, capped=True) + siblings > len(self.pool):
-            return "never"  # rule 55
+            return "never"
         if state.num_seqs > self.config.max_num_seqs:
             return "never"
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
