@@ -20,7 +20,7 @@ def make_request_state(state: SchedulerState, request: Request) -> RequestState:
     for index in range(request.num_seqs):
         prior = request.prior_output[index] if request.prior_output else ()
         tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
-        made.sequences.append(Sequence(made, index, tokens, status=_status_after(state, request, prior)))
+        made.sequences.append(Sequence(made, index, tokens, end=_end_after(state, request, prior)))
     if not made.unfinished:
         raise RequestError("every sequence of prior_output has ended already", "prior_output")
     return made
@@ -67,10 +67,10 @@ def _check_media(state: SchedulerState, request: Request) -> None:
             raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
 
 
-def _status_after(state: SchedulerState, request: Request, prior: tuple[int, ...]) -> RequestStatus:
-    """Return how a sequence starts: waiting, or ended if it had ended before the engine died."""
+def _end_after(state: SchedulerState, request: Request, prior: tuple[int, ...]) -> RequestStatus | None:
+    """Return how a sequence had ended before the engine died, if it had."""
     end = find_end(request, 0, list(prior), state.table.limit_of(request)) if prior else None
-    return RequestStatus.WAITING if end is None else end.status
+    return None if end is None else end.status
 
 
 def check_config(

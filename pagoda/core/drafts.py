@@ -70,7 +70,7 @@ class Drafts:
             return
         num_accepted = max(num_sampled - 1, 0)
         # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
-        if sequence.row == row or sequence.status is RequestStatus.SWAPPED:
+        if sequence.row == row or sequence.request.status is RequestStatus.SWAPPED:
             self._table.roll_back(sequence, num_drafts - num_accepted)
         sequence.request.num_draft_tokens += num_drafts
         sequence.request.num_accepted_tokens += num_accepted

@@ -75,7 +75,7 @@ def without_unscored(state: SchedulerState, output: SchedulerOutput, result: Mod
 
 def _compute_again(state: SchedulerState, sequence: Sequence) -> None:
     """The sequence left its row while its token was in flight: after a swap, it computes the last token again."""
-    if sequence.status is RequestStatus.SWAPPED:
+    if sequence.request.status is RequestStatus.SWAPPED:
         state.table.roll_back(sequence, 1)
 
 

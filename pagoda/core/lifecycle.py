@@ -51,7 +51,6 @@ def fork_row(state: SchedulerState, source: int, sequence: Sequence) -> int:
 
 
 def _joined(state: SchedulerState, sequence: Sequence, row: int) -> int:
-    sequence.status = RequestStatus.RUNNING
     state.batch.changed()
     return row
 
@@ -68,7 +67,6 @@ def requeue(state: SchedulerState, request: RequestState) -> None:
         if not sequence.is_finished:
             state.kv.drop_parked(sequence)
             state.table.rewind(sequence)
-            sequence.status = RequestStatus.PREEMPTED
     if request.spec.is_beam_search:
         _restart_search(state, request)
     if is_parked:
@@ -96,7 +94,6 @@ def park(state: SchedulerState, request: RequestState) -> None:
     state.kv.swap_out(sequences)
     for sequence in sequences:
         _leave_row(state, sequence)
-        sequence.status = RequestStatus.SWAPPED
     _leave(state, request)
     request.status = RequestStatus.SWAPPED
     state.swapped.push(request)
@@ -137,7 +134,7 @@ def finish_sequence(
     """The sequence has ended, and with the last one the request. What it held is free at once."""
     request = sequence.request
     state.batch.sequence_ended(request)
-    sequence.status = status
+    sequence.end = status
     if sequence.row >= 0:
         _free_row(state, sequence)
     state.kv.remove_sequence(sequence)

@@ -14,7 +14,7 @@ class Sequence:
 
     row: its row in RequestTable, -1 while it has none.
     token_ids, num_computed: current while row is -1; otherwise the table's columns are. RequestTable writes all three.
-    status: written by lifecycle.py.
+    end: how it ended; None while it has not. Where it is until then is its request's status. Written by lifecycle.py.
     """
 
     request: "RequestState"
@@ -22,11 +22,11 @@ class Sequence:
     token_ids: np.ndarray
     row: int = -1
     num_computed: int = 0
-    status: RequestStatus = RequestStatus.WAITING
+    end: RequestStatus | None = None
 
     @property
     def is_finished(self) -> bool:
-        return self.status >= RequestStatus.FINISHED_STOPPED
+        return self.end is not None
 
     @property
     def seed(self) -> int:
@@ -73,7 +73,7 @@ class RequestState:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.status < RequestStatus.FINISHED_STOPPED]
+        return [sequence for sequence in self.sequences if sequence.end is None]
 
     @property
     def followers(self) -> list[Sequence]:

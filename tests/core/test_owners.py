@@ -48,6 +48,7 @@ COLUMNS = {
 # Written as attributes of an object that was built elsewhere: request.status = ...
 ATTRIBUTES = {
     "status": "lifecycle.py",
+    "end": "lifecycle.py",
     "sort_key": "lifecycle.py",
     "admission": "lifecycle.py",
     "queue_s": "lifecycle.py",

@@ -31,7 +31,7 @@ def test_auto_swaps_while_more_than_one_sequence_is_left() -> None:
     four = state(4)
     assert rule(four, 10, 3)
     for sequence in four.sequences[:3]:
-        sequence.status = RequestStatus.FINISHED_STOPPED
+        sequence.end = RequestStatus.FINISHED_STOPPED
     assert not rule(four, 10, 3)
 
 

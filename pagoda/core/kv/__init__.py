@@ -3,7 +3,7 @@
 Nothing else in this folder is imported from outside.
 """
 
-from pagoda.core.kv.block_moves import NO_MOVES, StepMoves
+from pagoda.core.kv.block_tables import NO_MOVES, StepMoves
 from pagoda.core.kv.manager import AdmissionResult, CachedPrefix, KVCacheManager
 from pagoda.core.kv.sizing import KVSizing, blocks_for, longest_request
 

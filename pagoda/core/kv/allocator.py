@@ -3,7 +3,6 @@
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.kv.block_moves import BlockMoves
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.cached_content import CachedContent, CachedPrefix
@@ -25,14 +24,12 @@ class BlockAllocator:
         table: RequestTable,
         tables: BlockTables,
         pool: BlockPool,
-        moves: BlockMoves,
         content: CachedContent,
         sizing: KVSizing,
     ) -> None:
         self._table = table
         self._tables = tables
         self._pool = pool
-        self._moves = moves
         self._content = content
         self._sizing = sizing
         self._block_size = sizing.block_size
@@ -120,7 +117,7 @@ class BlockAllocator:
             for nth, group in enumerate(self.growing):
                 block_ids = allocated[nth * total : (nth + 1) * total]
                 tables.entries[group.index][where, index] = block_ids
-                self._moves.set_entries(where, group.index, index, block_ids)
+                self._tables.note_entries(where, group.index, index, block_ids)
             tables.num_blocks[rows] = have + missing
         self.reserve(rows)
 
@@ -134,7 +131,7 @@ class BlockAllocator:
                 tables.entries[group.index][row, have:want] = allocated
                 if is_known:
                     index = np.arange(have, want, dtype=np.int32)
-                    self._moves.set_entries(np.full(want - have, row, np.int32), group.index, index, allocated)
+                    self._tables.note_entries(np.full(want - have, row, np.int32), group.index, index, allocated)
             tables.num_blocks[row] = want
         self.reserve(np.array([row]))
 
@@ -235,7 +232,7 @@ class BlockAllocator:
         target = int(self.allocate(1)[0])
         self._tables.entries[group][row, index] = target
         self._pool.free(np.array([source], np.int32))
-        self._moves.copy(row, group, index, source, target)
+        self._tables.note_copy(row, group, index, source, target)
         self.common_changed = True
 
     def free_row(self, row: int) -> None:

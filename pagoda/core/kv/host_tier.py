@@ -6,7 +6,6 @@ import numpy as np
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.allocator import BlockAllocator
-from pagoda.core.kv.block_moves import BlockMoves
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.sizing import KVSizing, blocks_for
@@ -34,7 +33,6 @@ class HostTier:
     device: BlockPool
     pool: BlockPool
     allocator: BlockAllocator
-    moves: BlockMoves
     sizing: KVSizing
     _parked: dict[Sequence, tuple[ParkedTable, ...]] = field(default_factory=dict, init=False)
 
@@ -65,10 +63,10 @@ class HostTier:
         host[np.argsort(first)] = np.sort(host)  # table order
         self.pool.add_references(host, counts - 1)
         # A copy-on-write of this very step has not happened when swap-outs run: its source still has the content.
-        copied_from = self.moves.sources_of(set(rows))
+        copied_from = self.tables.sources_of(set(rows))
         sources = np.array([copied_from.get(block, block) for block in unique.tolist()], np.int32)
         order = np.argsort(first)
-        self.moves.swap_out(np.stack((sources[order], host[order]), axis=1))
+        self.tables.note_swap_out(np.stack((sources[order], host[order]), axis=1))
         host_of, at = host[inverse], 0
         for sequence, row_used in zip(sequences, used, strict=True):
             parked: list[ParkedTable] = []
@@ -107,7 +105,7 @@ class HostTier:
         device = self.allocator.allocate(len(unique))
         self.device.add_references(device, counts - 1)
         order = np.argsort(first)
-        self.moves.swap_in(np.stack((unique[order], device[order]), axis=1))
+        self.tables.note_swap_in(np.stack((unique[order], device[order]), axis=1))
         device_of, at = device[inverse], 0
         for sequence, tail_is_shared in zip(sequences, shared, strict=True):
             parts: list[tuple[np.ndarray, np.ndarray]] = []

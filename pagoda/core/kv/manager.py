@@ -8,9 +8,8 @@ import numpy as np
 from pagoda.base.config import CacheConfig
 from pagoda.core.decision_log import Reason
 from pagoda.core.kv.allocator import BlockAllocator
-from pagoda.core.kv.block_moves import BlockMoves, StepMoves
 from pagoda.core.kv.block_pool import BlockPool
-from pagoda.core.kv.block_tables import BlockTables
+from pagoda.core.kv.block_tables import BlockTables, StepMoves
 from pagoda.core.kv.cached_content import CachedContent, CachedPrefix
 from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.sizing import KVSizing, blocks_for
@@ -58,14 +57,13 @@ class KVCacheManager:
         self._tables = BlockTables(sizing.groups, table.max_rows, max_blocks)
         self.reserved_until = readonly(self._tables.reserved_until)
         self._pool = BlockPool(num_blocks)
-        self._moves = BlockMoves()
         has_cross = not all(group.grows for group in sizing.groups)
         caching = cache.enable_prefix_caching and bool(sizing.groups) and not has_cross
         seed = options.prefix_hash_seed
         self._content = CachedContent(table, self._tables, self._pool, sizing.block_size, caching, seed)
-        self._allocator = BlockAllocator(table, self._tables, self._pool, self._moves, self._content, sizing)
+        self._allocator = BlockAllocator(table, self._tables, self._pool, self._content, sizing)
         host_pool = BlockPool(num_host_blocks, first_id=0)
-        self._host = HostTier(table, self._tables, self._pool, host_pool, self._allocator, self._moves, sizing)
+        self._host = HostTier(table, self._tables, self._pool, host_pool, self._allocator, sizing)
         self._common_rows: np.ndarray | None = None
         self._common: tuple[int, ...] = ()
 
@@ -234,7 +232,7 @@ class KVCacheManager:
 
     def remove_row(self, row: int) -> None:
         """The row is no longer in the table: nothing is set or copied for it in this step."""
-        self._moves.remove_row(row)
+        self._tables.remove_row(row)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
@@ -276,11 +274,11 @@ class KVCacheManager:
     @property
     def copies(self) -> list[tuple[int, int, int]]:
         """Copy-on-writes of the step being planned: (row, source block, target block)."""
-        return self._moves.copies
+        return self._tables.copies
 
     def drain_moves(self) -> StepMoves:
         """Return what the step does to tables and blocks; the next step starts empty."""
-        return self._moves.drain()
+        return self._tables.drain_moves()
 
     def reset(self) -> bool:
         """Empty the prefix cache. Return False, and do nothing, while any block is in use."""
