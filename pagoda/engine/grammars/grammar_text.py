@@ -16,6 +16,11 @@ from pagoda.engine.grammars.json_schema import parse_schema, rewrite_schema
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
 write white space for ever."""
+MAX_REGEX_CHARS = 16_384
+"""In the regular expressions of one grammar together: compiling one takes time that is quadratic in its length."""
+MAX_GBNF_CHARS = 65_536
+MAX_INTERSECTIONS = 32
+MAX_SCHEMAS = 1024
 _FIELD = "structured_outputs"
 _SEVERAL = '{"grammars": ['
 
@@ -33,6 +38,7 @@ class JsonStyle:
     @classmethod
     def of(cls, params: StructuredOutputsParams) -> "JsonStyle":
         pattern = params.whitespace_pattern or WHITESPACE
+        _check_count(len(pattern), MAX_REGEX_CHARS, "characters in whitespace_pattern", params.source)
         return cls("" if params.disable_any_whitespace else pattern, params.disable_additional_properties)
 
 
@@ -98,6 +104,7 @@ def _of_choice(params: StructuredOutputsParams, field_name: str) -> str:
 
 def _of_regex(params: StructuredOutputsParams, field_name: str) -> str:
     assert params.regex is not None
+    _check_count(len(params.regex), MAX_REGEX_CHARS, "characters in a regular expression", field_name)
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", params.regex).replace("\n", "\\n")
     return f"start: /{pattern}/"
 
@@ -112,10 +119,11 @@ def _of_grammar(params: StructuredOutputsParams, field_name: str) -> str:
     return _with_json_rewritten(text, field_name, JsonStyle.of(params))
 
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 def _gbnf_to_lark(text: str, field_name: str) -> str:
+    _check_count(len(text), MAX_GBNF_CHARS, "characters in a grammar in GBNF", field_name)
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
@@ -124,26 +132,42 @@ def _gbnf_to_lark(text: str, field_name: str) -> str:
         raise RequestError(f"{field_name}: the grammar is not valid GBNF: {str(error)[:200]}", field_name) from None
 
 
-_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b')
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?|%json\b')
+"""A closing quote or slash may lack: then the rest of the line is skipped, and not searched from each place in it."""
+_LARK_SPACE = re.compile(r"\s*")
 
 
 def _with_json_rewritten(text: str, field_name: str, style: JsonStyle) -> str:
     """Rewrite the schemas inside a Lark grammar like any other, so that their options cannot be the caller's."""
     pieces: list[str] = []
     at, decoder = 0, json.JSONDecoder()
+    num_schemas = num_regex_chars = num_intersections = 0
     while (found := _LARK_TOKEN.search(text, at)) is not None:
         pieces.append(text[at : found.start()])
+        num_intersections += pieces[-1].count("&")
         at = found.end()
         if found[0] != "%json":
             pieces.append(found[0])
+            num_regex_chars += len(found[0]) if found[0][0] == "/" and found[0][:2] != "//" else 0
             continue
-        begin = at + len(text[at:]) - len(text[at:].lstrip())
+        num_schemas += 1
+        _check_count(num_schemas, MAX_SCHEMAS, "schemas in a grammar", field_name)
+        begin = _LARK_SPACE.match(text, at).end()  # type: ignore[union-attr]  # it may be empty
         try:
             schema, at = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):
             raise RequestError(f"{field_name}: the grammar has %json without a JSON object", field_name) from None
         pieces.append(json_rule(schema, field_name, style))
+    _check_count(num_regex_chars, MAX_REGEX_CHARS, "characters in the regular expressions of a grammar", field_name)
+    _check_count(
+        num_intersections + text.count("&", at), MAX_INTERSECTIONS, "intersections (&) in a grammar", field_name
+    )
     return "".join(pieces) + text[at:]
+
+
+def _check_count(count: int, most: int, what: str, field_name: str) -> None:
+    if count > most:
+        raise RequestError(f"{field_name}: {what} are limited to {most} (got {count})", field_name)
 
 
 def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
@@ -163,6 +187,7 @@ def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
             ', ...], "triggers": ["...", ...]}; other formats are not supported',
             field_name,
         )
+    _check_count(max(len(structures), len(triggers)), MAX_SCHEMAS, "structures or triggers", field_name)
     tags: list[str] = []
     rules: list[str] = []
     for index, tag in enumerate(structures):

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from pagoda.base.errors import RequestError
 from pagoda.engine.grammars.schema_formats import FORMAT_PATTERNS, FORMATS
 from pagoda.engine.grammars.schema_refs import SchemaRefs
-from pagoda.engine.grammars.schema_size import SchemaSize, iter_values
+from pagoda.engine.grammars.schema_size import MAX_PARTS, SchemaSize, iter_values
 
 Schema = dict[str, Any] | bool
 
@@ -75,6 +75,7 @@ class _Rewriter:
         self._names: dict[int, str] = {}  # id of what a $ref names -> its name in $defs
         self._todo: list[tuple[str, Any, tuple[str, ...]]] = []
         self._multiple = 1
+        self._num_schemas = 0
 
     def run(self) -> Schema:
         schema = self._rewrite(self._root, ())
@@ -82,6 +83,8 @@ class _Rewriter:
         while self._todo:
             name, target, at = self._todo.pop()
             defs[name] = self._rewrite(target, at)
+        if _has_ring(defs):
+            raise self._refuse((), "references name each other in a ring, so no text satisfies them")
         reason = SchemaSize(schema, defs).excess()
         if reason:
             raise self._refuse((), reason)
@@ -100,6 +103,9 @@ class _Rewriter:
             raise self._refuse(at, f"a schema is an object or a boolean, not {type(schema).__name__}")
         if len(at) > MAX_DEPTH:
             raise self._refuse(at, f"schemas are nested more than {MAX_DEPTH} deep")
+        self._num_schemas += 1
+        if self._num_schemas > MAX_PARTS:
+            raise self._refuse((), f"more than {MAX_PARTS} schemas are not supported")
         out: dict[str, Any] = {}
         for name, value in schema.items():
             if name in _UNSUPPORTED:
@@ -124,7 +130,7 @@ class _Rewriter:
             return [self._rewrite(one, (*at, str(i))) for i, one in enumerate(value)]
         if name in _MAPS and isinstance(value, dict):
             return {key: self._rewrite(one, (*at, key)) for key, one in value.items()}
-        if name in ("items", "additionalProperties") and not isinstance(value, list):
+        if name == "additionalProperties" or (name == "items" and not isinstance(value, list)):
             return self._rewrite(value, at)
         return value
 
@@ -209,7 +215,7 @@ class _Rewriter:
             if name in out and any(map(_is_inexact, iter_values(out[name]))):
                 raise self._refuse((*at, name), f"an integer beyond {_MAX_EXACT} (2**53) is not supported")
         step = out.get("multipleOf")
-        if isinstance(step, int | float) and step > 0:
+        if isinstance(step, int | float) and not isinstance(step, bool) and step > 0:
             digits = Decimal(repr(step)).normalize().as_tuple().digits
             self._multiple = math.lcm(self._multiple, int("".join(map(str, digits))))
             if self._multiple > _MAX_MULTIPLE:
@@ -230,6 +236,21 @@ class _Rewriter:
             most = f"more than {num_required + 1}, one above the number of required properties,"
             why = f"{most} is only supported with additionalProperties: false"
             raise self._refuse((*at, "minProperties"), why)
+
+
+def _has_ring(defs: dict[str, Schema]) -> bool:
+    """Whether a schema is, through `$ref` alone, what it says itself."""
+    done = set[str]()
+    for first in defs:
+        name, on_the_way = first, set[str]()
+        while name in defs and name not in done:
+            if name in on_the_way:
+                return True
+            on_the_way.add(name)
+            schema = defs[name]
+            name = str(schema.get("$ref")).removeprefix("#/$defs/") if isinstance(schema, dict) else ""
+        done |= on_the_way
+    return False
 
 
 def _listed(value: Any) -> list[Any]:

@@ -30,7 +30,7 @@ _MAX_MESSAGE_CHARS = 300
 _PLACE_IN_TEXT = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _STACK_BYTES = 256 * 2**20  # of address space; memory is used as far as a grammar is deep
 _STACK_SIZE_LOCK = threading.Lock()  # the stack size of new threads is a setting of the process
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+LIMITS = LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=50_000, verbose_errors=False)
 """Bounds on the work and memory of one grammar. Every process compiles with the same ones."""
 
 
@@ -107,6 +107,8 @@ def _shorten(message: str) -> str:
     line += next((one.removeprefix("error:") for one in more if one.startswith("error:")), "")
     if line == "NoExtensionBias":  # what the library says of a grammar without a first token
         return "no text satisfies it"
+    if line.startswith("panic: "):  # it has 65,000 symbols at most
+        return "it is too large for the grammar library"
     if line.startswith("oneOf constraints"):
         return "the alternatives of a oneOf may overlap; tell them apart by a required constant, or use anyOf"
     return line if len(line) <= _MAX_MESSAGE_CHARS else line[: _MAX_MESSAGE_CHARS - 3] + "..."

@@ -7,7 +7,9 @@ from typing import Any
 MAX_PARTS = 4096
 MAX_PATTERNS = 8
 MAX_REFERENCE_DEPTH = 200
+MAX_PATTERN_CHARS = 4096
 _CHARS_PER_PART = 32
+_PAIRS_PER_PART = {"properties": 500, "patternProperties": 2}  # the library compares each name with the others
 _MULTIPLE_PER_PART = 10
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "const", "enum"})
 _SAY_NOTHING = frozenset({"title", "description", "$comment", "deprecated", "readOnly", "writeOnly", "discriminator"})
@@ -47,6 +49,7 @@ class SchemaSize:
         self._root = root
         self._defs = defs
         self._known: dict[tuple[int, bool], _Work] = {}
+        self._longest_pattern = 0
         self._open: set[int] = set()  # schemas with additionalProperties, merged with others
         self._patterned: set[int] = set()  # schemas with patternProperties, merged with others
 
@@ -60,6 +63,8 @@ class SchemaSize:
             return f"the schema is too large: more than {MAX_PARTS} schemas and values, counted as often as they apply"
         if max(work.patterns for work in works) > MAX_PATTERNS:
             return f"more than {MAX_PATTERNS} patterns for one string are not supported"
+        if self._longest_pattern > MAX_PATTERN_CHARS:
+            return f"a pattern of more than {MAX_PATTERN_CHARS} characters is not supported"
         if self._patterned and self._open | self._patterned != self._patterned & self._open and self._open:
             return "additionalProperties does not apply to the patternProperties of another schema; write them together"
         return ""
@@ -85,6 +90,8 @@ class SchemaSize:
             self._open.add(id(schema))
         parts = 1 + sum(len(name) // _CHARS_PER_PART for name in said)
         patterns = int("pattern" in said) + int("format" in said)
+        own = [schema.get("pattern"), *_keys(schema.get("patternProperties"))]
+        self._longest_pattern = max([self._longest_pattern, *(len(one) for one in own if isinstance(one, str))])
         inside = 0  # patterns of a value inside this one
         for name, value in schema.items():
             if name in ("allOf", "anyOf", "oneOf") and isinstance(value, list):
@@ -97,12 +104,12 @@ class SchemaSize:
                 patterns += work.patterns
             elif name in ("properties", "patternProperties") and isinstance(value, dict):
                 works = [self._measure(one, is_merged, depth + 1) for one in value.values()]
-                parts += sum(work.parts + len(key) // _CHARS_PER_PART for key, work in zip(value, works, strict=True))
+                parts += sum(work.parts for work in works) + sum(len(key) // _CHARS_PER_PART for key in value)
+                parts += len(value) ** 2 // _PAIRS_PER_PART[name]
                 inside = max([inside, *(work.patterns for work in works)])
-            elif name in ("prefixItems", "items", "additionalProperties"):
-                works = [
-                    self._measure(one, is_merged, depth + 1) for one in (value if isinstance(value, list) else [value])
-                ]
+            elif name in ("items", "additionalProperties") or (name == "prefixItems" and isinstance(value, list)):
+                items = value if isinstance(value, list) else [value]
+                works = [self._measure(one, is_merged, depth + 1) for one in items]
                 parts += sum(work.parts for work in works)
                 inside = max([inside, *(work.patterns for work in works)])
             elif name == "multipleOf" and isinstance(value, int | float):
@@ -115,3 +122,7 @@ class SchemaSize:
 
     def _target(self, reference: str) -> Any:
         return self._root if reference == "#" else self._defs[reference.removeprefix("#/$defs/")]
+
+
+def _keys(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
