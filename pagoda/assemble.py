@@ -25,8 +25,7 @@ from pagoda.loading.quantization import resolve_quantization
 from pagoda.measured_capacity import measure_capacity
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
-from pagoda.worker.speculation.controller import DraftController
-from pagoda.worker.speculation.speculator import Speculator
+from pagoda.worker.speculation.speculator import Speculator, make_speculator
 
 logger = logging.getLogger("pagoda")
 
@@ -212,16 +211,7 @@ def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:
     drafting = setup.drafting
     if drafting is None or drafting.num_layers or drafting.files is not None:
         return None
-    controller = DraftController(max_rows, drafting.max_drafts) if drafting.config.adaptive else None
-    return Speculator(
-        make_drafter(drafting.config),
-        controller,
-        drafting.max_drafts,
-        setup.max_model_len,
-        max_rows,
-        time.perf_counter,
-        drafting.num_steps_ahead,
-    )
+    return make_speculator(drafting, make_drafter(drafting.config), setup.max_model_len, max_rows)
 
 
 def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:

@@ -13,7 +13,6 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
-from pagoda.worker.drafting import Drafting
 from pagoda.worker.dry_runs import DryRuns
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
@@ -56,21 +55,20 @@ class ModelRunner:
         self._cache = cache
         self._device = device
         self._sampler = sampler or Sampler()
-        self._drafting = drafting = Drafting(speculator, grammars)
+        self._speculator = speculator
         self._grammars = grammars
         self._adapters = adapters
         self._pooler = Pooler(forward, pooling)
         self._embeds = embeds
-        self._steps = StepsInFlight(table, drafting, device)
+        self._steps = StepsInFlight(table, speculator, device)
         self.times = self._steps.times
         # What applies a step's events, in this order: blocks move before rows read them, and the table changes last,
         # because drafters read what it was before.
         owners = (grammars, adapters, self._pooler, embeds, self._steps, table)
-        self._appliers: list[Callable[[SchedulerOutput], None]] = [
-            cache.apply,
-            lambda output: drafting.apply(output, table),
-            *(owner.apply for owner in owners if owner is not None),
-        ]
+        self._appliers: list[Callable[[SchedulerOutput], None]] = [cache.apply]
+        if speculator is not None:
+            self._appliers.append(lambda output: speculator.apply(output, table))
+        self._appliers += [owner.apply for owner in owners if owner is not None]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -81,10 +79,10 @@ class ModelRunner:
         """
         runs = DryRuns(self._forward, self._table, self._cache, self._sampler)
         runs.run_tokens(1, 1, 0)
-        if self._drafting.speculator is not None:
+        if self._speculator is not None:
             # The first step of a size compiles kernels, and the second captures a graph: neither says what it costs.
             num_warm_up = 2 if self._forward.staging.padding is not None else 0
-            self._drafting.speculator.measure_steps(runs.run_tokens, *self._table.token_ids.shape, num_warm_up)
+            self._speculator.measure_steps(runs.run_tokens, *self._table.token_ids.shape, num_warm_up)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """As `launch`; return the step's results once they are on the host."""
@@ -112,7 +110,8 @@ class ModelRunner:
         if self._steps and self._reads_tokens(output):
             self._steps.collect_all()
             self.times.lap("waiting for tokens")
-        self._drafting.begin_step()
+        if self._speculator is not None:
+            self._speculator.begin_step()
         self._apply(output)
         self.times.lap("events")
         if output.is_empty:
@@ -121,7 +120,7 @@ class ModelRunner:
         else:
             step = self._submit(output, begin_s)
         self._steps.add(step)
-        if self._drafting.is_on or output.drafts:
+        if (self._speculator is not None and self._speculator.is_on) or output.drafts:
             self._steps.collect_all()
         return step
 

@@ -13,9 +13,9 @@ import numpy as np
 from pagoda.base.errors import PagodaError, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.devices.device import Device, HostCopy
-from pagoda.worker.drafting import Drafting
 from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.sampler import Drawn, Sampled, prompt_logprob_columns
+from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.staging import LastTokens, StepInputs
 from pagoda.worker.table_mirror import TableMirror
 
@@ -102,12 +102,12 @@ class StepsInFlight:
     last_tokens: of all rows, for steps that are launched before the host knows them.   times: of the parts of steps.
     """
 
-    def __init__(self, table: TableMirror, drafting: Drafting, device: Device) -> None:
+    def __init__(self, table: TableMirror, speculator: Speculator | None, device: Device) -> None:
         max_rows = len(table.num_tokens)
         self.last_tokens = LastTokens(max_rows, device.device)
         self.times = StepTimes()
         self._table = table
-        self._drafting = drafting
+        self._speculator = speculator
         self._device = device
         self._launched: deque[LaunchedStep] = deque()
         # How many sequences a row has had: a late token is only written to the sequence it was sampled for.
@@ -176,8 +176,10 @@ class StepsInFlight:
                 logprobs = logprobs[accepted]
         self.times.lap("results")
         drafts: dict[int, np.ndarray] = {}
-        if self._drafting.is_on and not output.is_empty:
-            drafts = self._drafting.finish_step(output, self._table, num_sampled, failed)
+        no_drafts_until = NEVER_DRAFTS
+        if self._speculator is not None and not output.is_empty:
+            drafts = self._speculator.finish_step(output, self._table, num_sampled, failed)
+            no_drafts_until = self._speculator.no_drafts_until
             self.times.lap("drafting")
         now_s = time.perf_counter()
         duration_s = now_s - max(step.begin_s, self._end_s)
@@ -194,7 +196,7 @@ class StepsInFlight:
             duration_s=duration_s,
             swap_s=step.swap_s,
             drafts=drafts,
-            no_drafts_until=self._drafting.no_drafts_until if not output.is_empty else 0,
+            no_drafts_until=no_drafts_until if not output.is_empty else 0,
         )
 
     def _record_tokens(

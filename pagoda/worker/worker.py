@@ -18,7 +18,7 @@ from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
-from pagoda.worker.speculation.make import make_speculator
+from pagoda.worker.speculation.loaded_draft import speculator_of
 from pagoda.worker.staging import PromptEmbeds
 from pagoda.worker.steps_in_flight import LaunchedStep
 from pagoda.worker.table_mirror import TableMirror
@@ -157,7 +157,7 @@ class Worker:
         embeds = PromptEmbeds(loaded.dtype, device.device) if config.takes_embeds else None
         speculator = None
         if config.drafting is not None:
-            speculator = make_speculator(
+            speculator = speculator_of(
                 config.drafting,
                 loaded.forward,
                 table,

@@ -1,5 +1,6 @@
 """Whole steps on a model whose tokens depend on every token its pages hold."""
 
+import time
 from typing import Any, cast
 
 import numpy as np
@@ -11,9 +12,12 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import BlockDelta, RowFork
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.drafters.drafter import Draft
+from pagoda.worker.drafters.lookup import NgramDrafter
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
@@ -21,12 +25,12 @@ from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, ro
 BLOCK = 4
 
 
-def runner(on: DeviceUnderTest, broken_token: int = -1) -> ModelRunner:
+def runner(on: DeviceUnderTest, broken_token: int = -1, speculator: Speculator | None = None) -> ModelRunner:
     model, ops, device = PagedSumModel(broken_token), on.ops(), on.made
     make_blocks = ops.make_device_blocks
     cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, device, make_blocks)
     forward = ForwardRunner(cast("Any", model), ops, on.device)
-    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, device, Sampler(ops))
+    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, device, Sampler(ops), speculator)
 
 
 def continued(prompt: list[int], count: int) -> list[int]:
@@ -136,24 +140,20 @@ def test_a_draft_that_is_rejected_cannot_fail_its_row(on: DeviceUnderTest) -> No
 
 
 def test_an_error_while_drafting_costs_no_token(on: DeviceUnderTest) -> None:
-    class Broken:
-        def apply(self, *_: object) -> None:
-            pass
-
-        def begin_step(self, *_: object) -> None:
-            pass
-
-        def finish_step(self, *_: object) -> dict[int, np.ndarray]:
+    class Broken(NgramDrafter):
+        def propose(self, *_: object) -> list[Draft]:
             raise RuntimeError("injected")
 
-    run = runner(on)
-    run._drafting.speculator = cast("Any", Broken())
+    speculator = Speculator(Broken(1, 4), None, 4, 64, 8, time.perf_counter)
+    run = runner(on, speculator=speculator)
     for number, (start, count) in enumerate(((0, 2), (2, 1)), 1):
         admitted = (row_init(0, [5, 6], [1, 2]),) if number == 1 else ()
         out = run.run(step(number, [(0, start, count)], admitted=admitted))
         assert not out.failed
         assert not out.drafts
         assert out.sampled[0, 0] == continued([5, 6], 2)[number - 1]
+    assert not speculator.is_on
+    assert out.no_drafts_until == NEVER_DRAFTS
 
 
 def test_prompt_logprobs_cover_the_chunk_and_name_the_next_token(on: DeviceUnderTest) -> None:

@@ -1,4 +1,4 @@
-"""LoadedDraft: a draft model in a device's memory, with the KV cache that it alone uses."""
+"""What drafts with a model: a draft model in a device's memory, and a worker's speculator over it or its own model."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,19 @@ import torch
 from pagoda.kernels.ops import Ops
 from pagoda.loading.loader import load_model
 from pagoda.models.base import Model
+from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
+from pagoda.worker.drafters.registry import DraftParts, make_drafter
+from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.dry_runs import LargestSteps
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
+from pagoda.worker.grammar_rows import GrammarRows
+from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.setup import DraftSetup
+from pagoda.worker.speculation.speculator import Speculator, make_speculator
+from pagoda.worker.table_mirror import TableMirror
 
 _MAX_QUERY_LEN = 2
 """Of rows that are drafted for in every step: their cache lacks the last token, and often the one before."""
@@ -58,3 +65,30 @@ def load_draft(
     forward = make_forward(model, ops, device, max_rows, max_len, _MAX_QUERY_LEN)
     cache = CacheEngine(model.kv_groups, block_size, setup.num_blocks, 0, dtype, device)
     return LoadedDraft(model, forward, cache, setup.num_blocks)
+
+
+def speculator_of(
+    setup: DraftSetup,
+    forward: ForwardRunner,
+    table: TableMirror,
+    cache: CacheEngine,
+    ops: Ops,
+    max_model_len: int,
+    draft: LoadedDraft | None = None,
+    grammars: GrammarRows | None = None,
+    adapters: Adapters | None = None,
+) -> Speculator:
+    """Return the speculator of a worker.
+
+    forward, table, cache: of the model whose tokens are drafted.   draft: the draft model, if there is one.
+    grammars: of the worker's rows; what they force is drafted first.   adapters: of its rows; a draft model has none.
+    """
+    parts: DraftParts | None = None
+    if setup.num_layers:
+        parts = DraftParts(DraftForward(forward, table, cache.layers, setup.num_layers, adapters), Sampler(ops))
+    elif draft is not None:
+        own_table = TableMirror(*table.token_ids.shape, table.block_size, len(draft.model.kv_groups))
+        drafting = DraftForward(draft.forward, own_table, draft.cache.layers)
+        parts = DraftParts(drafting, Sampler(ops), draft.num_blocks)
+    drafter = make_drafter(setup.config, parts, grammars)
+    return make_speculator(setup, drafter, max_model_len, len(table.num_tokens), grammars)

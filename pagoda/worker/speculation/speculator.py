@@ -1,5 +1,7 @@
 """Speculator: makes the drafts of the next step, with a drafter, a controller and a clock."""
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -7,8 +9,12 @@ import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Drafter
+from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.controller import DraftController
+from pagoda.worker.speculation.setup import DraftSetup
 from pagoda.worker.table_mirror import TableMirror
+
+logger = logging.getLogger("pagoda")
 
 _SAME_BUSY_PERIOD = 0.25  # of a step's duration: after a longer pause the engine was idle in between
 _PATIENCE = 4  # steps in a row without a draft, after which the next ones are promised to have none either
@@ -35,6 +41,7 @@ class _Step:
 class Speculator:
     """The executor calls `begin_step`, `apply` and, once the step's tokens are in the table, `finish_step`.
 
+    is_on: there may be drafts; an error in making them ends that.
     no_drafts_until: the last step that is certain to propose no drafts. With asynchronous scheduling, steps after it
         are scheduled while it runs; otherwise the engine waits for its drafts.
     """
@@ -48,11 +55,15 @@ class Speculator:
         max_rows: int,
         now: Callable[[], float],
         num_steps_ahead: int = 0,
+        grammars: GrammarRows | None = None,
     ) -> None:
         """controller: None drafts `max_drafts` tokens for every row in every step.   now: a clock in seconds.
 
         num_steps_ahead: steps that may be scheduled before the result of the current one is back.
+        grammars: None if no request may have a grammar; otherwise, they shorten drafts that they forbid.
         """
+        self.is_on = True
+        self._grammars = grammars
         self._drafter = drafter
         self._controller = controller
         self._max_drafts = max_drafts
@@ -99,6 +110,8 @@ class Speculator:
 
     def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Note the step's events; call it before they are applied to `table`."""
+        if not self.is_on:
+            return
         self._drafter.apply(output, table)
         for init in output.admitted:
             row, params = init.row, init.sampling
@@ -118,8 +131,25 @@ class Speculator:
     ) -> dict[int, np.ndarray]:
         """Learn from the step's results and return the drafts for the next one, by row: int32 [k], k at least 1.
 
+        `output` must not be empty.
         num_sampled: int32 [num_samples], tokens of each sample row, which are in `table`.   failed: rows without token.
+        Since the tokens are in the table, an error costs no more than drafts: it is logged, and none follow.
         """
+        if not self.is_on:
+            return {}
+        try:
+            drafts = self._finish_step(output, table, num_sampled, failed)
+            if self._grammars is not None and drafts:
+                drafts = self._grammars.allowed_drafts(table, drafts)
+        except Exception:
+            logger.exception("drafting failed; this worker continues without speculation")
+            self.is_on, self.no_drafts_until = False, NEVER_DRAFTS
+            return {}
+        return drafts
+
+    def _finish_step(
+        self, output: SchedulerOutput, table: TableMirror, num_sampled: np.ndarray, failed: Mapping[int, str]
+    ) -> dict[int, np.ndarray]:
         # A step without drafts should lose next to nothing here: arrays of one element are slow, right after a forward.
         step, now_s = self._step, self._now()
         if self._controller is not None:
@@ -204,3 +234,20 @@ class Speculator:
                 drafts[row] = draft.tokens[:length]
                 self._grades[row] = draft.grade
         return drafts
+
+
+def make_speculator(
+    setup: DraftSetup, drafter: Drafter, max_model_len: int, max_rows: int, grammars: GrammarRows | None = None
+) -> Speculator:
+    """Return the speculator of an executor with `max_rows` rows.   grammars: see Speculator."""
+    controller = DraftController(max_rows, setup.max_drafts) if setup.config.adaptive else None
+    return Speculator(
+        drafter,
+        controller,
+        setup.max_drafts,
+        max_model_len,
+        max_rows,
+        time.perf_counter,
+        setup.num_steps_ahead,
+        grammars,
+    )
