@@ -14,8 +14,8 @@ from pagoda.base.vllm_options import VLLM_ANSWERS
 from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
-OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--only", "--list", "--task", "--weight-format", "--shrink"}
-"""Flags of pip, optimum-cli, benchmarks/gpu.py and `python -m tests.hostile`."""
+OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--only", "--list", "--task", "--weight-format"}
+"""Flags of pip, optimum-cli, benchmarks/gpu.py."""
 OTHER_PROGRAMS_FLAGS |= {"--" + option.replace("_", "-") for option in VLLM_ANSWERS}
 
 FOLDERS = ("docs", "benchmarks", "examples")

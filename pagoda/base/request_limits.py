@@ -4,12 +4,14 @@ Requests beyond a limit are rejected with an error that states it, before any wo
 what real clients need and far below what slows other requests down; docs/reference/limits.md lists them.
 """
 
+import functools
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Protocol
 
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.base.setting import Setting, describe_settings
+from pagoda.base.setting import Setting
 
 
 class _Lists(Protocol):
@@ -27,6 +29,13 @@ class _Lists(Protocol):
     def logit_bias(self) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A limit that is not a setting: no operator has a reason to change it.   text: what is counted."""
+
+    text: str
+
+
 def _limit(counted: str, flat: bool = False) -> Setting:
     return Setting(counted, at_least=0, flat=flat)
 
@@ -35,6 +44,8 @@ def _limit(counted: str, flat: bool = False) -> Setting:
 class RequestLimits:
     """The limits of one request. The text of each says what is counted, as errors say it after the number.
 
+    Those with a Setting can be set by operators.
+
     Raises ConfigError for a limit that is not an integer of at least 0.
     """
 
@@ -42,13 +53,13 @@ class RequestLimits:
         int,
         _limit("characters in a text that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`)"),
     ] = 1_048_576
-    stop_strings: Annotated[int, _limit("strings in `stop`")] = 64
-    stop_chars: Annotated[int, _limit("characters in all strings of `stop`")] = 8_192
-    stop_token_ids: Annotated[int, _limit("ids in `stop_token_ids`")] = 1_024
-    bad_words: Annotated[int, _limit("entries of `bad_words` (or `bad_words_token_ids`)")] = 1_024
-    bad_words_chars: Annotated[int, _limit("characters in `bad_words` (or ids in `bad_words_token_ids`)")] = 16_384
-    logit_bias: Annotated[int, _limit("entries of `logit_bias`")] = 1_024
-    allowed_token_ids: Annotated[int, _limit("ids in `allowed_token_ids`")] = 65_536
+    stop_strings: Annotated[int, Counted("strings in `stop`")] = 64
+    stop_chars: Annotated[int, Counted("characters in all strings of `stop`")] = 8_192
+    stop_token_ids: Annotated[int, Counted("ids in `stop_token_ids`")] = 1_024
+    bad_words: Annotated[int, Counted("entries of `bad_words` (or `bad_words_token_ids`)")] = 1_024
+    bad_words_chars: Annotated[int, Counted("characters in `bad_words` (or ids in `bad_words_token_ids`)")] = 16_384
+    logit_bias: Annotated[int, Counted("entries of `logit_bias`")] = 1_024
+    allowed_token_ids: Annotated[int, Counted("ids in `allowed_token_ids`")] = 65_536
     grammar_chars: Annotated[
         int, _limit("characters in a JSON schema, grammar, regular expression or list of choices")
     ] = 262_144
@@ -59,36 +70,32 @@ class RequestLimits:
         int,
         _limit("log-probabilities per token (`logprobs`, `top_logprobs`, `prompt_logprobs`)", flat=True),
     ] = 20
-    logprob_entries: Annotated[int, _limit("log-probabilities per step (`n` times `logprobs` + 1)")] = 4_096
+    logprob_entries: Annotated[int, Counted("log-probabilities per step (`n` times `logprobs` + 1)")] = 4_096
     prompt_logprob_entries: Annotated[
-        int, _limit("log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)")
+        int, Counted("log-probabilities of a prompt (its tokens times `prompt_logprobs` + 1)")
     ] = 262_144
     answer_prompt_logprobs: Annotated[
         int,
-        _limit("log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)"),
+        Counted("log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)"),
     ] = 524_288
     list_entries: Annotated[
         int,
-        _limit("ids, biases and characters in the lists above, in all prompts together (prompts times their sum)"),
+        Counted("ids, biases and characters in the lists above, in all prompts together (prompts times their sum)"),
     ] = 1_000_000
-    text_bytes: Annotated[int, _limit("bytes (as UTF-8) in a text to be tokenized")] = 4_194_304
-    messages: Annotated[int, _limit("messages in a conversation")] = 4_096
-    content_parts: Annotated[int, _limit("content parts in all messages of a conversation")] = 4_096
+    text_bytes: Annotated[int, Counted("bytes (as UTF-8) in a text to be tokenized")] = 4_194_304
+    messages: Annotated[int, Counted("messages in a conversation")] = 4_096
+    content_parts: Annotated[int, Counted("content parts in all messages of a conversation")] = 4_096
     tools: Annotated[int, _limit("entries of `tools`")] = 512
-    template_chars: Annotated[int, _limit("characters in a request's `chat_template`")] = 131_072
-    template_kwargs: Annotated[int, _limit("entries of `chat_template_kwargs`")] = 64
+    template_chars: Annotated[int, Counted("characters in a request's `chat_template`")] = 131_072
+    template_kwargs: Annotated[int, Counted("entries of `chat_template_kwargs`")] = 64
     name_chars: Annotated[
-        int, _limit("characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)")
+        int, Counted("characters in a name (`model`, `user`, `cache_salt`, a message's `name`, ...)")
     ] = 256
-    body_values: Annotated[int, _limit("JSON values in a body (token ids count)")] = 1_000_000
-    body_objects: Annotated[int, _limit("objects, lists and object keys in a body")] = 100_000
-    body_exponents: Annotated[int, _limit("numbers with an exponent of three digits or more in a body")] = 1_024
-    body_escapes: Annotated[int, _limit("backslashes in a body (text in `\\uXXXX` escapes has one per character)")] = (
-        1_500_000
+    json_depth: Annotated[int, Counted("levels of nesting in a free-form field (messages, tools, `metadata`, ...)")] = (
+        64
     )
-    json_depth: Annotated[int, _limit("levels of nesting in a free-form field (messages, tools, `metadata`, ...)")] = 64
-    json_values: Annotated[int, _limit("values in all free-form fields together")] = 131_072
-    json_chars: Annotated[int, _limit("characters in all strings and keys of all free-form fields together")] = (
+    json_values: Annotated[int, Counted("values in all free-form fields together")] = 131_072
+    json_chars: Annotated[int, Counted("characters in all strings and keys of all free-form fields together")] = (
         4_194_304
     )
 
@@ -179,6 +186,8 @@ class RequestLimits:
                 self.check("json_chars", num_chars, name)
 
 
+@functools.cache
 def describe_limits() -> tuple[tuple[str, int, str], ...]:
     """Return (name, default, what is counted) of every limit, in the order of the documentation."""
-    return tuple((item.name, item.default, item.setting.text) for item in describe_settings(RequestLimits))
+    hints = typing.get_type_hints(RequestLimits, include_extras=True)
+    return tuple((item.name, item.default, hints[item.name].__metadata__[0].text) for item in fields(RequestLimits))

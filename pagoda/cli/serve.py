@@ -1,6 +1,7 @@
 """`pagoda serve`: the HTTP server over an engine process."""
 
 import asyncio
+import logging
 import os
 import signal
 
@@ -9,6 +10,10 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.server_config import ServerConfig
 from pagoda.cli.options import engine_config, engine_options
+
+logger = logging.getLogger("pagoda")
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @engine_options(ServerConfig)
@@ -27,6 +32,10 @@ def serve(options: dict[str, object]) -> None:
 async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
     check_settings(config)
+    if config.server.host not in _LOOPBACK and not config.server.api_keys:
+        logger.warning(
+            "anyone who can reach %s may use this server: set --api-key, or listen on 127.0.0.1", config.server.host
+        )
     keep_buffers_apart(os.environ)
     from pagoda.engine.clients.process_client import ProcessClient
     from pagoda.server.listening import listen

@@ -46,11 +46,16 @@ class ServerMetrics:
     """The metrics of one engine. Requests update them as they run; the engine's gauges are read at each scrape.
 
     stats: returns the engine's latest statistics.   cache_config: static labels of cache_config_info.
-    max_loras: adapters per step; 0 without adapters.
+    max_loras: adapters per step; 0 without adapters.   num_restarts: of the engine process so far.
     """
 
     def __init__(
-        self, model_name: str, stats: Callable[[], EngineStats], cache_config: dict[str, str], max_loras: int = 0
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        cache_config: dict[str, str],
+        max_loras: int = 0,
+        num_restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
@@ -65,6 +70,12 @@ class ServerMetrics:
             "vllm:admission_rejections",
             "Requests rejected by admission, by reason.",
             (*_LABELS, "reason"),
+            registry=self.registry,
+        )
+        self.http_requests = Counter(
+            "http_requests",
+            "HTTP requests, by route and status.",
+            ("method", "handler", "status"),
             registry=self.registry,
         )
         # Create all series now: rate() misses the first event of a series that appears with it.
@@ -85,7 +96,7 @@ class ServerMetrics:
         self._params_n = self._histogram("request_params_n", "n per request.", _COUNTS)
         self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
-        self.registry.register(_EngineCollector(self._values, stats, cache_config, max_loras))
+        self.registry.register(_EngineCollector(self._values, stats, cache_config, max_loras, num_restarts))
 
     def on_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens were found in the prefix cache."""
@@ -102,6 +113,10 @@ class ServerMetrics:
 
     def on_refusal(self, reason: str) -> None:
         self.rejections.labels(*self._values, reason).inc()
+
+    def on_http(self, method: str, handler: str, status: int) -> None:
+        """Count an HTTP request.   handler: the route, as it is declared.   status: 499 if its client left first."""
+        self.http_requests.labels(method, handler, str(status)).inc()
 
     def on_finish(self, reason: str) -> None:
         """Count the end of one output of a request."""
@@ -179,9 +194,15 @@ class _EngineCollector:
     """Exports the gauges and counters that the scheduler keeps."""
 
     def __init__(
-        self, values: tuple[str, str], stats: Callable[[], EngineStats], cache_config: dict[str, str], max_loras: int
+        self,
+        values: tuple[str, str],
+        stats: Callable[[], EngineStats],
+        cache_config: dict[str, str],
+        max_loras: int,
+        num_restarts: Callable[[], int],
     ) -> None:
         self._values = values
+        self._num_restarts = num_restarts
         self._max_loras = max_loras
         self._stats = stats
         self._cache_config = cache_config
@@ -199,6 +220,7 @@ class _EngineCollector:
             gauge.add_metric(self._values, value)
             yield gauge
         for name, text, value in (
+            ("engine_restarts", "Restarts of the engine process.", self._num_restarts()),
             ("num_preemptions", "Preemptions.", stats.num_preemptions),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),

@@ -14,7 +14,7 @@ from pagoda.base.errors import RequestError
 class AdmissionLimits:
     """Limits of admission; 0 means no limit.
 
-    max_requests, max_tokens: unfinished requests in total, and the sum of their prompt and maximum output tokens.
+    max_requests, max_tokens: unfinished requests in total, and the sum of their prompt and expected output tokens.
     max_requests_per_key: unfinished requests.   requests_per_minute_per_key: a token bucket that holds one minute's.
     """
 
@@ -48,8 +48,7 @@ class Admission:
             lambda: (float(limits.requests_per_minute_per_key), time.monotonic())
         )
 
-    def check_size(self, num_requests: int) -> None:
-        """Raise RequestError for a request that could not be admitted even alone, before any work on it."""
+    def _check_size(self, num_requests: int) -> None:
         limits = self._limits
         bounds = (limits.max_requests, limits.max_requests_per_key, limits.requests_per_minute_per_key)
         most = min((bound for bound in bounds if bound), default=num_requests)
@@ -57,27 +56,36 @@ class Admission:
             raise RequestError(f"{num_requests} outputs are more than this server can admit at once ({most})", "prompt")
 
     @contextmanager
-    def admit(self, num_requests: int, num_tokens: int, key: str) -> Iterator[None]:
-        """Count the requests as running during the block. Raises Refusal."""
-        self._check(num_requests, num_tokens, key)
+    def admit(self, num_requests: int, key: str) -> Iterator[None]:
+        """Count the requests as running during the block. Raises Refusal, or RequestError if they can never fit."""
+        self._check_size(num_requests)
+        self._check(num_requests, key)
         self.num_requests += num_requests
-        self.num_tokens += num_tokens
         self._live_of_key[key] += num_requests
         try:
             yield
         finally:
             self.num_requests -= num_requests
-            self.num_tokens -= num_tokens
             self._live_of_key[key] -= num_requests
             if not self._live_of_key[key]:
                 del self._live_of_key[key]
 
-    def _check(self, num_requests: int, num_tokens: int, key: str) -> None:
+    @contextmanager
+    def admit_tokens(self, num_tokens: int) -> Iterator[None]:
+        """Count the tokens of admitted requests during the block. Raises Refusal."""
+        most = self._limits.max_tokens
+        if most and self.num_tokens and self.num_tokens + num_tokens > most:
+            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {most}")
+        self.num_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_tokens -= num_tokens
+
+    def _check(self, num_requests: int, key: str) -> None:
         limits = self._limits
         if limits.max_requests and self.num_requests + num_requests > limits.max_requests:
             raise Refusal("requests", f"the server is full: {self.num_requests} requests of {limits.max_requests}")
-        if limits.max_tokens and self.num_requests and self.num_tokens + num_tokens > limits.max_tokens:
-            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_tokens}")
         if limits.max_requests_per_key and self._live_of_key[key] + num_requests > limits.max_requests_per_key:
             raise Refusal(
                 "key_concurrency", f"this key has {self._live_of_key[key]} requests of {limits.max_requests_per_key}"

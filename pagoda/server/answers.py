@@ -66,13 +66,6 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
-    def extend(self, more: "CompletionLogprobs") -> None:
-        """Append the entries of the next tokens."""
-        self.tokens += more.tokens
-        self.token_logprobs += more.token_logprobs
-        self.top_logprobs += more.top_logprobs
-        self.text_offset += more.text_offset
-
 
 class CompletionChoice(Struct):
     index: int

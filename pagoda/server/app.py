@@ -42,7 +42,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    return AccessLog(layers)
+    return AccessLog(layers, state.generator.metrics.on_http)
 
 
 def create_api(has_keys: bool) -> FastAPI:
@@ -76,7 +76,7 @@ def _describe(app: FastAPI, has_keys: bool) -> None:
             return schema
         schema["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"api_key": []}]
-        for path in OPEN_PATHS:
+        for path in OPEN_PATHS & schema["paths"].keys():
             for operation in schema["paths"][path].values():
                 operation["security"] = []
         return schema

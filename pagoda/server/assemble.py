@@ -35,7 +35,7 @@ async def build_state(
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
     max_loras = config.model.lora.max_loras if config.model.lora.enable_lora else 0
-    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts), max_loras)
+    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts), max_loras, lambda: client.num_deaths)
     client.on_step = metrics.iteration_tokens.observe
     template = inputs.tokenizer.facts.chat_template
     sources = template.sources if template is not None else {}

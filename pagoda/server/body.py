@@ -1,11 +1,13 @@
 """Parse request bodies into typed structs, with errors that name the innermost invalid input."""
 
+import asyncio
 import functools
 import json
 import re
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from fastapi import Request
 
 from pagoda.base.errors import RequestError
@@ -13,7 +15,6 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import is_encodable
 from pagoda.server.answers import ANSWERS
 from pagoda.server.fields import Body
-from pagoda.server.json_structure import check_structure
 from pagoda.server.messages import ChatMessage
 from pagoda.server.pooling_answers import POOLING_ANSWERS
 from pagoda.server.pooling_bodies import POOLING_BODIES
@@ -21,6 +22,10 @@ from pagoda.server.protocol import REQUEST_BODIES
 
 B = TypeVar("B", bound=Body)
 
+MAX_BODY_VALUES = 1_000_000
+MAX_BODY_EXPONENTS = 10_000
+_INLINE_BYTES = 8 * 2**10
+"""Larger bodies are parsed on a thread."""
 MAX_SHOWN_CHARS = 100
 """Most characters of a caller's text that an error message repeats."""
 _SEARCHED_BYTES = 64 * 2**10
@@ -50,12 +55,15 @@ async def read_body(http: Request, kind: type[B], limits: RequestLimits) -> B:
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (content_type == "application/json" or content_type.endswith("+json")):
         raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
-    await check_structure(data, limits)
-    return parse_body(data, kind, limits)
+    if len(data) <= _INLINE_BYTES:
+        return parse_body(data, kind, limits)
+    return await asyncio.to_thread(parse_body, data, kind, limits)
 
 
 def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
     """Like `read_body`, for bytes."""
+    if len(data) > _INLINE_BYTES:
+        _check_values(data)
     try:
         body: B = _decoder(kind).decode(data)
         body.check(limits)
@@ -66,6 +74,23 @@ def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
     return body
+
+
+def _check_values(data: bytes) -> None:
+    """Raise RequestError for a body of so many values that decoding it would hold the GIL for more than 0.1 s.
+
+    Also counts what looks like a value inside strings. numpy counts without the GIL.
+    """
+    text = np.frombuffer(data, np.uint8)
+    num_values = sum(int(np.count_nonzero(text == ord(mark))) for mark in ",:[{")
+    if num_values > MAX_BODY_VALUES:
+        raise RequestError(f"the body: {num_values} commas, colons and brackets are more than {MAX_BODY_VALUES}")
+    # "1e300" is beyond a double's fast conversions: it takes 300 times as long to decode as other numbers.
+    after = np.flatnonzero((text[:-4] | 0x20) == ord("e")) + 1
+    after += (text[after] == ord("+")) | (text[after] == ord("-"))
+    is_large = np.logical_and.reduce([text[np.minimum(after + at, len(text) - 1)] - ord("0") < 10 for at in range(3)])
+    if (num_large := int(np.count_nonzero(is_large))) > MAX_BODY_EXPONENTS:
+        raise RequestError(f"the body: {num_large} numbers with large exponents are more than {MAX_BODY_EXPONENTS}")
 
 
 @functools.cache

@@ -3,14 +3,13 @@
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
-from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
+from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import (
     AssistantMessage,
@@ -19,7 +18,6 @@ from pagoda.server.answers import (
     ChatCompletionChunk,
     ChatCompletionResponse,
     ChatDelta,
-    ChatLogprob,
     ChatLogprobs,
     DeltaToolCall,
     FunctionCall,
@@ -31,13 +29,13 @@ from pagoda.server.answers import (
 from pagoda.server.body import described_body
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
-from pagoda.server.logprobs import chat_logprobs, prompt_logprobs_in_slices
+from pagoda.server.logprobs import chat_logprobs, prompt_logprobs
 from pagoda.server.protocol import ChatCompletionRequest
 from pagoda.server.reasoning import CLOSE as REASONING_END
 from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning, template_reasons
-from pagoda.server.respond import Head, Prepared, respond
+from pagoda.server.respond import Head, Prepared, WholeOutput, respond
+from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.state import ServerState
-from pagoda.server.streams import cancel_on_disconnect
 from pagoda.server.tool_choice import ToolUse, special_token
 from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser
 
@@ -129,16 +127,6 @@ class Reader:
         return thought, parsed.content, parsed.calls
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """One choice of a whole answer.   end: its last output."""
-
-    texts: list[str] = field(default_factory=list[str])
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[ChatLogprob] = field(default_factory=list[ChatLogprob])
-    end: CompletionOutput | None = None
-
-
 class ChatFormat:
     """The answer to a conversation."""
 
@@ -150,8 +138,6 @@ class ChatFormat:
         self._readers = readers
         last = body.messages[-1].get("content")
         self._echoed = last if body.echo and isinstance(last, str) else ""
-        self._gathered = [_Gathered() for _ in readers]
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def chunk(self) -> ChatCompletionChunk:
         head = self._head
@@ -161,7 +147,7 @@ class ChatFormat:
         for index in range(len(self._readers)):
             yield ChatChunkChoice(index, ChatDelta(role="assistant", content=self._echoed), None, None)
 
-    async def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> ChatChunkChoice | None:
+    def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> ChatChunkChoice | None:
         reader = self._readers[output.index]
         thought, content, calls = reader.read(output.text, output.finished)
         kept = self._kept(reader, calls)
@@ -189,39 +175,27 @@ class ChatFormat:
             choice.token_ids = output.token_ids
         return choice
 
-    async def add(self, index: int, delta: RequestOutput, output: CompletionOutput) -> None:
-        self._prompt_logprobs = (
-            delta.prompt_logprobs
-        )  # every delta has all of them: they are converted once, in whole()
-        gathered = self._gathered[output.index]
-        gathered.texts.append(output.text)
-        gathered.token_ids += output.token_ids
-        logprobs = self._logprobs(output)
-        if logprobs is not None:
-            gathered.logprobs += logprobs.content
-        if output.finished:
-            gathered.end = output
-
-    async def whole(self, usage: Usage, timings: Timings | UnsetType) -> ChatCompletionResponse:
+    def whole(
+        self, outputs: Sequence[WholeOutput], usage: Usage, timings: Timings | UnsetType
+    ) -> ChatCompletionResponse:
         head = self._head
-        of_prompt = self._prompt_logprobs
+        of_prompt = outputs[0][1].prompt_logprobs
         return ChatCompletionResponse(
             id=head.id,
             created=head.created,
             model=head.model,
-            choices=[self._choice(index, gathered) for index, gathered in enumerate(self._gathered)],
+            choices=[self._choice(output) for _, _, output in outputs],
             usage=usage,
-            prompt_logprobs=UNSET if of_prompt is None else await prompt_logprobs_in_slices(of_prompt),
+            prompt_logprobs=UNSET if of_prompt is None else prompt_logprobs(of_prompt),
             prompt_token_ids=self._generation.requests[0].prompt_token_ids.tolist()
             if self._body.return_token_ids
             else UNSET,
             timings=timings,
         )
 
-    def _choice(self, index: int, gathered: _Gathered) -> ChatChoice:
-        reader, end = self._readers[index], gathered.end
-        assert end is not None, "a generation without errors ends every output"
-        thought, content, calls = reader.read("".join(gathered.texts), True)
+    def _choice(self, output: CompletionOutput) -> ChatChoice:
+        reader = self._readers[output.index]
+        thought, content, calls = reader.read(output.text, True)
         calls = self._kept(reader, calls)
         message = AssistantMessage(content=self._echoed + content)
         if calls:
@@ -232,12 +206,12 @@ class ChatFormat:
         if thought and self._body.include_reasoning:
             message.reasoning_content = thought
         return ChatChoice(
-            index,
+            output.index,
             message,
-            ChatLogprobs(gathered.logprobs) if self._body.logprobs else None,
-            _finish_reason(end, len(calls)),
-            end.stop_reason,
-            gathered.token_ids if self._body.return_token_ids else UNSET,
+            self._logprobs(output),
+            _finish_reason(output, len(calls)),
+            output.stop_reason,
+            output.token_ids if self._body.return_token_ids else UNSET,
         )
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,14 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
-from pagoda.server.answers import Timings
+from pagoda.server.answers import PromptTokensDetails, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.live_ids import LiveIds
+from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.sampling_body import SamplingBody
-from pagoda.server.streams import cancel_on_disconnect
 
+EXPECTED_OUTPUT_TOKENS = 1024
+"""Output tokens that count against admission for a request without max_tokens, which may fill the context."""
 _PROMPTS_PER_TURN = 16
 """Prompts of one HTTP request to prepare or start per turn of the event loop, so that others are not delayed."""
 
@@ -66,10 +68,14 @@ class PromptsToPrepare:
         return isinstance(first, SamplingParams) and first.structured_outputs is not None
 
 
-def _most_tokens(request: Request) -> int:
-    """Return the tokens of a request when it has generated all that it may."""
-    most_output = (request.sampling.max_tokens or 0) * request.num_seqs if request.sampling is not None else 0
-    return request.num_prompt_tokens + most_output
+def _expected_tokens(request: Request, params: Params) -> int:
+    """Return the tokens of a request when it has generated all that it may, or what is expected if it sets no limit."""
+    if request.sampling is None:
+        return request.num_prompt_tokens
+    most_output = request.sampling.max_tokens or 0
+    if isinstance(params, SamplingParams) and params.max_tokens is None:
+        most_output = min(most_output, EXPECTED_OUTPUT_TOKENS)
+    return request.num_prompt_tokens + most_output * request.num_seqs
 
 
 class Generation:
@@ -88,7 +94,7 @@ class Generation:
     ) -> None:
         """place: closed when the generation ends, however it ends."""
         self.requests = requests
-        self._request_id = request_id
+        self.request_id = request_id
         self.num_prompt_tokens = sum(r.num_prompt_tokens for r in requests)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -160,8 +166,12 @@ class Generation:
                 if len(tasks) % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
             open_count = len(tasks)
+            num_items = 0
             while open_count:
                 item = await queue.get()
+                num_items += 1
+                if num_items % _PROMPTS_PER_TURN == 0:  # a full queue never waits
+                    await asyncio.sleep(0)
                 if item is None:
                     open_count -= 1
                 elif isinstance(item, Exception):
@@ -172,9 +182,15 @@ class Generation:
             await _cancel(tasks)
 
     @property
+    def usage(self) -> Usage:
+        """The token counts so far."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(self.num_cached_tokens))
+
+    @property
     def timings(self) -> Timings:
         """Statistics for the access log and for return_timings; the durations are those of the first prompt."""
-        noted = Timings(self._request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
+        noted = Timings(self.request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
         times = next((o.metrics for o in self.last if o is not None and o.metrics is not None), None)
         if times is None:
             return noted
@@ -215,9 +231,30 @@ class Generator:
         self._salt_secret = secrets.token_bytes(16)
         self._live = LiveIds()
 
-    def is_live(self, key: str, request_id: str) -> bool:
-        """Return whether a generation of this API key with this id is running."""
-        return (key, request_id) in self._live
+    def is_free(self, key: str, request_id: str, num_prompts: int) -> bool:
+        """Return whether a generation of this API key could have this id."""
+        return self._live.find_in_use(key, request_id, num_prompts) is None
+
+    @contextlib.contextmanager
+    def admitted(self, http: HttpRequest, num_outputs: int) -> Iterator[contextlib.ExitStack]:
+        """Admit the outputs of a request before any work on its prompts; yield what `begin` needs.
+
+        They count until the generation that is begun with it is closed, or the block is left without one.
+        Raises Refusal (429), RequestError or WorkerDied.
+        """
+        if self.llm.died is not None:
+            raise self.llm.died
+        with contextlib.ExitStack() as place, self._counting_refusals():
+            place.enter_context(self.admission.admit(num_outputs, http.scope["state"]["key"]))
+            yield place
+
+    @contextlib.contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            self.metrics.on_refusal(refusal.reason)
+            raise
 
     async def abort(self, request_ids: Sequence[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
@@ -231,6 +268,7 @@ class Generator:
     async def begin(
         self,
         http: HttpRequest,
+        place: contextlib.ExitStack,
         body: SamplingBody,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -240,6 +278,7 @@ class Generator:
     ) -> Generation:
         """Tokenise, validate and admit all of `prompts`. The caller must close the Generation.
 
+        place: of `admitted`.
         lora: the adapter to use.   add_special_tokens: add those that the tokenizer puts around a text prompt.
         Raises RequestError, ApiError (400), Refusal (429) or WorkerDied.
         """
@@ -247,11 +286,12 @@ class Generator:
         key = http.scope["state"]["key"]
         salt = self._salt(key, body.cache_salt)
         asked = PromptsToPrepare(prompts, [params] * len(prompts), (), body.priority, salt, lora, add_special_tokens)
-        return await self._begin(http, asked, request_id, len(prompts) * params.n)
+        return await self._begin(http, place, asked, request_id)
 
     async def begin_pooling(
         self,
         http: HttpRequest,
+        place: contextlib.ExitStack,
         prompts: Sequence[Prompt],
         params: Sequence[PoolingParams],
         names: Sequence[str],
@@ -265,30 +305,23 @@ class Generator:
         """`begin` for prompts to pool.   params, names: of each prompt; names are what errors call them."""
         salt = self._salt(http.scope["state"]["key"], cache_salt)
         asked = PromptsToPrepare(prompts, params, names, priority, salt, lora, add_special_tokens)
-        return await self._begin(http, asked, request_id, len(prompts))
+        return await self._begin(http, place, asked, request_id)
 
     async def _begin(
-        self, http: HttpRequest, asked: "PromptsToPrepare", request_id: str, num_outputs: int
+        self, http: HttpRequest, place: contextlib.ExitStack, asked: PromptsToPrepare, request_id: str
     ) -> Generation:
-        if self.llm.died is not None:
-            raise self.llm.died
-        self.admission.check_size(num_outputs)
         key = http.scope["state"]["key"]
-        with contextlib.ExitStack() as place:
-            engine_ids = place.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-            preparing = self._prepare(asked, engine_ids, key)
-            # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
-            inline_chars = self.llm.input_processor.tokenizer.inline_chars
-            is_long = asked.num_chars >= inline_chars or asked.has_grammar
-            requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
-            try:
-                place.enter_context(self.admission.admit(num_outputs, sum(map(_most_tokens, requests)), key))
-            except Refusal as refusal:
-                self.metrics.on_refusal(refusal.reason)
-                raise
-            return Generation(self, http, request_id, requests, place.pop_all())
+        engine_ids = place.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
+        preparing = self._prepare(asked, engine_ids, key)
+        # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
+        inline_chars = self.llm.input_processor.tokenizer.inline_chars
+        is_long = asked.num_chars >= inline_chars or asked.has_grammar
+        requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
+        num_tokens = sum(map(_expected_tokens, requests, asked.params))
+        place.enter_context(self.admission.admit_tokens(num_tokens))
+        return Generation(self, http, request_id, requests, place.pop_all())
 
-    async def _prepare(self, asked: "PromptsToPrepare", engine_ids: Sequence[str], key: str) -> list[Request]:
+    async def _prepare(self, asked: PromptsToPrepare, engine_ids: Sequence[str], key: str) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
         prepared: dict[int, PreparedParams] = {}  # by identity: most prompts share their parameters

@@ -16,16 +16,19 @@ class LiveIds:
         self._engine_ids: dict[tuple[str, str], tuple[str, ...]] = {}
         self._prompts: dict[tuple[str, str], str] = {}
 
-    def __contains__(self, id_of_key: tuple[str, str]) -> bool:
-        return id_of_key in self._engine_ids or id_of_key in self._prompts
+    def find_in_use(self, key: str, request_id: str, num_prompts: int) -> str | None:
+        """Return an id that is in use already, of those that a request of this id would have; None if it is free."""
+        for name in (request_id, *_prompt_ids(request_id, num_prompts)):
+            if (key, name) in self._engine_ids or (key, name) in self._prompts:
+                return name
+        return None
 
     @contextlib.contextmanager
     def reserve(self, key: str, request_id: str, num_prompts: int) -> Iterator[tuple[str, ...]]:
         """Reserve an id during the block; yield the engine's id of each prompt. Raises ApiError (400) if in use."""
-        names = [f"{request_id}-{index}" for index in range(num_prompts)] if num_prompts > 1 else []
-        for name in (request_id, *names):
-            if (key, name) in self:
-                raise ApiError(400, f"request id {name!r} is in use", "request_id")
+        names = _prompt_ids(request_id, num_prompts)
+        if (used := self.find_in_use(key, request_id, num_prompts)) is not None:
+            raise ApiError(400, f"request id {used!r} is in use", "request_id")
         prefix = f"{key}/" if key else ""
         engine_ids = {name: f"{prefix}{name}" for name in names or [request_id]}
         self._engine_ids[key, request_id] = tuple(engine_ids.values())
@@ -44,3 +47,8 @@ class LiveIds:
         wanted = set(request_ids)
         named = [*self._engine_ids.items(), *((name, (one,)) for name, one in self._prompts.items())]
         return [(name, ids) for (owner, name), ids in named if name in wanted and key in (None, owner)]
+
+
+def _prompt_ids(request_id: str, num_prompts: int) -> list[str]:
+    """Return the ids of the single prompts of a request that has several."""
+    return [f"{request_id}-{index}" for index in range(num_prompts)] if num_prompts > 1 else []

@@ -1,6 +1,5 @@
 """Log-probabilities in the formats of OpenAI's two APIs."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from pagoda.base.outputs import Logprob
@@ -14,38 +13,6 @@ from pagoda.server.answers import (
 )
 
 LogprobDicts = Sequence[dict[int, Logprob] | None]
-
-
-_SLICE_TOKENS = 64
-"""Tokens per slice of log-probabilities: about 1 ms of work with 20 entries each."""
-
-
-async def completion_logprobs_in_slices(
-    token_ids: Sequence[int],
-    logprobs: LogprobDicts,
-    num_top: int,
-    offset: int,
-    text_of: Callable[[int], str],
-    as_ids: bool = False,
-) -> tuple[CompletionLogprobs, int]:
-    """Like `completion_logprobs`, but let the event loop run between slices."""
-    first = slice(_SLICE_TOKENS)
-    whole, offset = completion_logprobs(token_ids[first], logprobs[first], num_top, offset, text_of, as_ids)
-    for start in range(_SLICE_TOKENS, len(token_ids), _SLICE_TOKENS):
-        await asyncio.sleep(0)
-        part = slice(start, start + _SLICE_TOKENS)
-        more, offset = completion_logprobs(token_ids[part], logprobs[part], num_top, offset, text_of, as_ids)
-        whole.extend(more)
-    return whole, offset
-
-
-async def prompt_logprobs_in_slices(logprobs: LogprobDicts) -> PromptLogprobs:
-    """Like `prompt_logprobs`, but let the event loop run between slices."""
-    whole: PromptLogprobs = []
-    for start in range(0, len(logprobs), _SLICE_TOKENS):
-        whole += prompt_logprobs(logprobs[start : start + _SLICE_TOKENS])
-        await asyncio.sleep(0)
-    return whole
 
 
 def completion_logprobs(

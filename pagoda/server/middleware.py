@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -23,7 +24,10 @@ from pagoda.server.errors import error_response
 access_log = logging.getLogger("pagoda.access")
 
 REQUEST_ID_HEADER = b"x-request-id"
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
+"""Paths that need no key: a browser that opens the documentation cannot send one."""
+CLIENT_CLOSED = 499
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -31,10 +35,12 @@ class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
     Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill).
+    on_end: called with the method, the route and the status of every request.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, on_end: Callable[[str, str, int], None]) -> None:
         self._app = app
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,6 +65,9 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            status = status or CLIENT_CLOSED
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._on_end(method, getattr(scope.get("route"), "path", "none"), status)
             _log(scope, state, status, time.perf_counter() - began_s)
 
 

@@ -19,8 +19,8 @@ from pagoda.server.answers import (
 from pagoda.server.body import described_body, read_body
 from pagoda.server.draining import RETRY_AFTER_S
 from pagoda.server.errors import error_response
-from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.protocol import AbortRequest
+from pagoda.server.responses import json_response
 from pagoda.server.state import ServerState, state_of
 
 router = APIRouter()
@@ -50,7 +50,7 @@ async def health(http: Request) -> Response:
 @router.get("/version", responses=answers_with(VersionResponse))
 async def show_version() -> Response:
     """The server's version."""
-    return JsonAnswer(VersionResponse(version("pagoda-llm")))
+    return json_response(VersionResponse(version("pagoda-llm")))
 
 
 @router.get("/load", responses=answers_with(LoadResponse))
@@ -58,7 +58,7 @@ async def load(http: Request) -> Response:
     """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
     admission, stats = state.generator.admission, state.generator.llm.stats()
-    return JsonAnswer(
+    return json_response(
         LoadResponse(
             server_load=admission.num_requests,
             live_tokens=admission.num_tokens,
@@ -82,7 +82,7 @@ async def metrics(http: Request) -> Response:
 async def models(http: Request) -> Response:
     """The names under which the model is served, and its LoRA adapters."""
     state = state_of(http)
-    return JsonAnswer(ModelList(data=[_card(state, name) for name in (*state.model_names, *state.adapters.by_name)]))
+    return json_response(ModelList(data=[_card(state, name) for name in (*state.model_names, *state.adapters.by_name)]))
 
 
 @router.get("/v1/models/{name:path}", responses=answers_with(ModelCard))
@@ -90,7 +90,7 @@ async def model(name: str, http: Request) -> Response:
     """One of these names; 404 for another."""
     state = state_of(http)
     state.adapter_of(name)
-    return JsonAnswer(_card(state, name))
+    return json_response(_card(state, name))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
@@ -117,7 +117,7 @@ async def abort_requests(http: Request) -> Response:
         state.check_admin(http)
     caller = http.scope["state"]
     key = None if caller["is_admin"] else caller["key"]
-    return JsonAnswer(AbortResponse(await state.generator.abort(body.request_ids or None, key)))
+    return json_response(AbortResponse(await state.generator.abort(body.request_ids or None, key)))
 
 
 @router.post("/reset_prefix_cache", response_class=Response, responses={409: CONFLICT, **ERRORS})

@@ -3,7 +3,7 @@
 import base64
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,7 +21,6 @@ from pagoda.engine.outputs.results import vector_of
 from pagoda.server.answers import PromptTokensDetails, answers_with
 from pagoda.server.body import described_body, read_body
 from pagoda.server.generation import Generation
-from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.pooling_answers import (
     ClassificationData,
     ClassificationResponse,
@@ -47,10 +46,13 @@ from pagoda.server.pooling_bodies import (
     RerankRequest,
     ScoreRequest,
 )
+from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.streams import cancel_on_disconnect
 
 router = APIRouter()
+
+_ELEMENTS_PER_TOKEN = 16
+"""So many elements of a vector take as long to encode as a token with 20 log-probabilities."""
 
 B = TypeVar("B", bound=PoolingBody, covariant=True)
 D = TypeVar("D")
@@ -81,9 +83,15 @@ class Pooled:
     vectors: list[np.ndarray]
     usage: PoolingUsage
 
-    def answer(self, kind: type[PooledList[D]], data: list[D]) -> JsonAnswer:
-        """Return the answer with these entries."""
-        return JsonAnswer(kind(id=self.id, created=self.created, model=self.model, data=data, usage=self.usage))
+    async def answer(self, kind: type[PooledList[D]], entry: Callable[[int, np.ndarray], D]) -> Response:
+        """Return the answer with an entry for each vector.   entry: from its index and the vector."""
+
+        def respond() -> Response:
+            data = [entry(index, vector) for index, vector in enumerate(self.vectors)]
+            return json_response(kind(id=self.id, created=self.created, model=self.model, data=data, usage=self.usage))
+
+        num_elements = sum(vector.size for vector in self.vectors)
+        return await run_sized(num_elements // _ELEMENTS_PER_TOKEN, respond)
 
 
 @router.post(
@@ -95,12 +103,10 @@ async def create_embedding(http: Request) -> Response:
     body, params = call.body, call.params()
     instruction = instruction_of(call.state.tasks.plan, body.prompt_name)
     pooled = await _pool_inputs(call, params, instruction)
-    is_base64 = body.encoding_format == "base64"
-    data = [
-        EmbeddingData(index=index, embedding=_base64(vector) if is_base64 else vector.tolist())
-        for index, vector in enumerate(pooled.vectors)
-    ]
-    return pooled.answer(EmbeddingResponse, data)
+    numbers = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+    return await pooled.answer(
+        EmbeddingResponse, lambda index, vector: EmbeddingData(index=index, embedding=numbers(vector))
+    )
 
 
 @router.post("/pooling", responses=answers_with(PoolingResponse), openapi_extra=described_body(PoolingRequest))
@@ -108,12 +114,8 @@ async def create_pooling(http: Request) -> Response:
     """Return what the model makes of the hidden states of each input: an embedding, classes, or a vector per token."""
     call = await _read(http, PoolingRequest, "pool")
     pooled = await _pool_inputs(call, call.params())
-    is_base64 = call.body.encoding_format == "base64"
-    data = [
-        PoolingData(index=index, data=_base64(vector) if is_base64 else vector.tolist())
-        for index, vector in enumerate(pooled.vectors)
-    ]
-    return pooled.answer(PoolingResponse, data)
+    numbers = _base64 if call.body.encoding_format == "base64" else np.ndarray.tolist
+    return await pooled.answer(PoolingResponse, lambda index, vector: PoolingData(index=index, data=numbers(vector)))
 
 
 @router.post(
@@ -124,13 +126,12 @@ async def create_classification(http: Request) -> Response:
     call = await _read(http, ClassificationRequest, "classify")
     pooled = await _pool_inputs(call, call.params())
     labels = call.state.tasks.plan.labels
-    data = [
-        ClassificationData(
-            index=index, label=labels[int(np.argmax(vector))], probs=vector.tolist(), num_classes=len(vector)
-        )
-        for index, vector in enumerate(pooled.vectors)
-    ]
-    return pooled.answer(ClassificationResponse, data)
+
+    def entry(index: int, vector: np.ndarray) -> ClassificationData:
+        label = labels[int(np.argmax(vector))]
+        return ClassificationData(index=index, label=label, probs=vector.tolist(), num_classes=len(vector))
+
+    return await pooled.answer(ClassificationResponse, entry)
 
 
 @router.post("/v1/score", responses=answers_with(ScoreResponse), openapi_extra=described_body(ScoreRequest))
@@ -140,7 +141,9 @@ async def create_score(http: Request) -> Response:
     call = await _read(http, ScoreRequest, "score")
     first, second = call.body.texts()
     pooled, scores = await _score(call, first, second, call.body.names)
-    return pooled.answer(ScoreResponse, [ScoreData(index=index, score=score) for index, score in enumerate(scores)])
+    data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
+    answer = ScoreResponse(id=pooled.id, created=pooled.created, model=pooled.model, data=data, usage=pooled.usage)
+    return json_response(answer)
 
 
 @router.post("/v1/rerank", responses=answers_with(RerankResponse), openapi_extra=described_body(RerankRequest))
@@ -156,7 +159,7 @@ async def create_ranking(http: Request) -> Response:
     if body.return_documents:
         for result in results:
             result.document = RankedDocument(texts[result.index])
-    return JsonAnswer(RerankResponse(id=pooled.id, model=pooled.model, usage=pooled.usage, results=results))
+    return json_response(RerankResponse(id=pooled.id, model=pooled.model, usage=pooled.usage, results=results))
 
 
 async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
@@ -219,25 +222,26 @@ async def _pool(
 ) -> Pooled:
     """Pool all prompts.   names: what errors call them. Raises RequestError, ApiError, Refusal or WorkerDied."""
     http, state, body = call.http, call.state, call.body
-    request_id = state.request_id(http, body.request_id, call.id_prefix)
-    generation = await state.generator.begin_pooling(
-        http,
-        prompts,
-        params,
-        names,
-        request_id,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        lora=call.lora,
-        add_special_tokens=add_special_tokens,
-    )
+    with state.generator.admitted(http, len(prompts)) as place:
+        generation = await state.generator.begin_pooling(
+            http,
+            place,
+            prompts,
+            params,
+            names,
+            state.request_id(http, body.request_id, call.id_prefix, len(prompts)),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            lora=call.lora,
+            add_special_tokens=add_special_tokens,
+        )
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         outputs = await cancel_on_disconnect(http, _gather(generation))
         num_tokens = generation.num_prompt_tokens
         usage = PoolingUsage(num_tokens, num_tokens, PromptTokensDetails(generation.num_cached_tokens))
         vectors = [vector_of(output) for output in outputs]
-        return Pooled(request_id, int(time.time()), body.model or state.model_names[0], vectors, usage)
+        return Pooled(generation.request_id, int(time.time()), body.model or state.model_names[0], vectors, usage)
 
 
 async def _gather(generation: Generation) -> list[RequestOutput]:

@@ -142,11 +142,10 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         check_chat_only(self)
         if not self.prompt_embeds and not self.prompt:
             raise RequestError("prompt: is required" if self.prompt is None else "prompt: is empty", "prompt")
-        num_prompts = len(self.prompts())
-        limits.check("prompts", num_prompts, "prompt")
+        limits.check("prompts", self.num_prompts, "prompt")
         self._check_best_of()
-        limits.check("outputs", num_prompts * self.num_outputs, "prompt")
-        limits.check_lists_of_prompts(self, num_prompts)
+        limits.check("outputs", self.num_prompts * self.num_outputs, "prompt")
+        limits.check_lists_of_prompts(self, self.num_prompts)
         if self.truncate_prompt_tokens is not None:
             num_chars = sum(len(prompt) for prompt in self._texts() if isinstance(prompt, str))
             limits.check("tokenized_chars", num_chars, "prompt")
@@ -164,6 +163,11 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", 16 if isinstance(self.max_tokens, UnsetType) else self.max_tokens
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return len(self.prompts())
 
     @property
     def num_outputs(self) -> int:

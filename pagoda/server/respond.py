@@ -5,27 +5,25 @@ become choices of its answers (`AnswerFormat`); everything else is here.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET, Struct, UnsetType
 
-from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.answers import Timings, Usage
 from pagoda.server.body import read_body
 from pagoda.server.generation import Generation
-from pagoda.server.json_answer import JsonAnswer
+from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.streams import EventStream, cancel_on_disconnect, event
-from pagoda.server.turns import Turns
-from pagoda.server.usage import usage_of
 
 B = TypeVar("B", bound=SamplingBody, contravariant=True)
 
@@ -47,8 +45,15 @@ class Chunk(Protocol):
     timings: Timings | UnsetType
 
 
+WholeOutput = tuple[int, RequestOutput, CompletionOutput]
+"""Index of the prompt, its last delta, and one of its outputs, whole."""
+
+
 class AnswerFormat(Protocol):
-    """Turns the outputs of one generation into the choices of one answer, either of a stream or of a whole one."""
+    """Turns the outputs of one generation into the choices of one answer, either of a stream or of a whole one.
+
+    `chunk_choice` and `whole` may be called on a thread.
+    """
 
     def chunk(self) -> Any:
         """Return the struct for the events of a stream (a Chunk), without choices."""
@@ -58,15 +63,11 @@ class AnswerFormat(Protocol):
         """Return the choices of the events that are sent before anything is generated."""
         ...
 
-    async def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> Struct | None:
+    def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> Struct | None:
         """Return the choice of one event, or None if there is nothing to send yet.   index: of the prompt."""
         ...
 
-    async def add(self, index: int, delta: RequestOutput, output: CompletionOutput) -> None:
-        """Add an output to the whole answer.   index: of the prompt."""
-        ...
-
-    async def whole(self, usage: Usage, timings: Timings | UnsetType) -> Struct:
+    def whole(self, outputs: Sequence[WholeOutput], usage: Usage, timings: Timings | UnsetType) -> Struct:
         """Return the whole answer."""
         ...
 
@@ -102,12 +103,13 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
     state = state_of(http)
     body = await read_body(http, kind, state.request_limits)
     lora = state.adapter_of(body.model)
-    prepared = await api.prepare(http, state, body)
-    # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
-    request_id = state.request_id(http, body.request_id, api.id_prefix)
-    generation = await state.generator.begin(
-        http, body, prepared.prompts, prepared.params, request_id, lora, prepared.add_special_tokens
-    )
+    with state.generator.admitted(http, body.num_prompts * body.num_outputs) as place:
+        prepared = await api.prepare(http, state, body)
+        # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
+        request_id = state.request_id(http, body.request_id, api.id_prefix, len(prepared.prompts))
+        generation = await state.generator.begin(
+            http, place, body, prepared.prompts, prepared.params, request_id, lora, prepared.add_special_tokens
+        )
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         head = Head(request_id, int(time.time()), body.model or state.model_names[0])
@@ -115,8 +117,7 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
         if body.stream:
             at_end.pop_all()
             return EventStream(stream_events(generation, answer_format, body), generation.close)
-        answer = await cancel_on_disconnect(http, gather(generation, answer_format, body))
-        return JsonAnswer(answer)
+        return await cancel_on_disconnect(http, whole_answer(generation, answer_format, body))
 
 
 async def stream_events(
@@ -124,42 +125,74 @@ async def stream_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the answer as server-sent events, the last of them with the usage if that was asked for."""
     options = body.stream_options
-    continuous = options is not None and options.continuous_usage_stats
     chunk: Chunk = answer_format.chunk()
-    choice: Struct | None
-    turns = Turns()
     for choice in answer_format.opening():
         chunk.choices = [choice]
         yield event(chunk)
+
+    def events(index: int, delta: RequestOutput) -> bytes:
+        encoded: list[bytes] = []
+        for output in delta.outputs:
+            choice = answer_format.chunk_choice(index, delta, output)
+            if choice is not None:
+                chunk.choices = [choice]
+                if options is not None and options.continuous_usage_stats:
+                    chunk.usage = generation.usage
+                encoded.append(event(chunk))
+        return b"".join(encoded)
+
+    begun: set[int] = set()
     async with generation.outputs() as deltas:
         async for index, delta in deltas:
-            for output in delta.outputs:
-                choice = await answer_format.chunk_choice(index, delta, output)
-                if choice is None:
-                    continue
-                chunk.choices = [choice]
-                if continuous:
-                    chunk.usage = usage_of(generation)
-                yield event(chunk)
-                await turns.did(_work(delta, output))
+            size = sum(len(output.logprobs or ()) for output in delta.outputs)
+            if index not in begun:  # the first one may come with log-probabilities of the prompt, or its text
+                begun.add(index)
+                size += generation.requests[index].num_prompt_tokens
+            encoded = await run_sized(size, lambda index=index, delta=delta: events(index, delta))
+            if encoded:
+                yield encoded
     if options is not None and options.include_usage:
-        chunk.choices, chunk.usage = [], usage_of(generation)
+        chunk.choices, chunk.usage = [], generation.usage
         if body.return_timings:
             chunk.timings = generation.timings
         yield event(chunk)
 
 
-async def gather(generation: Generation, answer_format: AnswerFormat, body: SamplingBody) -> Struct:
-    """Return the whole answer."""
-    turns = Turns()
+@dataclass(slots=True)
+class _Gathered:
+    """One output of a whole answer, so far.   last: its last delta."""
+
+    last: CompletionOutput
+    texts: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list[dict[int, Logprob]])
+
+    def add(self, output: CompletionOutput) -> None:
+        self.last = output
+        self.texts.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+
+    def whole(self) -> CompletionOutput:
+        logprobs = None if self.last.logprobs is None else self.logprobs
+        return dataclasses.replace(self.last, text="".join(self.texts), token_ids=self.token_ids, logprobs=logprobs)
+
+
+async def whole_answer(generation: Generation, answer_format: AnswerFormat, body: SamplingBody) -> Response:
+    """Return the response with the whole answer."""
+    gathered: dict[tuple[int, int], _Gathered] = {}
+    last: dict[int, RequestOutput] = {}
     async with generation.outputs() as deltas:
         async for index, delta in deltas:
+            last[index] = delta
             for output in delta.outputs:
-                await answer_format.add(index, delta, output)
-                await turns.did(_work(delta, output))
-    return await answer_format.whole(usage_of(generation), generation.timings if body.return_timings else UNSET)
+                if (index, output.index) not in gathered:
+                    gathered[index, output.index] = _Gathered(output)
+                gathered[index, output.index].add(output)
+    usage, timings = generation.usage, generation.timings if body.return_timings else UNSET
 
+    def respond_whole() -> Response:
+        outputs = [(index, last[index], gathered[index, at].whole()) for index, at in sorted(gathered)]
+        return json_response(answer_format.whole(outputs, usage, timings))
 
-def _work(delta: RequestOutput, output: CompletionOutput) -> int:
-    """Return how much work the choice of an output is, in units of Turns."""
-    return 2 + len(output.logprobs or ()) + len(delta.prompt_logprobs or ())
+    return await run_sized(usage.total_tokens, respond_whole)

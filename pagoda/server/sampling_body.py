@@ -98,6 +98,11 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
         raise NotImplementedError
 
     @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return 1
+
+    @property
     def num_outputs(self) -> int:
         """How many outputs are generated for each prompt."""
         return self.n or 1

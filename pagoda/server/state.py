@@ -77,7 +77,7 @@ class ServerState:
             return parser_for_template(template)
         return None if self.tool_parser == "none" else self.tool_parser
 
-    def request_id(self, http: Request, asked: str | None, prefix: str) -> str:
+    def request_id(self, http: Request, asked: str | None, prefix: str, num_prompts: int) -> str:
         """Return the id of this request and its response: from the body, or else the access log's.
 
         Several requests may have the same X-Request-Id header: while one is running, others get a suffix.
@@ -85,8 +85,8 @@ class ServerState:
         if asked is not None:
             return f"{prefix}-{asked}"
         request_id = f"{prefix}-{http.scope['state']['request_id']}"
-        is_live = self.generator.is_live(http.scope["state"]["key"], request_id)
-        return f"{request_id}-{uuid.uuid4().hex[:8]}" if is_live else request_id
+        is_free = self.generator.is_free(http.scope["state"]["key"], request_id, num_prompts)
+        return request_id if is_free else f"{request_id}-{uuid.uuid4().hex[:8]}"
 
 
 def state_of(http: Request) -> ServerState:

@@ -6,10 +6,9 @@ from fastapi.responses import Response
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo, answers_with
 from pagoda.server.body import described_body, read_body
-from pagoda.server.json_answer import JsonAnswer
 from pagoda.server.protocol import DetokenizeRequest, TokenizeRequest
+from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.state import state_of
-from pagoda.server.streams import cancel_on_disconnect
 
 router = APIRouter()
 
@@ -45,7 +44,7 @@ async def tokenize(http: Request) -> Response:
     answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
     if body.return_token_strs:
         answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids, key))
-    return JsonAnswer(answer)
+    return await run_sized(len(token_ids), lambda: json_response(answer))
 
 
 @router.post("/detokenize", responses=answers_with(DetokenizeResponse), openapi_extra=described_body(DetokenizeRequest))
@@ -55,7 +54,7 @@ async def detokenize(http: Request) -> Response:
     body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.adapter_of(body.model)
     decoding = state.generator.llm.text.detokenize(body.tokens, http.scope["state"]["key"])
-    return JsonAnswer(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
+    return json_response(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
 
 
 @router.get("/tokenizer_info", responses=answers_with(TokenizerInfo))
@@ -68,4 +67,4 @@ async def tokenizer_info(http: Request) -> Response:
         **state.generator.llm.text.tokenizer_facts(),
         "chat_template": state.chat_template,
     }
-    return JsonAnswer(TokenizerInfo.of(settings))
+    return json_response(TokenizerInfo.of(settings))

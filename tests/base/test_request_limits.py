@@ -10,6 +10,7 @@ from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.setting import describe_settings
 from tests.fake_engine import byte_inputs
 
 LIMITS = RequestLimits()
@@ -18,7 +19,11 @@ DEFAULTS = {name: default for name, default, _ in describe_limits()}
 
 def test_the_documentation_is_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_text()
-    rows = [f"| `{name}` | {default:,} | {what} |" for name, default, what in describe_limits()]
+    set_by_operators = {item.name for item in describe_settings(RequestLimits)}
+    rows = [
+        f"| `{name}`{' *' if name in set_by_operators else ''} | {default:,} | {what} |"
+        for name, default, what in describe_limits()
+    ]
     listed = page.partition("|---|---|---|\n")[2].partition("\n\n")[0]
     assert listed.splitlines() == rows
 
@@ -118,21 +123,21 @@ def test_at_most_the_allowed_number_of_values_is_scanned() -> None:
 
 
 def test_operators_set_bounds_by_name() -> None:
-    for given in ({"stop_strings": 3}, '{"stop_strings": 3}', RequestLimits(stop_strings=3)):
+    for given in ({"tools": 3}, '{"tools": 3}', RequestLimits(tools=3)):
         config = EngineConfig.from_options(request_limits=given)
         check_settings(config)
-        assert config.model.request_limits == RequestLimits(stop_strings=3)
+        assert config.model.request_limits == RequestLimits(tools=3)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stop_string": 3}, "did you mean 'stop_strings'"),
-        ({"stop_strings": -1}, "at least 0"),
-        ({"stop_strings": "3"}, "must be an integer"),
-        ({"stop_strings": True}, "must be an integer"),
-        ("stop_strings=1", "not JSON: write --request-limits"),
-        (["stop_strings=1"], "must map names to values"),
+        ({"tool": 3}, "did you mean 'tools'"),
+        ({"tools": -1}, "at least 0"),
+        ({"tools": "3"}, "must be an integer"),
+        ({"tools": True}, "must be an integer"),
+        ("tools=1", "not JSON: write --request-limits"),
+        (["tools=1"], "must map names to values"),
         (5, "must map names to values"),
     ],
 )

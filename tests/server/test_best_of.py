@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from pagoda.base.outputs import CompletionOutput
-from pagoda.server.answers import CompletionChoice
-from pagoda.server.completions import Ranking
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.server.completions import best_of
 from tests.server.live import LiveServer
 
 BODY: dict[str, Any] = {"prompt": ["Once", "Twice"], "max_tokens": 5, "seed": 3, "temperature": 1.0}
@@ -40,15 +39,12 @@ def test_log_probabilities_are_not_sent_unless_asked_for(real_server: LiveServer
     assert [choice["logprobs"] for choice in plain] == [None, None]
 
 
-@pytest.mark.parametrize(("num_kept", "expected"), [(1, [2, 5]), (2, [2, 0, 5, 3]), (3, [0, 1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(("num_kept", "expected"), [(1, [2, 5]), (2, [2, 0, 5, 3])])
 def test_length_does_not_count_against_an_output(num_kept: int, expected: list[int]) -> None:
-    ranking = Ranking(3, num_kept)
-    for first in (0, 3):
-        for at, cumulative, num_tokens in ((0, -4.0, 2), (1, -5.0, 1), (2, -6.0, 6)):
-            for so_far in range(1, num_tokens + 1):  # token by token, as deltas come
-                part = CompletionOutput(at, "", [7], cumulative * so_far / num_tokens, None, None, None)
-                ranking.add(first + at, part)
-    choices = {at: CompletionChoice(at, str(at), None, "length", None) for at in (5, 4, 3, 2, 1, 0)}
-    kept = ranking.choose(choices)
-    assert [int(choice.text) for choice in kept] == expected
-    assert [choice.index for choice in kept] == list(range(len(kept)))
+    lengths = ((0, -4.0, 2), (1, -5.0, 1), (2, -6.0, 6))
+    outputs = [
+        (prompt, RequestOutput("a"), CompletionOutput(at, "", [7] * num_tokens, cumulative))
+        for prompt in range(2)
+        for at, cumulative, num_tokens in lengths
+    ]
+    assert [3 * prompt + output.index for prompt, _, output in best_of(outputs, num_kept)] == expected

@@ -1,6 +1,8 @@
 """Request bodies: what is refused, how the error names the input, and what an error may repeat of it."""
 
+import base64
 import json
+import random
 from typing import Any
 
 import pytest
@@ -138,3 +140,23 @@ def test_every_reference_on_the_openapi_page_is_defined() -> None:
     text = json.dumps(schemas)
     for name in text.split('"#/components/schemas/')[1:]:
         assert name.partition('"')[0] in schemas
+
+
+def test_a_body_that_would_be_slow_to_decode_is_refused() -> None:
+    """Values and brackets by their number, numbers beyond a double's fast conversions by their exponent."""
+    many = b'{"messages":[],"metadata":{"a":[' + b",".join([b"[]"] * 600_000) + b"]}}"
+    assert "1200007 commas, colons and brackets" in str(refused(ChatCompletionRequest, many))
+    for number in (b"1e300", b"1E-310", b"1e+308"):
+        slow = b'{"prompt":"x","metadata":[' + b",".join([number] * 10_001) + b"]}"
+        assert "10001 numbers with large exponents" in str(refused(CompletionRequest, slow))
+
+
+def test_ordinary_large_bodies_are_not_taken_for_slow_ones() -> None:
+    embeds = base64.b64encode(random.Random(1).randbytes(12 * 2**20)).decode()
+    ids = list(range(200_000))
+    for body in (
+        {"prompt_embeds": embeds},
+        {"prompt": ids},
+        {"prompt": "Well, that is 1e5 or 2e300: so what? " * 9_000},
+    ):
+        parse_body(json.dumps(body).encode(), CompletionRequest, LIMITS)

@@ -11,8 +11,9 @@ import pytest
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.server import chat
+from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.protocol import ChatCompletionRequest
-from pagoda.server.respond import Head, gather
+from pagoda.server.respond import Head, whole_answer
 
 NUM_DELTAS = 50
 
@@ -20,12 +21,12 @@ NUM_DELTAS = 50
 def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     entries: list[dict[int, Logprob] | None] = [None, {7: Logprob(-0.5, 1, "g")}]
     num_converted = 0
-    convert = chat.prompt_logprobs_in_slices
+    convert = chat.prompt_logprobs
 
-    async def counting(given: Any) -> Any:
+    def counting(given: Any) -> Any:
         nonlocal num_converted
         num_converted += 1
-        return await convert(given)
+        return convert(given)
 
     async def deltas() -> AsyncGenerator[tuple[int, RequestOutput], None]:
         for i in range(NUM_DELTAS):
@@ -33,13 +34,13 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
             part = CompletionOutput(0, "a", [97], None, None, "length" if is_last else None, None)
             yield 0, RequestOutput("r", None, [1, 7], [part], is_last, prompt_logprobs=entries)
 
-    monkeypatch.setattr(chat, "prompt_logprobs_in_slices", counting)
+    monkeypatch.setattr(chat, "prompt_logprobs", counting)
     generation: Any = SimpleNamespace(
-        outputs=lambda: contextlib.aclosing(deltas()), num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0
+        outputs=lambda: contextlib.aclosing(deltas()), usage=Usage(2, 50, 52, PromptTokensDetails(0))
     )
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
     answer_format = chat.ChatFormat(Head("id", 0, "m"), generation, body, [chat.Reader(None, None)])
-    answer = msgspec.to_builtins(asyncio.run(gather(generation, answer_format, body)))
+    answer = msgspec.json.decode(asyncio.run(whole_answer(generation, answer_format, body)).body)
     assert num_converted == 1
     assert answer["choices"][0]["message"]["content"] == "a" * NUM_DELTAS
     assert answer["prompt_logprobs"][0] is None

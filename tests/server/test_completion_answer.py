@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +11,18 @@ import msgspec
 import numpy as np
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.completions import CompletionFormat
 from pagoda.server.protocol import CompletionRequest
-from pagoda.server.respond import Head, gather
+from pagoda.server.respond import Head, whole_answer
 
 
-def test_an_echoed_prompt_is_decoded_in_the_turns_of_its_key() -> None:
-    asked: list[tuple[int, str]] = []
+def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
+    asked: list[tuple[int, bool]] = []
 
     class Texts:
-        async def detokenize(self, token_ids: Sequence[int], key: str = "") -> str:
-            asked.append((len(token_ids), key))
+        def decode(self, token_ids: Sequence[int]) -> str:
+            asked.append((len(token_ids), threading.current_thread() is threading.main_thread()))
             return "the prompt, "
 
     async def deltas() -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -31,14 +33,11 @@ def test_an_echoed_prompt_is_decoded_in_the_turns_of_its_key() -> None:
     generation: Any = SimpleNamespace(
         outputs=lambda: contextlib.aclosing(deltas()),
         requests=[SimpleNamespace(prompt_token_ids=np.zeros(5_000, np.int32), num_embeds=0)],
-        key="one",
-        num_prompt_tokens=5_000,
-        num_output_tokens=2,
-        num_cached_tokens=0,
+        usage=Usage(5_000, 2, 5_002, PromptTokensDetails(0)),
     )
     body = CompletionRequest(prompt="x", echo=True)
     texts: Any = SimpleNamespace(text=Texts())
     answer_format = CompletionFormat(Head("id", 0, "m"), generation, body, texts)
-    answer = msgspec.to_builtins(asyncio.run(gather(generation, answer_format, body)))
+    answer = msgspec.json.decode(asyncio.run(whole_answer(generation, answer_format, body)).body)
     assert answer["choices"][0]["text"] == "the prompt, aa"
-    assert asked == [(5_000, "one")]
+    assert asked == [(5_000, False)]

@@ -171,6 +171,77 @@ def test_the_same_request_id_header_from_two_clients_does_not_collide(fake_serve
     assert all(answer["id"].startswith("cmpl-trace-1") for _, answer in got)
 
 
+def test_a_request_id_header_makes_way_for_the_prompts_of_another_request(fake_server: LiveServer) -> None:
+    """A request of several prompts has an id for each of them, such as trace-2-0, which another may have already."""
+    fake_server.wait_idle()
+    with ThreadPoolExecutor(2) as pool, fake_server.steps.held_after(5):
+        first = pool.submit(fake_server.post, "/v1/completions", LONG, **{"X-Request-Id": "trace-2-0"})
+        fake_server.wait_load(1)
+        both = pool.submit(
+            fake_server.post, "/v1/completions", {**TEXT, "prompt": ["a", "b"]}, **{"X-Request-Id": "trace-2"}
+        )
+        fake_server.wait_load(3)
+        fake_server.steps.release()
+        assert (first.result()[0], both.result()[0]) == (200, 200)
+
+
+def test_chats_without_max_tokens_do_not_count_as_the_whole_context(tmp_path: Path) -> None:
+    """As many fit as are expected to, not as many as could fill the model's context of 2,048 tokens."""
+    limit = ("--server-limits.max-queued-tokens", "8000")
+    body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+    with serving(tmp_path, *FLAGS, *limit, stepped=True) as server, ThreadPoolExecutor(6) as pool:
+        with server.steps.held_after(5):
+            asked = [
+                pool.submit(server.post, "/v1/chat/completions", body) for _ in range(6)
+            ]  # 2,048 tokens of context
+            server.wait_load(6)
+            server.steps.release()
+        assert [one.result()[0] for one in asked] == [200] * 6
+
+
+def test_a_full_server_refuses_before_it_renders(tmp_path: Path) -> None:
+    flags = ("--trust-request-chat-template", "--server-limits.max-queued-requests", "1")
+    broken = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ raise_exception('no') }}"}
+    with serving(tmp_path, *FLAGS, *flags, stepped=True) as server, ThreadPoolExecutor(1) as pool:
+        assert server.post("/v1/chat/completions", broken)[0] == 400
+        with server.steps.held_after(5):
+            first = pool.submit(server.post, "/v1/completions", LONG)
+            server.wait_load(1)
+            assert server.post("/v1/chat/completions", broken)[0] == 429
+            server.steps.release()
+            assert first.result()[0] == 200
+
+
+def test_the_metrics_count_http_statuses_and_engine_restarts(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS) as server:
+        assert server.post("/v1/completions", TEXT)[0] == 200
+        assert server.post("/v1/completions", {**TEXT, "n": 0})[0] == 400
+        assert server.get("/nowhere")[0] == 404
+        assert metric(server, "engine_restarts_total") == 0
+        text = server.get("/metrics")[1]
+        for labels in (
+            'handler="/v1/completions",method="POST",status="200"',
+            'handler="/v1/completions",method="POST",status="400"',
+            'handler="none",method="GET",status="404"',
+        ):
+            assert f"http_requests_total{{{labels}}} 1.0" in text
+        server.kill_engine()
+        server.wait_restarts(1)
+        assert metric(server, "engine_restarts_total") == 1
+
+
+def test_the_documentation_needs_no_key_and_everything_else_does(keyed_server: LiveServer) -> None:
+    for path, status in (("/docs", 200), ("/openapi.json", 200), ("/v1/models", 401), ("/metrics", 401)):
+        assert keyed_server.get(path)[0] == status, path
+
+
+def test_a_server_for_everyone_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS, "--host", "0.0.0.0") as server:
+        assert "anyone who can reach 0.0.0.0 may use this server: set --api-key" in server.log.read_text()
+    with serving(tmp_path, *FLAGS, "--host", "0.0.0.0", "--api-key", "one") as server:
+        assert "anyone" not in server.log.read_text()
+
+
 def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
     fake_server.wait_idle()
 

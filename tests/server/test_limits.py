@@ -111,8 +111,7 @@ def test_the_lists_of_a_chat_have_a_common_bound_as_those_of_a_text_completion()
 
 
 def test_every_bound_has_a_case() -> None:
-    # Those of a prompt are in test_request_limits.py, those of the undecoded body in test_json_pieces.py, that of a
-    # grammar in grammars/test_checker.py.
+    # Those of a prompt are in test_request_limits.py, that of a grammar in grammars/test_checker.py.
     in_python = {
         "max_logprobs",
         "logprob_entries",
@@ -120,10 +119,6 @@ def test_every_bound_has_a_case() -> None:
         "answer_prompt_logprobs",
         "text_bytes",
         "grammar_chars",
-        "body_values",
-        "body_objects",
-        "body_exponents",
-        "body_escapes",
     }
     assert {limit for limit, *_ in CASES} | in_python == {name for name, _, _ in describe_limits()}
 
@@ -140,25 +135,15 @@ def test_generous_requests_pass() -> None:
 
 
 def test_the_server_lists_its_limits_and_operators_set_them(tmp_path: Path) -> None:
-    flags = (
-        "--request-limits.stop-strings",
-        "2",
-        "--request-limits.messages",
-        "3",
-        "--request-limits.answer-prompt-logprobs",
-        "100",
-    )
+    flags = ("--request-limits.prompts", "2", "--request-limits.tools", "1")
     with serving(tmp_path, *FAKE_FLAGS, *flags) as server:
-        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "stop": ["a", "b"]})[0] == 200
+        assert server.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1})[0] == 200
         for path, body, param in (
-            ("/v1/completions", {"prompt": "x", "stop": ["a", "b", "c"]}, "stop"),
+            ("/v1/completions", {"prompt": ["a", "b", "c"]}, "prompt"),
             ("/v1/completions", {"prompt": "x", "stop": "a" * 60_000}, "stop"),
-            ("/v1/completions", {"prompt": [[9] * 10] * 6, "prompt_logprobs": 1}, "prompt_logprobs"),
-            ("/v1/completions", {"prompt": [9] * 10, "n": 6, "prompt_logprobs": 1}, "prompt_logprobs"),
-            ("/v1/chat/completions", {"messages": [USER] * 4}, "messages"),
+            ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL] * 2}, "tools"),
         ):
             status, answer = server.post(path, body)
-            assert status == 400, (body, answer)
             assert (status, answer["error"]["param"]) == (400, param)
             assert "more than the limit of" in answer["error"]["message"]
 

@@ -44,7 +44,7 @@ CONFIG = ServerConfig(server_limits=ServerLimits(max_body_bytes=100))
 def gate(*keys: str) -> AccessLog:
     app = ExceptionMiddleware(echo, {HTTPException: on_http_error})
     config = ServerConfig(api_keys=keys, server_limits=ServerLimits(max_body_bytes=100))
-    return AccessLog(Gate(app, config, Drain()))
+    return AccessLog(Gate(app, config, Drain()), lambda *_: None)
 
 
 def test_ids_are_taken_from_the_header_or_made_and_returned() -> None:
@@ -91,7 +91,7 @@ def test_the_bodies_held_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
             await may_end.wait()
         await JSONResponse({})(scope, receive, send)
 
-    app = AccessLog(Gate(ExceptionMiddleware(hold, {HTTPException: on_http_error}), CONFIG, Drain()))  # type: ignore[dict-item]
+    app = AccessLog(Gate(ExceptionMiddleware(hold, {HTTPException: on_http_error}), CONFIG, Drain()), lambda *_: None)  # type: ignore[dict-item]
 
     async def main() -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -118,10 +118,14 @@ def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_an_unexpected_error_leaves_through_all_layers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pagoda.access")
-    broken: Any = SimpleNamespace(drain=Drain())  # a state that no route can use
+    counted: list[tuple[str, str, int]] = []
+    metrics = SimpleNamespace(on_http=lambda *end: counted.append(end))
+    # A state that no route can use.
+    broken: Any = SimpleNamespace(drain=Drain(), generator=SimpleNamespace(metrics=metrics))
     app = create_app(broken, ServerConfig(cors_origins=("*",)))
     answer = call(app, "GET", "/v1/models", headers={"Origin": "https://a.example", "X-Request-Id": "abc"})
     assert answer.json()["error"]["type"] == "internal_server_error"
     assert (answer.headers["x-request-id"], answer.headers["access-control-allow-origin"]) == ("abc", "*")
     (line,) = [json.loads(r.message) for r in caplog.records if r.name == "pagoda.access"]
     assert line["status"] == 500
+    assert counted == [("GET", "/v1/models", 500)]

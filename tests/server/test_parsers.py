@@ -192,3 +192,22 @@ def test_a_call_nested_too_deeply_comes_out_as_text() -> None:
     llama = LlamaJsonParser()
     text = '{"a":' + inner
     assert llama.feed(text).content + llama.end().content == text
+
+
+@pytest.mark.parametrize("name", ["llama_json", "mistral"])
+def test_a_long_call_is_parsed_once_not_for_every_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_scanned = 0
+    scan = json.JSONDecoder.raw_decode
+
+    def counting(decoder: json.JSONDecoder, text: str, idx: int = 0) -> tuple[object, int]:
+        nonlocal num_scanned
+        num_scanned += len(text) - idx
+        return scan(decoder, text, idx)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counting)
+    call = json.dumps({"name": "f", "arguments": {"list": [[i] for i in range(2_000)], "text": '"]}\\[{' * 500}})
+    text = call if name == "llama_json" else f"[{call}]"
+    parser = TOOL_PARSERS[name]()
+    calls = [one for at in range(0, len(text), 3) for one in parser.feed(text[at : at + 3]).calls]
+    assert [one.name for one in calls] == ["f"]
+    assert num_scanned < 3 * len(text)

@@ -5,10 +5,13 @@ lost.
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagoda.base.text import is_encodable
+
+_STRUCTURE = re.compile(r'["\[\]{}]|\\.?', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,32 @@ class ToolParser(Protocol):
     def end(self) -> Parsed:
         """End the text; return what was held back."""
         ...
+
+
+class ObjectEnd:
+    """Finds the end of a JSON object while its text grows, looking at each character once."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._depth = 0
+        self._in_string = False
+
+    def find(self, text: str) -> int | None:
+        """Return where the object or list that `text` begins with ends, or None.   text: what it was, and more."""
+        for found in _STRUCTURE.finditer(text, self._at):
+            mark = found[0]
+            if mark == "\\":
+                self._at = found.start()  # what it escapes is not known yet
+                return None
+            self._at = found.end()
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and mark[0] != "\\":
+                self._depth += 1 if mark in "[{" else -1
+                if not self._depth:
+                    return self._at
+        self._at = len(text)
+        return None
 
 
 def held_back(text: str, marker: str) -> int:

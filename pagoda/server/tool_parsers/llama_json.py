@@ -2,7 +2,7 @@
 
 import json
 
-from pagoda.server.tool_parsers.base import Parsed, as_call
+from pagoda.server.tool_parsers.base import ObjectEnd, Parsed, as_call
 
 
 class LlamaJsonParser:
@@ -17,7 +17,7 @@ class LlamaJsonParser:
     def __init__(self) -> None:
         self._text = ""
         self._is_call: bool | None = None
-        self._decoder = json.JSONDecoder()
+        self._end = ObjectEnd()
 
     def feed(self, text: str) -> Parsed:
         self._text += text
@@ -38,18 +38,24 @@ class LlamaJsonParser:
         return parsed
 
     def _take_calls(self) -> Parsed:
+        """Take calls from the text. If what it begins with is not a call, the rest of the answer is text."""
         parsed = Parsed()
         while True:
             rest = self._text.lstrip().removeprefix(self.TAG).lstrip().removeprefix(";").lstrip()
-            try:
-                value, size = self._decoder.raw_decode(rest)
-            except (ValueError, RecursionError):
+            if not rest or self.TAG.startswith(rest):
                 return parsed
-            call = as_call(value)
-            if call is None:  # JSON, but not a call: the rest is an answer
+            size = self._end.find(rest) if rest[0] == "{" else 0
+            if size is None:
+                return parsed
+            try:
+                call = as_call(json.loads(rest[:size]))
+            except (ValueError, RecursionError):
+                call = None
+            if call is None:
                 self._is_call = False
                 parsed.content += self._text
                 self._text = ""
                 return parsed
             parsed.calls.append(call)
             self._text = rest[size:]
+            self._end = ObjectEnd()

@@ -3,7 +3,7 @@
 import json
 import re
 
-from pagoda.server.tool_parsers.base import Parsed, as_call, held_back
+from pagoda.server.tool_parsers.base import ObjectEnd, Parsed, as_call, held_back
 
 _OPEN_LIST = re.compile(r"\[\s*(\{|$)")  # the beginning of a list of objects, as far as it is known
 
@@ -25,6 +25,7 @@ class MistralParser:
         self._marker = ""  # with the white space in front of it
         self._ends_with_calls = False  # nothing but white space has followed them
         self._decoder = json.JSONDecoder()
+        self._end = ObjectEnd()
 
     def feed(self, text: str) -> Parsed:
         self._text += text
@@ -66,6 +67,9 @@ class MistralParser:
     def _take_list(self, parsed: Parsed) -> bool:
         """Take the JSON that the text begins with, as content if it is not a list of calls; False if it continues."""
         begin = len(self._text) - len(self._text.lstrip())
+        if self._text[begin : begin + 1] in ("[", "{") and self._end.find(self._text[begin:]) is None:
+            return False
+        self._end = ObjectEnd()
         try:
             values, end = self._decoder.raw_decode(self._text, begin)
         except (ValueError, RecursionError):
