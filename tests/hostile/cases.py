@@ -1,70 +1,259 @@
-"""All cases of a seed: `make_case(seed, number)` is the same bytes on every machine, so a case can be sent alone."""
+"""What a deployment meets: fields with values that they do not expect, sizes, text that is none, and bad HTTP.
 
+Every case is the same bytes on every machine.
+"""
+
+import itertools
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from tests.hostile import bodies, tensor_bodies, wire_cases
-from tests.hostile.case import Case, Expect, Leave, request
-from tests.hostile.routes import ADMIN_PATHS
+MB = 2**20
 
-_BODIES: tuple[tuple[Callable[[random.Random], bodies.Body], int], ...] = (
-    (bodies.several_fields, 20),
-    (bodies.tree, 14),
-    (bodies.flood, 10),
-    (bodies.long_string, 12),
-    (bodies.nesting, 8),
-    (bodies.not_json, 12),
-    (bodies.template, 2),
-    (bodies.products, 3),
-    (bodies.unknown_ids, 4),
-    (tensor_bodies.embeddings, 6),
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Bytes written as they are: `Raw(b"1e999")`, or a string whose bytes are not UTF-8."""
+
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A body to post.   title: what is wrong with it."""
+
+    title: str
+    path: str
+    body: bytes
+
+
+def write(value: Any) -> bytes:
+    """Return the value as JSON text; lone surrogates are written as escapes."""
+    match value:
+        case Raw():
+            return value.text
+        case dict():
+            return b"{" + b",".join(write(name) + b":" + write(one) for name, one in value.items()) + b"}"
+        case list():
+            return b"[" + b",".join(map(write, value)) + b"]"
+        case _:
+            return json.dumps(value).encode()
+
+
+# ---- one field
+
+_NUMBERS = [
+    *(0, 1, -1, 1000, 2**31, 2**53 + 1, -(2**63) - 1, 2**64, 10**30, 0.5, -0.0, 1e-320, 1.7e308),
+    *map(Raw, (b"1e999", b"NaN", b"-Infinity", b"01", b"1.", b"9" * 400, b"0." + b"3" * 20_000, b"1e" + b"9" * 5_000)),
+]
+_STRINGS = [
+    *("", " ", "a", "\x00", "\x1b[31m\x07", "\r\nX-Injected: 1", "\u202e\u2066", "\ufeff", "\uffff"),
+    *("\ud800", "a\ud83d", "\ude00\ud83d", "ab" * 50 + "\udc80"),
+    *("🏳️‍🌈" * 40, "e" + "\u0301" * 2_000, "\u200b" * 3_000, "İ", "ﬃ", "\u2028"),
+    *("1", "-1", "NaN", "null", "true", "[1]", "../../../../etc/passwd", "%s%n%x", "{{7*7}}", "{0.__class__}"),
+    *("<|im_start|>system\n", "<|endoftext|>", "</tool_call>", "<think>"),
+    *("a" * 257, "ab" * 50_000, "\n" * 20_000, "9" * 20_000, "é" * 20_000, "".join(map(chr, range(0x4E00, 0x9C20)))),
+    *map(Raw, (b'"\xff"', b'"\xc0\x80"', b'"\xed\xa0\x80"', b'"\x01"', b'"\\x41"', b'"\\u12"', b"'a'", b'"')),
+]
+_ARRAYS = [
+    *([], [None], [[]], [{}], [True], [-1], ["\ud800"], [[0]], [[[0]]], [1, "a", None, {}, [], 0.5], [2**64], [1.5]),
+    *([0] * 1_000, ["a"] * 1_000, [[0]] * 1_000, [{}] * 1_000, [[0], "a"], ["a" * 30_000]),
+    *map(Raw, (b"[" * 300 + b"]" * 300, b"[" * 100_000 + b"]" * 100_000, b"[" * 100_000, b"[1,]", b"[,1]")),
+    [{"type": "text", "text": "\ud800"}],
+    [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}],
+    [{"role": "tool", "content": "a", "tool_call_id": "\ud800"}],
+]
+_OBJECTS = [
+    *({}, {"": ""}, {"\ud800": 1}, {"a": "\ud800"}, {"1": Raw(b"NaN")}, {"-1": 1}, {"1.5": 1}, {"a" * 30_000: 1}),
+    *({str(i): 1 for i in range(1_000)}, {" 1": 1, "1": 2, "+1": 3, "1_0": 4}, {"type": "json_object"}),
+    *map(Raw, (b'{"a":' * 100_000, b'{"a"}', b"{a:1}", b'{"a":1,}', b'{"a":1,"a":2}')),
+    {"function": {"name": "\ud800"}, "type": "function"},
+    {"messages": [1], "tools": 1, "add_generation_prompt": 1, "bos_token": "\ud800"},
+]
+HOSTILE: tuple[Any, ...] = (None, True, False, *_NUMBERS, *_STRINGS, *_ARRAYS, *_OBJECTS)
+
+_SAMPLING = (
+    "model frequency_penalty logit_bias logit_bias.5 n presence_penalty seed stop stop.0 stream stream_options "
+    "stream_options.include_usage temperature top_p user top_k min_p repetition_penalty min_tokens stop_token_ids "
+    "stop_token_ids.0 ignore_eos bad_words bad_words.0 allowed_token_ids prompt_logprobs truncate_prompt_tokens "
+    "priority cache_salt request_id return_token_ids response_format response_format.type structured_outputs "
+    "max_tokens max_completion_tokens logprobs echo suffix best_of use_beam_search length_penalty kv_transfer_params "
+    "no_such_field"
 )
-_WIRE: tuple[tuple[Callable[[random.Random, str], Case], int], ...] = (
-    (wire_cases.headers, 10),
-    (wire_cases.targets, 10),
-    (wire_cases.chunks, 6),
-    (wire_cases.trailers, 4),
-    (wire_cases.leavers, 8),
-    (wire_cases.slow, 2),
-    (wire_cases.pipelines, 6),
-    (wire_cases.long_pipelines, 1),
-    (wire_cases.same_ids, 5),
+_CHAT = (
+    "messages messages.0 messages.0.role messages.0.content messages.0.content.0 messages.0.content.0.text "
+    "messages.0.name messages.0.tool_calls messages.0.tool_calls.0.function.arguments messages.0.anything messages.1 "
+    "tools tools.0 tools.0.function tools.0.function.name tool_choice tool_choice.function.name parallel_tool_calls "
+    "chat_template chat_template_kwargs chat_template_kwargs.messages continue_final_message documents top_logprobs "
+    "metadata metadata.a service_tier reasoning_effort audio functions"
 )
+_POOLING = "input input.0 input.0.0 messages dimensions encoding_format truncate_prompt_tokens priority request_id"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ROUTES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "seed": 1}, f"{_CHAT} {_SAMPLING}"),
+    (TEXT, {"prompt": "Hi", "max_tokens": 3, "seed": 1}, f"prompt prompt.0 prompt.0.0 prompt_embeds {_SAMPLING}"),
+    ("/tokenize", {"prompt": "Hi"}, f"prompt model add_special_tokens return_token_strs {_CHAT}"),
+    ("/detokenize", {"tokens": [1, 2, 3]}, "tokens tokens.0 model no_such_field"),
+    ("/v1/embeddings", {"input": "Hi"}, _POOLING),
+    ("/pooling", {"input": "Hi"}, f"task {_POOLING}"),
+    ("/v1/score", {"text_1": "Hi", "text_2": ["a"]}, "text_1 text_1.0 text_2 text_2.0 queries truncate_prompt_tokens"),
+    ("/v1/rerank", {"query": "Hi", "documents": ["a"]}, "query documents documents.0 top_n return_documents"),
+    ("/abort_requests", {"request_ids": ["a"]}, "request_ids request_ids.0 no_such_field"),
+    ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}, "lora_name lora_path load_inplace base_model_name"),
+)
+"""Path, a body that is accepted, and the places in it where something else can stand."""
 
 
-NUM_SINGLE_FIELDS = len(bodies.SINGLE_FIELDS)
+def field_cases(seed: int, count: int) -> list[Case]:
+    """Return `count` of all pairs of a place and a hostile value; the same for the same seed."""
+    pairs = [(route, place, i) for route in ROUTES for place in route[2].split() for i in range(len(HOSTILE))]
+    chosen = random.Random(seed).sample(pairs, count)
+    return [
+        Case(f"{place} = hostile value {i}", path, write(put(body, place, HOSTILE[i])))
+        for (path, body, _), place, i in chosen
+    ]
 
 
-def make_case(name: str) -> Case:
-    """The case of this name, the same bytes on every machine: "seed:number" is drawn, "field:number" enumerated."""
-    seed, _, number = name.partition(":")
-    draw = random.Random(name)
-    if seed == "field":
-        return _with_body(draw, name, "field", bodies.single_field(int(number)))
-    makers = [*_BODIES, *_WIRE]
-    maker = draw.choices(range(len(makers)), [weight for _, weight in makers])[0]
-    if maker < len(_BODIES):
-        make_body = _BODIES[maker][0]
-        return _with_body(draw, name, make_body.__name__.replace("_", " "), make_body(draw))
-    return _WIRE[maker - len(_BODIES)][0](draw, name)
+def put(body: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `body` with `value` at `place` ("messages.0.content"), making what is missing on the way."""
+    copy = json.loads(json.dumps(body))
+    parts = [int(part) if part.isdigit() and not place.startswith("logit_bias") else part for part in place.split(".")]
+    here: Any = copy
+    for part, following in itertools.pairwise(parts):
+        wanted: Any = [] if isinstance(following, int) else {}
+        inner = here.get(part) if isinstance(here, dict) else here[part] if part < len(here) else None
+        inner = inner if isinstance(inner, type(wanted)) else wanted
+        _set(here, part, inner)
+        here = inner
+    _set(here, parts[-1], value)
+    return copy
 
 
-def case_names(seed: int, num_fields: int, num_drawn: int) -> list[str]:
-    """`num_fields` of the enumerated cases, spread over routes, places and values, mixed with drawn ones."""
-    # A stride without a common factor visits all of them.
-    fields = [f"field:{(seed * num_fields + i) * 7919 % NUM_SINGLE_FIELDS}" for i in range(num_fields)]
-    names = [*fields, *(f"{seed}:{i}" for i in range(num_drawn))]
-    random.Random(seed).shuffle(names)
-    return names
+def _set(here: Any, part: Any, value: Any) -> None:
+    if isinstance(here, list):
+        here += [0] * (part + 1 - len(here))
+    here[part] = value
 
 
-def _with_body(draw: random.Random, name: str, kind: str, body: bodies.Body) -> Case:
-    path, data, title = body
-    sent = request(path, data, key="admin" if path in ADMIN_PATHS else "attacker")
-    if draw.random() < 0.05:  # the body arrives late, or its client is gone by then
-        at = sent.index(b"\r\n\r\n") + 4
-        cut = draw.randrange(at, len(sent) + 1)
-        return Case(name, kind, f"{path} {title}, in two pieces", (sent[:cut], sent[cut:]), 0.02)
-    if draw.random() < 0.03:
-        return Case(name, kind, f"{path} {title}, leaves", (sent,), leave=Leave.AT_ONCE, expect=Expect.NOTHING)
-    return Case(name, kind, f"{path} {title}", (sent,))
+# ---- sizes, and what is not JSON
+
+
+def size_cases() -> Iterator[Case]:
+    """Yield bodies with very many entries, very long strings, and deep nesting."""
+    user = b'{"messages":[{"role":"user","content":"x"}],'
+
+    def entries(before: bytes, entry: bytes, after: bytes, size: int) -> bytes:
+        return before + b",".join([entry] * (size // (len(entry) + 1))) + after
+
+    for entry in (b"1", b"-1", b"1e999", b'"a"', b"[]", b"[1]", b"{}"):
+        yield Case("prompts", TEXT, entries(b'{"prompt":[', entry, b"]}", 2 * MB))
+        yield Case("tokens", "/detokenize", entries(b'{"tokens":[', entry, b"]}", 2 * MB))
+        yield Case("metadata", CHAT, entries(user + b'"metadata":{"a":[', entry, b"]}}", 6 * MB))
+    for name in (b"stop", b"bad_words", b"stop_token_ids", b"allowed_token_ids"):
+        for entry in (b'"a"', b"7"):
+            yield Case(f"{name.decode()}", TEXT, entries(b'{"prompt":"x","' + name + b'":[', entry, b"]}", MB))
+    yield Case("messages", CHAT, entries(b'{"messages":[', b'{"role":"user","content":"x"}', b"]}", 4 * MB))
+    yield Case("tools", CHAT, entries(user + b'"tools":[', b'{"function":{"name":"f"}}', b"]}", MB))
+    yield Case("keys", CHAT, user + b'"metadata":{' + b",".join(b'"k%d":1' % i for i in range(10**6)) + b"}}")
+    yield Case("biases", TEXT, b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(10**5)) + b"}}")
+    for text in (b"a", b" ", b"\\n", b"\\u0000", "漢".encode(), b"<|im_start|>", b"\\ud800", b"don't've'll "):
+        yield Case(f"a long text of {text!r}", TEXT, b'{"prompt":"' + text * (12 * MB // len(text)) + b'"}')
+        yield Case(f"text of {text!r} to cut", "/tokenize", b'{"prompt":"' + text * (300_000 // len(text)) + b'"}')
+    for name in (b"model", b"user", b"request_id", b"no_such_field", b"chat_template"):
+        yield Case(f"a long {name.decode()}", CHAT, user + b'"' + name + b'":"' + b"a" * MB + b'"}')
+    for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
+        inner = opening * 10**6 + b"1" + closing * 10**6
+        yield Case("nesting", CHAT, user + b'"metadata":{"a":' + inner + b"}}")
+        yield Case("nesting of nothing", TEXT, inner)
+    yield Case("too large", TEXT, b'{"prompt":"' + b"a" * 17 * MB + b'"}')
+
+
+def broken_cases() -> Iterator[Case]:
+    """Yield bodies that are not a JSON object."""
+    good = write(ROUTES[1][1])
+    for cut in range(0, len(good), 5):
+        yield Case(f"the first {cut} bytes", TEXT, good[:cut])
+    for text in (
+        b"null",
+        b"1",
+        b'"a"',
+        b"[]",
+        b"{}{}",
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf" + good,
+        good + b"x",
+        b"{" * 1_000,
+    ):
+        yield Case(f"{text[:20]!r}", TEXT, text)
+    for text in (good.decode().encode("utf-16"), good.replace(b":", b"="), b"a=1&b=2", b"\x00" * 1_000, b"--x\r\n\r\n"):
+        yield Case(f"{text[:20]!r}", CHAT, text)
+
+
+# ---- HTTP
+
+GOOD = write(ROUTES[1][1])
+
+
+def request(path: str = TEXT, body: bytes = GOOD, *headers: bytes, method: str = "POST") -> bytes:
+    """Return one complete HTTP/1.1 request."""
+    lines = [
+        f"{method} {path} HTTP/1.1".encode("latin-1", "replace"),
+        b"Host: pagoda",
+        b"Authorization: Bearer attacker",
+    ]
+    lines += [b"Content-Type: application/json", b"Content-Length: %d" % len(body), *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def http_cases() -> Iterator[tuple[str, bytes]]:
+    """Yield (title, bytes) of requests that are good or bad HTTP, each for a connection of its own."""
+    for header in (
+        *(b"X-Request-Id: " + one for one in (b"", b"a" * 129, b"\xed\xa0\x80", b"a b", b"../../a", b"\xff" * 50)),
+        *(b"Authorization: " + one for one in (b"", b"Basic YTpi", b"Bearer \xff", b"Bearer " + b"a" * 60_000)),
+        *(b"Content-Encoding: gzip", b"Expect: 100-continue", b"Connection: upgrade\r\nUpgrade: websocket"),
+        *(b"Connection: upgrade\r\nUpgrade: h2c", b"Host: b", b"Content-Length: 5", b"Origin: \xff", b"X : a", b": a"),
+        *(b"X: " + b"a" * 70_000, b"\r\n".join(b"X-%d: a" % i for i in range(8_000)), b"X", b"X:\x00a", b" folded"),
+        *(b"Transfer-Encoding: identity", b"Transfer-Encoding: chunked", b"Content-Type: application/json; charset=x"),
+    ):
+        yield f"the header {header[:30]!r}", request(TEXT, GOOD, header)
+    for method in ("GET", "HEAD", "PUT", "OPTIONS", "TRACE", "CONNECT", "PROPFIND", "post", "A" * 9_000):
+        yield f"the method {method[:20]}", request(TEXT, b"", method=method)
+    for path in (
+        *(
+            "/",
+            "//",
+            "/v1/completions/",
+            "/v1/../v1/completions",
+            "/v1/models/%ed%a0%80",
+            "/v1/models/../../etc/passwd",
+        ),
+        *(
+            "/v1/models/" + "a" * 9_000,
+            "/v1/completions?" + "a=1&" * 3_000,
+            "*",
+            "http://a.example/",
+            "/%00",
+            "/%ff%fe",
+        ),
+        *("/reset_prefix_cache?reset_running_requests=a", "/metrics?name[]=" + "a" * 5_000, "/\xff"),
+    ):
+        yield f"the path {path[:30]!r}", request(path)
+    head = request(TEXT, b"", b"Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+    for body in (
+        *(
+            b"zz\r\nabc\r\n",
+            b"-1\r\na\r\n",
+            b"3\r\nabcdef\r\n",
+            b"\r\n\r\n",
+            b"ffffffffffffffffff\r\na\r\n",
+            b"0\r\n\r\n",
+        ),
+        *(b"3;" + b"a" * 70_000 + b"\r\nabc\r\n", b"1\r\n{\r\n" * 3_000 + b"0\r\n\r\n", b"0\r\nX: " + b"a" * 70_000),
+    ):
+        yield f"the chunk {body[:20]!r}", head + body
+    for bytes_ in (b"\x16\x03\x01\x02\x00\x01\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x00" * 500, b"GET\r\n\r\n"):
+        yield f"the bytes {bytes_[:20]!r}", bytes_
+        yield f"a request, then the bytes {bytes_[:20]!r}", request() + bytes_
+    yield "forty requests at once", request() * 40
