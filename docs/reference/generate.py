@@ -383,9 +383,10 @@ def _as_prose(text: str) -> str:
 def metrics_page() -> str:
     """Every series of /metrics, as a server without requests gives them."""
     from pagoda.engine.wire import EngineStats
-    from pagoda.metrics.prometheus import ServerMetrics
+    from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 
-    metrics = ServerMetrics("MODEL", EngineStats, {"block_size": "16"})
+    metrics = ServerMetrics("MODEL", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
+    metrics.on_http("", "", 0)
     rows: list[tuple[str, ...]] = []
     for family in metrics.registry.collect():
         samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
@@ -394,7 +395,8 @@ def metrics_page() -> str:
         rows.append((f"`{shown}`", family.type, _labels(samples), family.documentation))
     intro = (
         "`GET /metrics` in Prometheus' text form. The names are those that dashboards and load generators of the field "
-        "read, hence the prefix `vllm:`.\nEvery series exists from the start of the server. Times are in seconds. A "
+        "read, hence the prefix `vllm:`.\nEvery series but those of `http_requests` exists from the start of the "
+        "server. Times are in seconds. A "
         "histogram has `_bucket`, `_sum` and `_count`. Every series has the labels\n`model_name` and `engine`, if its "
         "row does not list others."
     )

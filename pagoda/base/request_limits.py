@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Protocol
 
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.base.setting import Setting
+from pagoda.base.setting import Setting, default_of
 
 
 class _Lists(Protocol):
@@ -190,4 +190,5 @@ class RequestLimits:
 def describe_limits() -> tuple[tuple[str, int, str], ...]:
     """Return (name, default, what is counted) of every limit, in the order of the documentation."""
     hints = typing.get_type_hints(RequestLimits, include_extras=True)
-    return tuple((item.name, item.default, hints[item.name].__metadata__[0].text) for item in fields(RequestLimits))
+    notes: dict[str, Setting | Counted] = {name: hint.__metadata__[0] for name, hint in hints.items()}
+    return tuple((item.name, default_of(item), notes[item.name].text) for item in fields(RequestLimits))

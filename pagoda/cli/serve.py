@@ -50,7 +50,7 @@ async def _serve(config: EngineConfig) -> None:
     await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
     try:
         from pagoda.server.app import serve as serve_http
-        from pagoda.server.assemble import build_state
+        from pagoda.server.state import build_state
 
         await serve_http(await build_state(config, client, starting), config.server, listener)
     finally:

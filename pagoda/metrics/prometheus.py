@@ -10,6 +10,11 @@ from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 
 REJECTION_REASONS = ("requests", "tokens", "key_concurrency", "key_rate")
+CACHE_LABELS = (
+    *("block_size", "num_gpu_blocks", "num_cpu_blocks"),
+    *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),
+)
+"""Labels of cache_config_info."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _LABELS = ("model_name", "engine")
 _SECONDS = (

@@ -1,0 +1,12 @@
+"""The HTTP server: OpenAI's API over an engine process.
+
+A request passes AccessLog and Gate (middleware.py), and reaches its route. A route reads its body into a typed struct
+(body.py; protocol.py, sampling_body.py, pooling_bodies.py), admits it (admission.py), and turns it into prompts and
+parameters (chat.py, completions.py, pooling.py; tool_choice.py and structure.py for the form of the output). Generator
+(generation.py) tokenises them and starts the requests in the engine; their outputs become the structs of answers.py
+(tool_parsers/ finds calls in text), which responses.py sends, whole or as a stream. respond.py is that course for all
+generated text. operations.py has the routes that generate nothing.
+
+state.py builds what all routes share. app.py puts the routes together, describes them, and serves them on uvicorn from
+the socket of listening.py until a signal, then drains. Every error becomes OpenAI's format in errors.py.
+"""

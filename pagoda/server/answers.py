@@ -3,11 +3,13 @@
 A field whose default is UNSET is left out of the answer until it is set; the order of fields is the order on the wire.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+
+from pagoda.base.outputs import Logprob
 
 
 class ErrorDetail(Struct, frozen=True):
@@ -319,3 +321,181 @@ def answers_with(kind: type[Struct], chunk: type[Struct] | None = None) -> Respo
     )
     content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
     return {200: {"content": content, "description": "The answer, whole or streamed"}, **ERRORS}
+
+
+class PoolingUsage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+D = TypeVar("D")
+
+
+class PooledList(Struct, Generic[D], kw_only=True):
+    """An answer with an entry for each input, or for each pair of texts."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[D]
+    usage: PoolingUsage
+
+
+class EmbeddingData(Struct, kw_only=True):
+    """embedding: numbers, or with encoding_format base64, the bytes of little-endian float32."""
+
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(PooledList[EmbeddingData], kw_only=True):
+    pass
+
+
+class PoolingData(Struct, kw_only=True):
+    """data: numbers, one list of them per token, or the bytes of either as base64 of little-endian float32."""
+
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float | list[float]] | str
+
+
+class PoolingResponse(PooledList[PoolingData], kw_only=True):
+    pass
+
+
+class ClassificationData(Struct, kw_only=True):
+    """label: of the largest of `probs`."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationResponse(PooledList[ClassificationData], kw_only=True):
+    pass
+
+
+class ScoreData(Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(PooledList[ScoreData], kw_only=True):
+    pass
+
+
+class RankedDocument(Struct, frozen=True):
+    text: str
+
+
+class RerankResult(Struct, kw_only=True):
+    """index: of the document in the request."""
+
+    index: int
+    document: RankedDocument | UnsetType = UNSET
+    relevance_score: float
+
+
+class RerankResponse(Struct, kw_only=True):
+    """results: the most relevant document first."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RerankResult]
+
+
+POOLING_ANSWERS: tuple[type[Struct], ...] = (
+    EmbeddingResponse,
+    PoolingResponse,
+    ClassificationResponse,
+    ScoreResponse,
+    RerankResponse,
+)
+
+
+LogprobDicts = Sequence[dict[int, Logprob] | None]
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: LogprobDicts,
+    num_top: int,
+    offset: int,
+    text_of: Callable[[int], str],
+    as_ids: bool = False,
+) -> tuple[CompletionLogprobs, int]:
+    """Return the `logprobs` object of a text completion, and the text offset after it.
+
+    offset: of the first token's text.   text_of: returns the text of a token without an entry (a prompt's first one).
+    as_ids: write tokens as "token_id:ID"; offsets are still those of their texts.
+    """
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=False):
+        text = _text(token_id, entry) if entry is not None else text_of(token_id)
+        tokens.append(_id_text(token_id) if as_ids else text)
+        offsets.append(offset)
+        offset += len(text)
+        if entry is None:
+            chosen.append(None)
+            top.append(None)
+            continue
+        chosen.append(_finite(entry[token_id].logprob))
+        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[: max(num_top, 1)]
+        top.append({_shown(i, entry, as_ids): _finite(value.logprob) for i, value in best} if num_top else None)
+    return CompletionLogprobs(tokens, chosen, top, offsets), offset
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, as_ids: bool = False) -> ChatLogprobs:
+    """Return the `logprobs` object of a chat choice.   as_ids: write tokens as "token_id:ID"; `bytes` is the text."""
+    content: list[ChatLogprob] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=False):
+        if entry is None:
+            continue
+        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        top = [TopLogprob(*_chat_entry(candidate, entry, as_ids)) for candidate, _ in best]
+        content.append(ChatLogprob(*_chat_entry(token_id, entry, as_ids), top))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(logprobs: LogprobDicts) -> PromptLogprobs:
+    """Return, per prompt token, token id -> its log-probability; None for the first."""
+    return [
+        None
+        if entry is None
+        else {str(i): PromptLogprob(_finite(v.logprob), v.rank, v.decoded_token) for i, v in entry.items()}
+        for entry in logprobs
+    ]
+
+
+def _chat_entry(token_id: int, entry: dict[int, Logprob], as_ids: bool) -> tuple[str, float, list[int]]:
+    """Return the token, log-probability and bytes of one candidate."""
+    text = _text(token_id, entry)
+    return _shown(token_id, entry, as_ids), _finite(entry[token_id].logprob), list(text.encode())
+
+
+def _text(token_id: int, entry: dict[int, Logprob]) -> str:
+    decoded = entry[token_id].decoded_token
+    return decoded if decoded is not None else _id_text(token_id)
+
+
+def _shown(token_id: int, entry: dict[int, Logprob], as_ids: bool) -> str:
+    return _id_text(token_id) if as_ids else _text(token_id, entry)
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _finite(value: float) -> float:
+    """Return the value with -inf replaced by -9999.0, as OpenAI does: JSON has no infinity."""
+    return max(value, -9999.0)

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -16,11 +17,12 @@ from starlette.types import ASGIApp
 
 from pagoda.base.allocator import keep_objects
 from pagoda.base.server_config import ServerConfig
-from pagoda.server import adapters, chat, completions, errors, operations, pooling, tokens
-from pagoda.server.body import json_schemas
-from pagoda.server.draining import RETRY_AFTER_S
+from pagoda.server import chat, completions, errors, operations, pooling
+from pagoda.server.answers import ANSWERS, POOLING_ANSWERS
 from pagoda.server.errors import ApiError
-from pagoda.server.middleware import OPEN_PATHS, AccessLog, Gate
+from pagoda.server.middleware import OPEN_PATHS, RETRY_AFTER_S, AccessLog, Gate
+from pagoda.server.pooling_bodies import POOLING_BODIES
+from pagoda.server.protocol import REQUEST_BODIES, ChatMessage
 from pagoda.server.state import ServerState
 
 
@@ -54,7 +56,7 @@ def create_api(has_keys: bool) -> FastAPI:
         redirect_slashes=False,  # "/v1/models/" gets a 404 with a message, not an empty redirect
     )
     errors.install(app)
-    for part in (chat, completions, pooling, tokens, operations, adapters):
+    for part in (chat, completions, pooling, operations):
         app.include_router(part.router)
     _describe(app, has_keys)
     return app
@@ -82,6 +84,12 @@ def _describe(app: FastAPI, has_keys: bool) -> None:
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def json_schemas() -> dict[str, Any]:
+    """Return the OpenAPI schema components of all request bodies and answers, by name."""
+    kinds = [*REQUEST_BODIES, *POOLING_BODIES, ChatMessage, *ANSWERS, *POOLING_ANSWERS]
+    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
 
 
 MAX_HEADER_BYTES = 64 * 2**10

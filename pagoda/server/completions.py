@@ -17,10 +17,11 @@ from pagoda.server.answers import (
     Timings,
     Usage,
     answers_with,
+    completion_logprobs,
+    prompt_logprobs,
 )
 from pagoda.server.body import described_body
 from pagoda.server.generation import Generation
-from pagoda.server.logprobs import completion_logprobs, prompt_logprobs
 from pagoda.server.protocol import CompletionRequest
 from pagoda.server.respond import Head, Prepared, WholeOutput, respond
 from pagoda.server.state import ServerState

@@ -1,9 +1,10 @@
-"""Middleware for every HTTP request: request id, body size, API key, access log.
+"""What every HTTP request passes: request id, body size, API key, draining, access log.
 
 Plain ASGI, so it adds no overhead to streams.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -11,15 +12,69 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
-from pagoda.server.draining import OPEN_WHILE_DRAINING, RETRY_AFTER_S, Drain
 from pagoda.server.errors import error_response
+
+RETRY_AFTER_S = 5
+"""Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
+
+OPEN_WHILE_DRAINING = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/abort_requests"})
+"""Routes for observing or shortening the drain."""
+
+
+class Drain:
+    """Tracks the requests in progress, and cancels the remaining ones after the deadline.
+
+    For one event loop; `begin` may be called from a signal handler.
+    """
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.is_over = False
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        """Refuse new requests from now on. Idempotent."""
+        self.is_draining = True
+
+    def refuses(self, path: str) -> bool:
+        return self.is_draining and path not in OPEN_WHILE_DRAINING
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the server from shutting down while the block runs in the current task."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._idle.set()
+
+    async def wait_until_idle(self, timeout_s: float) -> bool:
+        """Return True once no request is in progress, or False after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return self._idle.is_set()
+
+    def cancel_rest(self) -> None:
+        """Cancel the tasks of requests still in progress, which see from `is_over` why."""
+        self.is_over = True
+        for task in self._tasks:
+            task.cancel()
+
 
 access_log = logging.getLogger("pagoda.access")
 

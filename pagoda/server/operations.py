@@ -1,26 +1,39 @@
-"""Operational endpoints: health, load, metrics, models, version, aborts, the prefix cache."""
+"""Routes that generate nothing: health, load, metrics, models, aborts, the prefix cache; tokens; LoRA adapters."""
 
+import functools
 from importlib.metadata import version
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import (
     CONFLICT,
     ERRORS,
     AbortResponse,
+    DetokenizeResponse,
     LoadResponse,
     ModelCard,
     ModelList,
+    TokenizeResponse,
+    TokenizerInfo,
     VersionResponse,
     answers_with,
 )
-from pagoda.server.body import described_body, read_body
-from pagoda.server.draining import RETRY_AFTER_S
+from pagoda.server.body import Body, described_body, read_body
 from pagoda.server.errors import error_response
-from pagoda.server.protocol import AbortRequest
-from pagoda.server.responses import json_response
+from pagoda.server.middleware import RETRY_AFTER_S
+from pagoda.server.protocol import (
+    AbortRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
+from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.state import ServerState, state_of
 
 router = APIRouter()
@@ -128,3 +141,94 @@ async def reset_prefix_cache(http: Request, reset_running_requests: bool = False
     if await state.generator.llm.reset_prefix_cache(reset_running_requests):
         return Response()
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
+
+
+@router.post("/tokenize", responses=answers_with(TokenizeResponse), openapi_extra=described_body(TokenizeRequest))
+async def tokenize(http: Request) -> Response:
+    """Return the token ids of a text, or of a conversation rendered with the chat template."""
+    state = state_of(http)
+    body = await read_body(http, TokenizeRequest, state.request_limits)
+    state.adapter_of(body.model)
+    state.check_template(body.chat_template)
+    text, key = state.generator.llm.text, http.scope["state"]["key"]
+    if body.messages is not None:
+        rendering = text.render_chat(
+            body.rendered_messages(),
+            ChatOptions(
+                chat_template=body.chat_template,
+                tools=[tool.as_dict() for tool in body.tools] if body.tools else None,
+                add_generation_prompt=body.opens_answer,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+                add_special_tokens=body.add_special_tokens is True,
+            ),
+            is_bounded=True,
+            key=key,
+        )
+        prompt = await cancel_on_disconnect(http, rendering)
+        token_ids = prompt.token_ids
+    else:
+        token_ids = await cancel_on_disconnect(
+            http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False, key=key)
+        )
+    answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
+    if body.return_token_strs:
+        answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids, key))
+    return await run_sized(len(token_ids), lambda: json_response(answer))
+
+
+@router.post("/detokenize", responses=answers_with(DetokenizeResponse), openapi_extra=described_body(DetokenizeRequest))
+async def detokenize(http: Request) -> Response:
+    """Return the text of token ids."""
+    state = state_of(http)
+    body = await read_body(http, DetokenizeRequest, state.request_limits)
+    state.adapter_of(body.model)
+    decoding = state.generator.llm.text.detokenize(body.tokens, http.scope["state"]["key"])
+    return json_response(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
+
+
+@router.get("/tokenizer_info", responses=answers_with(TokenizerInfo))
+async def tokenizer_info(http: Request) -> Response:
+    """Return the tokenizer's settings, named as in tokenizer_config.json, including the chat template."""
+    state = state_of(http)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": state.max_model_len,
+        **state.generator.llm.text.tokenizer_facts(),
+        "chat_template": state.chat_template,
+    }
+    return json_response(TokenizerInfo.of(settings))
+
+
+_post = functools.partial(router.post, response_class=PlainTextResponse, responses=ERRORS)
+
+B = TypeVar("B", bound=Body)
+
+
+@_post("/v1/load_lora_adapter", openapi_extra=described_body(LoadAdapterRequest))
+async def load_lora_adapter(http: Request) -> Response:
+    """Load a LoRA adapter from below `--lora-dir`; requests choose it by its name as `model`.
+
+    If the server has an admin key, this needs it.
+    """
+    adapters, body = await _read_as_admin(http, LoadAdapterRequest)
+    await adapters.load(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@_post("/v1/unload_lora_adapter", openapi_extra=described_body(UnloadAdapterRequest))
+async def unload_lora_adapter(http: Request) -> Response:
+    """Remove a LoRA adapter. Requests that use it finish; new ones get 404.
+
+    If the server has an admin key, this needs it.
+    """
+    adapters, body = await _read_as_admin(http, UnloadAdapterRequest)
+    await adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def _read_as_admin(http: Request, kind: type[B]) -> tuple[ServedAdapters, B]:
+    """Return the server's adapters and the body of a request to change them. Raises ApiError (403) without the key."""
+    state = state_of(http)
+    state.check_admin(http)
+    return state.adapters, await read_body(http, kind, state.request_limits)

@@ -18,10 +18,7 @@ from pagoda.engine.inputs.pooling_inputs import check_pooling, instruction_of, w
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.outputs.results import vector_of
-from pagoda.server.answers import PromptTokensDetails, answers_with
-from pagoda.server.body import described_body, read_body
-from pagoda.server.generation import Generation
-from pagoda.server.pooling_answers import (
+from pagoda.server.answers import (
     ClassificationData,
     ClassificationResponse,
     EmbeddingData,
@@ -30,12 +27,16 @@ from pagoda.server.pooling_answers import (
     PoolingData,
     PoolingResponse,
     PoolingUsage,
+    PromptTokensDetails,
     RankedDocument,
     RerankResponse,
     RerankResult,
     ScoreData,
     ScoreResponse,
+    answers_with,
 )
+from pagoda.server.body import described_body, read_body
+from pagoda.server.generation import Generation
 from pagoda.server.pooling_bodies import (
     ClassificationRequest,
     EmbeddingRequest,

@@ -10,8 +10,8 @@ from pagoda.base.pooling import TASKS, PoolingParams
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.scoring import PairOptions
-from pagoda.server.fields import Body, Flag, Priority, RequestId, TokenId, one_of
-from pagoda.server.messages import DESCRIBED_MESSAGES, Messages, check_chat, without_nulls
+from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, one_of
+from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat, without_nulls
 
 Texts = str | list[str]
 Inputs = str | list[str | TokenId | list[TokenId]]

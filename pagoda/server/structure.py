@@ -7,7 +7,7 @@ from typing import Annotated, Any, Protocol
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.server.fields import Body, one_of
+from pagoda.server.body import Body, one_of
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")

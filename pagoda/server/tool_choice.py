@@ -10,8 +10,7 @@ from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, MAX_CALLS, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
-from pagoda.server.messages import NamedTool
-from pagoda.server.protocol import ChatCompletionRequest
+from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.state import ServerState
 
 _GENERIC = "hermes"

@@ -9,8 +9,7 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.body import json_schemas, parse_body
-from pagoda.server.fields import Body
+from pagoda.server.body import Body, json_schemas, parse_body
 from pagoda.server.protocol import (
     AbortRequest,
     ChatCompletionRequest,

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from pagoda.server.protocol import ChatCompletionRequest, CompletionRequest
-from pagoda.server.unserved import CHAT_ONLY, UNSERVED, UnservedFields
+from pagoda.server.sampling_body import CHAT_ONLY, UNSERVED, UnservedFields
 from tests.server.live import LiveServer
 from tests.server.test_tools import HERMES, TOOLS
 

@@ -13,7 +13,7 @@ from pagoda import SamplingParams, WorkerDied
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.server.app import create_app
-from pagoda.server.draining import Drain
+from pagoda.server.middleware import Drain
 from tests.fake_engine import byte_inputs, fake_core
 from tests.inline_client import InlineClient
 

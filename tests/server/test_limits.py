@@ -8,8 +8,7 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
-from pagoda.server.body import parse_body
-from pagoda.server.fields import Body
+from pagoda.server.body import Body, parse_body
 from pagoda.server.pooling_bodies import EmbeddingRequest
 from pagoda.server.protocol import (
     ChatCompletionRequest,

@@ -17,9 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.server import middleware
 from pagoda.server.app import create_app
-from pagoda.server.draining import Drain
 from pagoda.server.errors import on_http_error
-from pagoda.server.middleware import AccessLog, Gate
+from pagoda.server.middleware import AccessLog, Drain, Gate
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
-from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning
+from pagoda.server.chat import ReasoningSplitter, opens_reasoning
 from pagoda.server.tool_parsers import (
     TOOL_PARSERS,
     HermesParser,

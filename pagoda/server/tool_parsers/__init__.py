@@ -5,10 +5,14 @@ To add one, write a class, list it here, and give its grammar the same name in `
 
 from pagoda.base.registry import Registry
 from pagoda.server.tool_parsers.base import Parsed, ToolCall, ToolParser, held_back
-from pagoda.server.tool_parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from pagoda.server.tool_parsers.hermes import HermesParser
-from pagoda.server.tool_parsers.llama_json import LlamaJsonParser
-from pagoda.server.tool_parsers.mistral import GraniteParser, MistralParser
+from pagoda.server.tool_parsers.json_formats import (
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    GraniteParser,
+    HermesParser,
+    LlamaJsonParser,
+    MistralParser,
+)
 from pagoda.server.tool_parsers.pythonic import PythonicParser
 
 __all__ = ["TOOL_PARSERS", "Parsed", "ToolCall", "ToolParser", "held_back", "parser_for_template", "parser_named"]
