@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from pagoda.cli.bench import load, report
+from pagoda.cli.bench import load
 from tests.server.live import LiveServer
 
 MODEL = "smollm2-135m"
@@ -133,7 +133,7 @@ def test_the_report_counts_by_hand() -> None:
         load.RequestRecord(1.0, 3, status=429, error="full"),
         load.RequestRecord(1.0, 3, status=500, error="no"),
     ]
-    result = report.summarise(records, {"ttft": 200.0})
+    result = load.summarise(records, {"ttft": 200.0})
     assert (result["ok"], result["refused"], result["failed"]) == (2, 1, 1)
     assert result["duration_s"] == 2.5
     assert result["out_tok_s"] == 8.8

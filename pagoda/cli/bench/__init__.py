@@ -2,7 +2,7 @@
 
 import typer
 
-from pagoda.cli.bench import latency, serve, startup, throughput
+from pagoda.cli.bench import serve, startup, throughput
 from pagoda.cli.help_format import Group, command
 
 app = typer.Typer(
@@ -12,7 +12,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 command(app, "throughput")(throughput.throughput)
-command(app, "latency")(latency.latency)
+command(app, "latency")(throughput.latency)
 command(app, "startup")(startup.startup)
 serve.register(app)
 

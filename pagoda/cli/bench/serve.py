@@ -43,11 +43,11 @@ def bench_serve(
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the run to this file.")] = None,
 ) -> None:
     """Load a running server; report throughput, TTFT, ITL, TPOT, E2E percentiles and goodput."""
-    from pagoda.cli.bench import load, report
+    from pagoda.cli.bench import load
 
-    targets = report.parse_goodput(goodput or [])
+    targets = load.parse_goodput(goodput or [])
     if plot is not None:
-        report.check_plot(plot)
+        load.check_plot(plot)
     if workload is not None:
         try:
             items = json.loads(workload.read_text())
@@ -63,9 +63,9 @@ def bench_serve(
     base_url = base_url.rstrip("/").removesuffix("/v1")
     target = load.Target(base_url, model or _first_model(base_url, api_key), api_key, ignore_eos, timeout_s)
     records = asyncio.run(load.run_load(target, requests, max_concurrency))
-    result = report.summarise(records, targets)
+    result = load.summarise(records, targets)
     if plot is not None:
-        report.plot(records, plot)
+        load.plot(records, plot)
     if as_json:
         print(json.dumps(result))
     else:
@@ -88,7 +88,7 @@ def _first_model(base_url: str, api_key: str | None) -> str:
         raise ConfigError(f"--base-url {base_url}: cannot list its models ({error}); is the server running?") from error
 
 
-def _print_table(result: "report.LoadReport", errors: list[str]) -> None:  # type: ignore[name-defined]  # noqa: F821
+def _print_table(result: "load.LoadReport", errors: list[str]) -> None:  # type: ignore[name-defined]  # noqa: F821
     from rich.console import Console
     from rich.table import Table
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from pagoda.base.errors import ConfigError
-from pagoda.cli.bench.figures import percentile, report
+from pagoda.cli.bench.workload import percentile, report
 
 PROMPT = "Once upon a time"
 READY_TIMEOUT_S = 120.0

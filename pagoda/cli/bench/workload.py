@@ -1,7 +1,10 @@
-"""Workloads: the requests a benchmark runs, read from JSON or made up from a seed."""
+"""What benchmarks share: the requests that they run, from JSON or made up from a seed, and how figures are printed."""
 
 import json
+import math
 import random
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,3 +40,31 @@ def random_workload(num_requests: int, input_len: int, output_len: int, vocab: i
     """Requests of one shape with random token ids below `vocab` (none below 10, where special tokens tend to be)."""
     rng = random.Random(seed)
     return [WorkItem([rng.randrange(10, vocab) for _ in range(input_len)], output_len) for _ in range(num_requests)]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of all values do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def report(figures: Mapping[str, object], as_json: bool) -> None:
+    """Print figures: one JSON line and nothing else, or a table for people."""
+    if as_json:
+        print(json.dumps(figures))
+        return
+    from rich.table import Table
+
+    from pagoda.cli.console import stdout_console
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, (int, float)) else str(value))
+    stdout_console().print(table)
+
+
+def note(text: str) -> None:
+    """A line about progress, on standard error."""
+    print(text, file=sys.stderr)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from pagoda.base.errors import ConfigError
-from pagoda.cli.bench.figures import percentile
 from pagoda.cli.bench.startup import time_start
 from pagoda.cli.bench.throughput import with_other_tokens
-from pagoda.cli.bench.workload import WorkItem, random_workload, read_workload
+from pagoda.cli.bench.workload import WorkItem, percentile, random_workload, read_workload
 
 MAKER = Path(__file__).parents[3] / "benchmarks" / "workload.py"
 # Published figures name these workloads: a change of a byte makes them figures of something else.
