@@ -112,8 +112,8 @@ class RequestLimits:
         allowed: int = getattr(self, name)
         if count > allowed:
             what = next(what for known, _, what in describe_limits() if known == name)
-            said = f"{param or 'the body'}: {count} {what} are more than the limit of {allowed} ({name})"
-            raise RequestError(said, param)
+            message = f"{param or 'the body'}: {count} {what} are more than the limit of {allowed} ({name})"
+            raise RequestError(message, param)
 
     def check_lists(self, given: _Lists) -> None:
         """Raise RequestError if a list in a request's sampling parameters exceeds its limit."""

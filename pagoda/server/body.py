@@ -61,6 +61,22 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
 
 
+_PROMPT_KINDS: dict[type, str] = {str: "a string", int: "a token id", list: "a list of token ids"}
+
+
+def check_alike(name: str, prompts: str | list[Any]) -> None:
+    """Raise RequestError, naming the first entry of a list of prompts that is of another type than the one before.
+
+    name: the field that they are in.
+    """
+    if isinstance(prompts, str) or len(set(map(type, prompts))) <= 1:
+        return
+    first = type(prompts[0])
+    at = next(index for index, entry in enumerate(prompts) if type(entry) is not first)
+    expected, given = _PROMPT_KINDS[first], _PROMPT_KINDS[type(prompts[at])]
+    raise RequestError(f"{name}[{at}]: expected {expected}, as in {name}[0], got {given}", f"{name}[{at}]")
+
+
 @functools.cache
 def _defaults(kind: type[Body]) -> tuple[tuple[str, Any], ...]:
     """Return the fields whose default is not None, with that default."""
@@ -175,27 +191,27 @@ def described_body(kind: type[Body]) -> dict[str, Any]:
 # ---- errors
 
 
-def _explained(said: str) -> RequestError:
+def _explained(message: str) -> RequestError:
     """Turn msgspec's "Expected `int`, got `str` - at `$.messages[3].role`" into an error that names the input first."""
     where = ""
-    if match := _PLACE.search(said, max(len(said) - _PLACE_CHARS, 0)):
-        where, said = _clip(match["path"].removeprefix(".")), said[: match.start()]
+    if match := _PLACE.search(message, max(len(message) - _PLACE_CHARS, 0)):
+        where, message = _clip(match["path"].removeprefix(".")), message[: match.start()]
     if where.startswith("["):  # a path of check_messages
         where = f"messages{where}"
-    if match := _UNKNOWN_FIELD.match(said):
+    if match := _UNKNOWN_FIELD.match(message):
         name = _clip(match[1], MAX_SHOWN_CHARS)
         where = f"{where}.{name}" if where else name
         return RequestError(f"this server does not support the field {where!r}", where)
-    if match := _MISSING_FIELD.match(said):
+    if match := _MISSING_FIELD.match(message):
         where = f"{where}.{match[1]}" if where else match[1]
         return RequestError(f"{where}: is required", where)
-    if match := _WRONG_WORD.match(said):
+    if match := _WRONG_WORD.match(message):
         where = f"{where}.{match[1]}" if where else match[1]
         return RequestError(f"{where}: {_clip(match[2])}", where)
-    said = _plain(said)
+    message = _plain(message)
     if not where:
-        return RequestError(f"the body is not a JSON object ({said}); send one with Content-Type: application/json")
-    return RequestError(f"{where}: {said}", where)
+        return RequestError(f"the body is not a JSON object ({message}); send one with Content-Type: application/json")
+    return RequestError(f"{where}: {message}", where)
 
 
 def _undecodable(data: bytes, error: Exception) -> RequestError:
@@ -228,15 +244,15 @@ def _lone_surrogate(value: Any, path: str) -> str | None:
     return next((found for where, item in named if (found := _lone_surrogate(item, where)) is not None), None)
 
 
-def _plain(said: str) -> str:
+def _plain(message: str) -> str:
     """Replace msgspec's type names with those of JSON, and begin in lower case."""
 
     def in_words(match: re.Match[str]) -> str:
         *most, last = [_TYPE_NAMES.get(name, name) for name in match[1].split(" | ")]
         return f"{', '.join(most)} or {last}" if most else last
 
-    said = _TYPE_LIST.sub(in_words, _clip(said))
-    return said[:1].lower() + said[1:]
+    message = _TYPE_LIST.sub(in_words, _clip(message))
+    return message[:1].lower() + message[1:]
 
 
 def _clip(text: str, size: int = 2 * MAX_SHOWN_CHARS) -> str:

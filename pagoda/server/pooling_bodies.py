@@ -10,15 +10,13 @@ from pagoda.base.pooling import TASKS, PoolingParams
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.scoring import PairOptions
-from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, one_of
+from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, check_alike, one_of
 from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat, without_nulls
 
 Texts = str | list[str]
 Inputs = str | list[str | TokenId | list[TokenId]]
 Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-
-_KINDS: dict[type, str] = {str: "a string", int: "a token id", list: "a list of token ids"}
 
 
 class PoolingBody(Body, kw_only=True, frozen=True):
@@ -71,7 +69,7 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
             raise RequestError("input: is empty", "input")
         inputs = self.inputs()
         limits.check("inputs", len(inputs), "input")
-        _check_alike(self.input)
+        check_alike("input", self.input)
         for index, one in enumerate(inputs):
             if not one:
                 raise RequestError(f"{self.names()[index]}: is empty", self.names()[index])
@@ -269,13 +267,3 @@ POOLING_BODIES = (EmbeddingRequest, PoolingRequest, ClassificationRequest, Score
 
 def _as_list(texts: Texts) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
-
-
-def _check_alike(given: Inputs) -> None:
-    """Raise RequestError, naming the first entry of a list of inputs that is of another type than the one before."""
-    if isinstance(given, str) or len(set(map(type, given))) <= 1:
-        return
-    first = type(given[0])
-    at = next(index for index, entry in enumerate(given) if type(entry) is not first)
-    said = f"expected {_KINDS[first]}, as in input[0], got {_KINDS[type(given[at])]}"
-    raise RequestError(f"input[{at}]: {said}", f"input[{at}]")

@@ -25,6 +25,7 @@ from pagoda.server.body import (
     PromptOnlyCount,
     TokenCount,
     TokenId,
+    check_alike,
     one_of,
 )
 from pagoda.server.sampling_body import SamplingBody, Unserved, check_chat_only, check_text_only
@@ -210,7 +211,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         if self.truncate_prompt_tokens is not None:
             num_chars = sum(len(prompt) for prompt in self._texts() if isinstance(prompt, str))
             limits.check("tokenized_chars", num_chars, "prompt")
-        _check_alike(self.prompt or "")
+        check_alike("prompt", self.prompt or "")
         self._check_embeds()
         field, asked = self.asked_tokens
         if asked == 0 and not self.echo:
@@ -275,19 +276,6 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         if isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
-
-
-_PROMPT_KINDS: dict[type, str] = {str: "a string", int: "a token id", list: "a list of token ids"}
-
-
-def _check_alike(prompt: str | list[Any]) -> None:
-    """Raise RequestError, naming the first entry of a list of prompts that is of another type than the one before."""
-    if isinstance(prompt, str) or len(set(map(type, prompt))) <= 1:
-        return
-    first = type(prompt[0])
-    at = next(index for index, entry in enumerate(prompt) if type(entry) is not first)
-    said = f"expected {_PROMPT_KINDS[first]}, as in prompt[0], got {_PROMPT_KINDS[type(prompt[at])]}"
-    raise RequestError(f"prompt[{at}]: {said}", f"prompt[{at}]")
 
 
 class TokenizeRequest(Body, kw_only=True, frozen=True):

@@ -7,7 +7,7 @@ neutral value, which is accepted. Any other value is rejected with an explanatio
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
@@ -27,37 +27,6 @@ from pagoda.server.body import (
 from pagoda.server.structure import ResponseFormat, structure_of, structure_values
 
 Unserved = Annotated[Any, Meta(description="Not served: only a neutral value", extra_json_schema={"enum": [None]})]
-
-
-class UnservedFields(Struct, kw_only=True, frozen=True):
-    """Declared so that `check_unserved` sees their values; each has an entry in UNSERVED."""
-
-    audio: Unserved = None
-    ec_transfer_params: Unserved = None
-    function_call: Unserved = None
-    functions: Unserved = None
-    guided_decoding_backend: Unserved = None
-    kv_transfer_params: Unserved = None
-    logits_processors: Unserved = None
-    logprob_token_ids: Unserved = None
-    media_io_kwargs: Unserved = None
-    mm_processor_kwargs: Unserved = None
-    modalities: Unserved = None
-    moderation: Unserved = None
-    prediction: Unserved = None
-    repetition_detection: Unserved = None
-    return_mm_kwargs: Unserved = None
-    return_prompt_text: Unserved = None
-    return_token_offsets: Unserved = None
-    routed_experts_prompt_start: Unserved = None
-    stream_interval: Unserved = None
-    suffix: Unserved = None
-    thinking_token_budget: Unserved = None
-    truncation_side: Unserved = None
-    verbosity: Unserved = None
-    vllm_xargs: Unserved = None
-    watermarking: Unserved = None
-    web_search_options: Unserved = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +71,10 @@ UNSERVED = {
 }
 
 
+UnservedFields = defstruct("UnservedFields", [(name, Unserved, None) for name in UNSERVED], kw_only=True, frozen=True)
+"""Declares the fields of UNSERVED, so that `check_unserved` sees their values."""
+
+
 # Declared by CompletionRequest: Struct classes with fields cannot be combined.
 CHAT_ONLY = {
     "add_generation_prompt": UnservedField("`add_generation_prompt`", (True,)),
@@ -126,7 +99,7 @@ CHAT_ONLY = {
 TEXT_ONLY = {"best_of": UnservedField("`best_of` (use `n`)", (1,)), "prompt_embeds": UnservedField("`prompt_embeds`")}
 
 
-def check_unserved(body: UnservedFields) -> None:
+def check_unserved(body: Struct) -> None:
     """Raise RequestError for the first field that has a value other than a neutral one."""
     _check(body, UNSERVED, "")
 

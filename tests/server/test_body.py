@@ -9,7 +9,8 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.body import Body, json_schemas, parse_body
+from pagoda.server.app import json_schemas
+from pagoda.server.body import Body, parse_body
 from pagoda.server.protocol import (
     AbortRequest,
     ChatCompletionRequest,
