@@ -185,9 +185,10 @@ def cli_page() -> str:
 def http_page() -> str:
     """The routes and the fields of their bodies, from the OpenAPI description that the server itself serves."""
     from pagoda.server.answers import ANSWERS
-    from pagoda.server.app import create_api
+    from pagoda.server.app import ENDPOINTS
+    from pagoda.server.routing import describe_api
 
-    described = create_api(has_keys=False).openapi()
+    described = describe_api(ENDPOINTS, has_keys=False)
     served: list[tuple[str, ...]] = []
     bodies: list[str] = []
     for path, operations in described["paths"].items():

@@ -12,7 +12,7 @@ from pagoda.base.errors import ConfigError, PagodaError, RequestError
 from pagoda.cli import bench, chat, doctor, generate, models, plan, serve
 from pagoda.cli.help_format import Group, command
 
-SERVE_MODULES = ("aiohttp", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq")
+SERVE_MODULES = ("aiohttp", "prometheus_client", "starlette", "uvicorn", "zmq")
 """Modules of the extra "serve", which the library alone does not need."""
 _LONGEST_MESSAGE = 2000  # characters: an error is a message, never a dump of its input
 

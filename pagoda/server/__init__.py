@@ -7,6 +7,6 @@ parameters (chat.py, completions.py, pooling.py; tool_choice.py and structure.py
 (tool_parsers/ finds calls in text), which responses.py sends, whole or as a stream. respond.py is that course for all
 generated text. operations.py has the routes that generate nothing.
 
-state.py builds what all routes share. app.py puts the routes together, describes them, and serves them on uvicorn from
-the socket of listening.py until a signal, then drains. Every error becomes OpenAI's format in errors.py.
+state.py builds what all routes share. routing.py declares and describes routes; app.py serves them on uvicorn from the
+socket of listening.py until a signal, then drains. Every error becomes OpenAI's format in errors.py.
 """

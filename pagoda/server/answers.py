@@ -285,43 +285,6 @@ ANSWERS: tuple[type[Struct], ...] = (
 )
 """The answers that are not part of another one."""
 
-_ERRORS = {
-    400: "The request is not valid; `param` names the field",
-    401: "The API key is missing or wrong",
-    403: "The admin key is needed",
-    404: "No such model",
-    413: "The body is too large",
-    429: "The server, or this key's share of it, is full; Retry-After says when to come again",
-    500: "The engine failed on this request",
-    503: "The engine is gone or the server is shutting down",
-}
-Responses = dict[int | str, dict[str, Any]]
-
-
-def _json_content(kind: type[Struct]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-
-
-ERRORS: Responses = {
-    code: {"content": _json_content(ErrorResponse), "description": text} for code, text in _ERRORS.items()
-}
-
-
-CONFLICT: dict[str, Any] = {"content": _json_content(ErrorResponse), "description": "The state does not allow it now"}
-
-
-def answers_with(kind: type[Struct], chunk: type[Struct] | None = None) -> Responses:
-    """Return the responses of a route for its OpenAPI description.   chunk: an event of its stream, if it has one."""
-    content = _json_content(kind)
-    if chunk is None:
-        return {200: {"content": content, "description": "The answer"}, **ERRORS}
-    text = (
-        f"With `stream`: server-sent events, each `data: ` and a {chunk.__name__} as JSON; the last is `data: [DONE]`. "
-        "An error during the stream is an event with an ErrorResponse."
-    )
-    content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
-    return {200: {"content": content, "description": "The answer, whole or streamed"}, **ERRORS}
-
 
 class PoolingUsage(Struct, frozen=True):
     prompt_tokens: int

@@ -7,29 +7,29 @@ import socket
 import sys
 from importlib.metadata import version
 from types import FrameType
-from typing import Any
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pagoda.base.allocator import keep_objects
 from pagoda.base.server_config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, pooling
-from pagoda.server.answers import ANSWERS, POOLING_ANSWERS
 from pagoda.server.errors import ApiError
-from pagoda.server.middleware import OPEN_PATHS, RETRY_AFTER_S, AccessLog, Gate
-from pagoda.server.pooling_bodies import POOLING_BODIES
-from pagoda.server.protocol import REQUEST_BODIES, ChatMessage
+from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
+from pagoda.server.routing import describe_api
 from pagoda.server.state import ServerState
 
 
 def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     """Create the ASGI app of a started engine. The caller owns the engine and the sockets.
 
-    The middleware wraps FastAPI's app from outside, so that responses to unexpected errors (500) pass through it too.
+    The middleware wraps the routes' app from outside, so that responses to unexpected errors (500) pass through it too.
     """
     app = create_api(has_keys=bool(config.api_keys))
     app.state.server = state
@@ -47,49 +47,31 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     return AccessLog(layers, state.generator.metrics.on_http)
 
 
-def create_api(has_keys: bool) -> FastAPI:
+ENDPOINTS = tuple(endpoint for part in (chat, completions, pooling, operations) for endpoint in part.router.endpoints)
+
+_DOCS = """<!doctype html>
+<title>pagoda</title>
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
+<div id="docs"></div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#docs"})</script>
+"""
+
+
+def create_api(has_keys: bool) -> Starlette:
     """Return the routes, their errors and the OpenAPI page. No engine is needed until a route is called."""
-    app = FastAPI(
-        title="pagoda",
-        version=version("pagoda-llm"),
-        description="OpenAI-compatible API of the pagoda engine",
-        redirect_slashes=False,  # "/v1/models/" gets a 404 with a message, not an empty redirect
-    )
-    errors.install(app)
-    for part in (chat, completions, pooling, operations):
-        app.include_router(part.router)
-    _describe(app, has_keys)
+    described = msgspec.json.encode(describe_api(ENDPOINTS, has_keys))
+
+    async def openapi(http: Request) -> Response:
+        return Response(described, media_type="application/json")
+
+    async def docs(http: Request) -> Response:
+        return HTMLResponse(_DOCS)
+
+    pages = [Route("/openapi.json", openapi), Route("/docs", docs)]
+    app = Starlette(routes=[*(endpoint.route() for endpoint in ENDPOINTS), *pages], exception_handlers=errors.HANDLERS)
+    app.router.redirect_slashes = False  # "/v1/models/" gets a 404 with a message, not an empty redirect
     return app
-
-
-def _describe(app: FastAPI, has_keys: bool) -> None:
-    """Add to the OpenAPI schema the bodies, which routes read and write themselves, and the gate's authentication."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
-        schema = plain()
-        schema["components"]["schemas"] = json_schemas()
-        for methods in schema["paths"].values():
-            for operation in methods.values():
-                operation["responses"].pop("422", None)  # FastAPI's own; invalid parameters get 400, as `errors` says
-        if not has_keys:
-            return schema
-        schema["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
-        schema["security"] = [{"api_key": []}]
-        for path in OPEN_PATHS & schema["paths"].keys():
-            for operation in schema["paths"][path].values():
-                operation["security"] = []
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def json_schemas() -> dict[str, Any]:
-    """Return the OpenAPI schema components of all request bodies and answers, by name."""
-    kinds = [*REQUEST_BODIES, *POOLING_BODIES, ChatMessage, *ANSWERS, *POOLING_ANSWERS]
-    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
 
 
 MAX_HEADER_BYTES = 64 * 2**10

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from fastapi import Request
 from msgspec import UNSET, Meta, Struct
+from starlette.requests import Request
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
@@ -180,12 +180,6 @@ def _check_values(data: bytes) -> None:
 def _decoder(kind: type[Any]) -> "msgspec.json.Decoder[Any]":
     # Lenient, because clients send "5" for 5 and 1 for true.
     return msgspec.json.Decoder(kind, strict=False)
-
-
-def described_body(kind: type[Body]) -> dict[str, Any]:
-    """Return the request body's description for a route's `openapi_extra`."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 # ---- errors

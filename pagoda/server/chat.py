@@ -5,9 +5,9 @@ import dataclasses
 import uuid
 from collections.abc import Iterable, Sequence
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.inputs.chat_prompts import ChatOptions
@@ -24,16 +24,15 @@ from pagoda.server.answers import (
     MessageToolCall,
     Timings,
     Usage,
-    answers_with,
     chat_logprobs,
     prompt_logprobs,
 )
-from pagoda.server.body import described_body
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.protocol import ChatCompletionRequest
 from pagoda.server.respond import Head, Prepared, WholeOutput, respond
 from pagoda.server.responses import cancel_on_disconnect
+from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 from pagoda.server.tool_choice import ToolUse, special_token
 from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser, held_back
@@ -99,13 +98,14 @@ def opens_reasoning(prompt: str) -> bool:
     return prompt.rstrip().endswith(REASONING_BEGIN)
 
 
-router = APIRouter()
+router = Router()
 
 
 @router.post(
     "/v1/chat/completions",
-    responses=answers_with(ChatCompletionResponse, ChatCompletionChunk),
-    openapi_extra=described_body(ChatCompletionRequest),
+    answer=ChatCompletionResponse,
+    chunk=ChatCompletionChunk,
+    body=ChatCompletionRequest,
 )
 async def create_chat_completion(http: Request) -> Response:
     """Generate the assistant's next message in a conversation."""

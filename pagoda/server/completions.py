@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
 from msgspec import UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.async_engine import AsyncEngine
@@ -16,23 +16,23 @@ from pagoda.server.answers import (
     CompletionResponse,
     Timings,
     Usage,
-    answers_with,
     completion_logprobs,
     prompt_logprobs,
 )
-from pagoda.server.body import described_body
 from pagoda.server.generation import Generation
 from pagoda.server.protocol import CompletionRequest
 from pagoda.server.respond import Head, Prepared, WholeOutput, respond
+from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 
-router = APIRouter()
+router = Router()
 
 
 @router.post(
     "/v1/completions",
-    responses=answers_with(CompletionResponse, CompletionChunk),
-    openapi_extra=described_body(CompletionRequest),
+    answer=CompletionResponse,
+    chunk=CompletionChunk,
+    body=CompletionRequest,
 )
 async def create_completion(http: Request) -> Response:
     """Continue a text, a list of token ids, or several of either."""

@@ -1,9 +1,10 @@
 """Error responses in OpenAI's format."""
 
+from typing import Any
+
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.base.abbreviate import shorten
@@ -94,22 +95,15 @@ def _in_words(request: Request, error: HTTPException) -> str:
     return str(error.detail)
 
 
-def install(app: FastAPI) -> None:
-    """Register handlers that give every error of every route this format."""
+async def on_known(request: Request, error: Exception) -> Response:
+    """Return the response for an exception raised in a route."""
+    known = as_api_error(error)
+    return error_response(known.status, known.message, known.param, known.retry_after_s)
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        """Handle an invalid URL parameter; routes parse bodies themselves."""
-        first = error.errors()[0]
-        where = str(first["loc"][-1])
-        return error_response(400, f"{where}: {first['msg']}", where)
 
-    app.add_exception_handler(HTTPException, on_http_error)  # type: ignore[arg-type]
-
-    async def on_known(request: Request, error: Exception) -> Response:
-        known = as_api_error(error)
-        return error_response(known.status, known.message, known.param, known.retry_after_s)
-
+HANDLERS: dict[Any, Any] = {
+    HTTPException: on_http_error,
     # Exception: unexpected errors become a 500 in the same format; starlette logs their traceback.
-    for kind in (ApiError, ClientGone, Refusal, RequestError, CapacityError, WorkerDied, Exception):
-        app.add_exception_handler(kind, on_known)
+    **dict.fromkeys((ApiError, ClientGone, Refusal, RequestError, CapacityError, WorkerDied, Exception), on_known),
+}
+"""Give every error of every route OpenAI's format."""

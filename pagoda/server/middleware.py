@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
 from pagoda.server.errors import error_response
+from pagoda.server.routing import OPEN_PATHS
 
 RETRY_AFTER_S = 5
 """Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
@@ -79,8 +80,6 @@ class Drain:
 access_log = logging.getLogger("pagoda.access")
 
 REQUEST_ID_HEADER = b"x-request-id"
-OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
-"""Paths that need no key: a browser that opens the documentation cannot send one."""
 CLIENT_CLOSED = 499
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -122,7 +121,7 @@ class AccessLog:
         finally:
             status = status or CLIENT_CLOSED
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self._on_end(method, getattr(scope.get("route"), "path", "none"), status)
+            self._on_end(method, state.get("route", "none"), status)
             _log(scope, state, status, time.perf_counter() - began_s)
 
 
@@ -218,7 +217,7 @@ class _Body:
         self.num_bytes = 0
 
     async def receive(self) -> Message:
-        """Return the next message. Raises only HTTPException: FastAPI, which reads bodies, converts other errors."""
+        """Return the next message. Raises HTTPException for a body that is too large, or whose client left."""
         message = await self._receive()
         if self._is_complete:
             return message

@@ -1,17 +1,15 @@
 """Routes that generate nothing: health, load, metrics, models, aborts, the prefix cache; tokens; LoRA adapters."""
 
-import functools
 from importlib.metadata import version
 from typing import TypeVar
 
-from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
+from pagoda.base.errors import RequestError
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import (
-    CONFLICT,
-    ERRORS,
     AbortResponse,
     DetokenizeResponse,
     LoadResponse,
@@ -20,9 +18,8 @@ from pagoda.server.answers import (
     TokenizeResponse,
     TokenizerInfo,
     VersionResponse,
-    answers_with,
 )
-from pagoda.server.body import Body, described_body, read_body
+from pagoda.server.body import Body, read_body
 from pagoda.server.errors import error_response
 from pagoda.server.middleware import RETRY_AFTER_S
 from pagoda.server.protocol import (
@@ -33,17 +30,18 @@ from pagoda.server.protocol import (
     UnloadAdapterRequest,
 )
 from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
+from pagoda.server.routing import ERRORS, Router
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.state import ServerState, state_of
 
-router = APIRouter()
+router = Router()
 
 # An engine with work but no new step for this long is reported as stuck (the supervisor kills it later).
 STUCK_AFTER_S = 30.0
 
 
-@router.get("/health", response_class=Response, responses={503: ERRORS[503]})
-@router.get("/ping", response_class=Response, responses={503: ERRORS[503]})
+@router.get("/health", errors={503: ERRORS[503]})
+@router.get("/ping", errors={503: ERRORS[503]})
 async def health(http: Request) -> Response:
     """200 while requests can make progress; 503 while the engine is down, starting or stuck, or the server drains."""
     state = state_of(http)
@@ -60,13 +58,13 @@ async def health(http: Request) -> Response:
     return Response()
 
 
-@router.get("/version", responses=answers_with(VersionResponse))
-async def show_version() -> Response:
+@router.get("/version", answer=VersionResponse)
+async def show_version(http: Request) -> Response:
     """The server's version."""
     return json_response(VersionResponse(version("pagoda-llm")))
 
 
-@router.get("/load", responses=answers_with(LoadResponse))
+@router.get("/load", answer=LoadResponse)
 async def load(http: Request) -> Response:
     """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
@@ -85,23 +83,23 @@ async def load(http: Request) -> Response:
     )
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", answer="text/plain", errors={})
 async def metrics(http: Request) -> Response:
     """Metrics in Prometheus's text format."""
     return Response(generate_latest(state_of(http).generator.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/models", responses=answers_with(ModelList))
+@router.get("/v1/models", answer=ModelList)
 async def models(http: Request) -> Response:
     """The names under which the model is served, and its LoRA adapters."""
     state = state_of(http)
     return json_response(ModelList(data=[_card(state, name) for name in (*state.model_names, *state.adapters.by_name)]))
 
 
-@router.get("/v1/models/{name:path}", responses=answers_with(ModelCard))
-async def model(name: str, http: Request) -> Response:
+@router.get("/v1/models/{name:path}", answer=ModelCard)
+async def model(http: Request) -> Response:
     """One of these names; 404 for another."""
-    state = state_of(http)
+    state, name = state_of(http), http.path_params["name"]
     state.adapter_of(name)
     return json_response(_card(state, name))
 
@@ -118,7 +116,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     )
 
 
-@router.post("/abort_requests", responses=answers_with(AbortResponse), openapi_extra=described_body(AbortRequest))
+@router.post("/abort_requests", answer=AbortResponse, body=AbortRequest)
 async def abort_requests(http: Request) -> Response:
     """Abort these requests of the caller; ignore unknown ids. They return their output so far, marked as aborted.
 
@@ -133,17 +131,29 @@ async def abort_requests(http: Request) -> Response:
     return json_response(AbortResponse(await state.generator.abort(body.request_ids or None, key)))
 
 
-@router.post("/reset_prefix_cache", response_class=Response, responses={409: CONFLICT, **ERRORS})
-async def reset_prefix_cache(http: Request, reset_running_requests: bool = False) -> Response:
+@router.post(
+    "/reset_prefix_cache",
+    flags=("reset_running_requests",),
+    errors={**ERRORS, 409: "The state does not allow it now"},
+)
+async def reset_prefix_cache(http: Request) -> Response:
     """Empty the prefix cache. 409 if blocks are in use, unless running requests may be preempted."""
     state = state_of(http)
     state.check_admin(http)
-    if await state.generator.llm.reset_prefix_cache(reset_running_requests):
+    if await state.generator.llm.reset_prefix_cache(_flag(http, "reset_running_requests")):
         return Response()
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
 
 
-@router.post("/tokenize", responses=answers_with(TokenizeResponse), openapi_extra=described_body(TokenizeRequest))
+def _flag(http: Request, name: str) -> bool:
+    """Return a parameter of the URL that is true or false. Raises RequestError for another value."""
+    given = http.query_params.get(name, "false").lower()
+    if given not in ("true", "1", "false", "0"):
+        raise RequestError(f"{name}: expected true or false, got {given!r:.80}", name)
+    return given in ("true", "1")
+
+
+@router.post("/tokenize", answer=TokenizeResponse, body=TokenizeRequest)
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered with the chat template."""
     state = state_of(http)
@@ -177,7 +187,7 @@ async def tokenize(http: Request) -> Response:
     return await run_sized(len(token_ids), lambda: json_response(answer))
 
 
-@router.post("/detokenize", responses=answers_with(DetokenizeResponse), openapi_extra=described_body(DetokenizeRequest))
+@router.post("/detokenize", answer=DetokenizeResponse, body=DetokenizeRequest)
 async def detokenize(http: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(http)
@@ -187,7 +197,7 @@ async def detokenize(http: Request) -> Response:
     return json_response(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
 
 
-@router.get("/tokenizer_info", responses=answers_with(TokenizerInfo))
+@router.get("/tokenizer_info", answer=TokenizerInfo)
 async def tokenizer_info(http: Request) -> Response:
     """Return the tokenizer's settings, named as in tokenizer_config.json, including the chat template."""
     state = state_of(http)
@@ -200,12 +210,10 @@ async def tokenizer_info(http: Request) -> Response:
     return json_response(TokenizerInfo.of(settings))
 
 
-_post = functools.partial(router.post, response_class=PlainTextResponse, responses=ERRORS)
-
 B = TypeVar("B", bound=Body)
 
 
-@_post("/v1/load_lora_adapter", openapi_extra=described_body(LoadAdapterRequest))
+@router.post("/v1/load_lora_adapter", body=LoadAdapterRequest, answer="text/plain")
 async def load_lora_adapter(http: Request) -> Response:
     """Load a LoRA adapter from below `--lora-dir`; requests choose it by its name as `model`.
 
@@ -216,7 +224,7 @@ async def load_lora_adapter(http: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@_post("/v1/unload_lora_adapter", openapi_extra=described_body(UnloadAdapterRequest))
+@router.post("/v1/unload_lora_adapter", body=UnloadAdapterRequest, answer="text/plain")
 async def unload_lora_adapter(http: Request) -> Response:
     """Remove a LoRA adapter. Requests that use it finish; new ones get 404.
 

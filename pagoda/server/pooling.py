@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
@@ -33,9 +33,8 @@ from pagoda.server.answers import (
     RerankResult,
     ScoreData,
     ScoreResponse,
-    answers_with,
 )
-from pagoda.server.body import described_body, read_body
+from pagoda.server.body import read_body
 from pagoda.server.generation import Generation
 from pagoda.server.pooling_bodies import (
     ClassificationRequest,
@@ -48,9 +47,10 @@ from pagoda.server.pooling_bodies import (
     ScoreRequest,
 )
 from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
+from pagoda.server.routing import Router
 from pagoda.server.state import ServerState, state_of
 
-router = APIRouter()
+router = Router()
 
 _ELEMENTS_PER_TOKEN = 16
 """So many elements of a vector take as long to encode as a token with 20 log-probabilities."""
@@ -95,9 +95,7 @@ class Pooled:
         return await run_sized(num_elements // _ELEMENTS_PER_TOKEN, respond)
 
 
-@router.post(
-    "/v1/embeddings", responses=answers_with(EmbeddingResponse), openapi_extra=described_body(EmbeddingRequest)
-)
+@router.post("/v1/embeddings", answer=EmbeddingResponse, body=EmbeddingRequest)
 async def create_embedding(http: Request) -> Response:
     """Return the embedding of a text, a list of token ids, of several of either, or of a conversation."""
     call = await _read(http, EmbeddingRequest, "embd")
@@ -110,7 +108,7 @@ async def create_embedding(http: Request) -> Response:
     )
 
 
-@router.post("/pooling", responses=answers_with(PoolingResponse), openapi_extra=described_body(PoolingRequest))
+@router.post("/pooling", answer=PoolingResponse, body=PoolingRequest)
 async def create_pooling(http: Request) -> Response:
     """Return what the model makes of the hidden states of each input: an embedding, classes, or a vector per token."""
     call = await _read(http, PoolingRequest, "pool")
@@ -119,9 +117,7 @@ async def create_pooling(http: Request) -> Response:
     return await pooled.answer(PoolingResponse, lambda index, vector: PoolingData(index=index, data=numbers(vector)))
 
 
-@router.post(
-    "/classify", responses=answers_with(ClassificationResponse), openapi_extra=described_body(ClassificationRequest)
-)
+@router.post("/classify", answer=ClassificationResponse, body=ClassificationRequest)
 async def create_classification(http: Request) -> Response:
     """Return the class probabilities of each input."""
     call = await _read(http, ClassificationRequest, "classify")
@@ -135,8 +131,8 @@ async def create_classification(http: Request) -> Response:
     return await pooled.answer(ClassificationResponse, entry)
 
 
-@router.post("/v1/score", responses=answers_with(ScoreResponse), openapi_extra=described_body(ScoreRequest))
-@router.post("/score", responses=answers_with(ScoreResponse), openapi_extra=described_body(ScoreRequest))
+@router.post("/v1/score", answer=ScoreResponse, body=ScoreRequest)
+@router.post("/score", answer=ScoreResponse, body=ScoreRequest)
 async def create_score(http: Request) -> Response:
     """Return how well each pair of texts matches."""
     call = await _read(http, ScoreRequest, "score")
@@ -147,9 +143,9 @@ async def create_score(http: Request) -> Response:
     return json_response(answer)
 
 
-@router.post("/v1/rerank", responses=answers_with(RerankResponse), openapi_extra=described_body(RerankRequest))
-@router.post("/v2/rerank", responses=answers_with(RerankResponse), openapi_extra=described_body(RerankRequest))
-@router.post("/rerank", responses=answers_with(RerankResponse), openapi_extra=described_body(RerankRequest))
+@router.post("/v1/rerank", answer=RerankResponse, body=RerankRequest)
+@router.post("/v2/rerank", answer=RerankResponse, body=RerankRequest)
+@router.post("/rerank", answer=RerankResponse, body=RerankRequest)
 async def create_ranking(http: Request) -> Response:
     """Return documents in the order of how well they match a query."""
     call = await _read(http, RerankRequest, "rerank")

@@ -5,7 +5,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from fastapi import Request
+from starlette.requests import Request
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.config import EngineConfig

@@ -9,7 +9,6 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.app import json_schemas
 from pagoda.server.body import Body, parse_body
 from pagoda.server.protocol import (
     AbortRequest,
@@ -18,6 +17,7 @@ from pagoda.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pagoda.server.routing import json_schemas
 
 LIMITS = RequestLimits()
 USER = {"role": "user", "content": "hi"}

@@ -86,7 +86,7 @@ def test_headers_that_are_too_large_are_refused(fake_server: LiveServer) -> None
 )
 def test_malformed_http_is_a_400_and_the_connection_closes(fake_server: LiveServer, request_: bytes) -> None:
     answer = talk(fake_server, request_)
-    assert answer.startswith(b"HTTP/1.1 400 ") or b"500 Internal" in answer or not answer, answer
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
     assert fake_server.get("/health")[0] == 200
 
 
@@ -100,7 +100,7 @@ def test_a_client_that_offers_another_protocol_is_answered_in_http_1_1(fake_serv
 
 def test_head_is_answered_without_a_body(fake_server: LiveServer) -> None:
     answer = talk(fake_server, b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 ")
+    assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.endswith(b"\r\n\r\n")
 
 

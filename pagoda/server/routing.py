@@ -1,0 +1,161 @@
+"""Router: the routes with what they read and answer, and the OpenAPI page made of that."""
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pagoda.server.answers import ANSWERS, POOLING_ANSWERS, ErrorResponse
+from pagoda.server.body import Body
+from pagoda.server.pooling_bodies import POOLING_BODIES
+from pagoda.server.protocol import REQUEST_BODIES, ChatMessage
+
+Handler = Callable[[Request], Awaitable[Response]]
+OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
+"""Paths that need no key: a browser that opens the documentation cannot send one."""
+
+ERRORS: Mapping[int, str] = {
+    400: "The request is not valid; `param` names the field",
+    401: "The API key is missing or wrong",
+    403: "The admin key is needed",
+    404: "No such model",
+    413: "The body is too large",
+    429: "The server, or this key's share of it, is full; Retry-After says when to come again",
+    500: "The engine failed on this request",
+    503: "The engine is gone or the server is shutting down",
+}
+"""What most routes may answer instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One route; its handler's docstring says what it does.
+
+    body: of its request.   answer: a struct, a media type, or None if it is empty.   chunk: an event of its stream.
+    flags: parameters of its URL that are true or false.   errors: what it may answer instead, by status.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[Body] | None = None
+    answer: type[Struct] | str | None = None
+    chunk: type[Struct] | None = None
+    flags: tuple[str, ...] = ()
+    errors: Mapping[int, str] = field(default_factory=lambda: ERRORS)
+
+    def route(self) -> Route:
+        """Return the route, which notes itself for the metrics."""
+
+        async def handle(http: Request) -> Response:
+            http.scope["state"]["route"] = self.path
+            return await self.handler(http)
+
+        return Route(self.path, handle, methods=[self.method])
+
+
+class Router:
+    """The routes of one module, in the order of their declaration."""
+
+    def __init__(self) -> None:
+        self.endpoints: list[Endpoint] = []
+
+    def get(self, path: str, **described: Any) -> Callable[[Handler], Handler]:
+        """Declare a route.   described: fields of Endpoint."""
+        return self._declare("GET", path, described)
+
+    def post(self, path: str, **described: Any) -> Callable[[Handler], Handler]:
+        return self._declare("POST", path, described)
+
+    def _declare(self, method: str, path: str, described: dict[str, Any]) -> Callable[[Handler], Handler]:
+        def declare(handler: Handler) -> Handler:
+            self.endpoints.append(Endpoint(method, path, handler, **described))
+            return handler
+
+        return declare
+
+
+def describe_api(endpoints: Iterable[Endpoint], has_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI description of the routes.   has_keys: most of them need a key."""
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        path = endpoint.path.replace(":path}", "}")
+        paths.setdefault(path, {})[endpoint.method.lower()] = _describe(endpoint, path)
+    components: dict[str, Any] = {"schemas": json_schemas()}
+    described: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "pagoda",
+            "description": "OpenAI-compatible API of the pagoda engine",
+            "version": version("pagoda-llm"),
+        },
+        "paths": paths,
+        "components": components,
+    }
+    if has_keys:
+        components["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+        described["security"] = [{"api_key": []}]
+        for path in OPEN_PATHS & paths.keys():
+            for operation in paths[path].values():
+                operation["security"] = []
+    return described
+
+
+def json_schemas() -> dict[str, Any]:
+    """Return the OpenAPI schema components of all request bodies and answers, by name."""
+    kinds = [*REQUEST_BODIES, *POOLING_BODIES, ChatMessage, *ANSWERS, *POOLING_ANSWERS]
+    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
+
+
+def _describe(endpoint: Endpoint, path: str) -> dict[str, Any]:
+    name = endpoint.handler.__name__
+    parameters = [
+        {"name": one, "in": "path", "required": True, "schema": {"type": "string"}}
+        for one in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": one, "in": "query", "required": False, "schema": {"type": "boolean", "default": False}}
+        for one in endpoint.flags
+    ]
+    failures = {
+        str(code): {"content": _json(ErrorResponse), "description": text} for code, text in endpoint.errors.items()
+    }
+    described: dict[str, Any] = {
+        "summary": name.replace("_", " ").capitalize(),
+        "description": inspect.getdoc(endpoint.handler),
+        "operationId": re.sub(r"\W+", "_", f"{name}_{path}_{endpoint.method.lower()}"),
+        "responses": {"200": _answer(endpoint), **failures},
+    }
+    if parameters:
+        described["parameters"] = parameters
+    if endpoint.body is not None:
+        described["requestBody"] = {"required": True, "content": _json(endpoint.body)}
+    return described
+
+
+def _answer(endpoint: Endpoint) -> dict[str, Any]:
+    if endpoint.answer is None:
+        return {"description": "Done"}
+    if isinstance(endpoint.answer, str):
+        return {"description": "The answer", "content": {endpoint.answer: {"schema": {"type": "string"}}}}
+    content = _json(endpoint.answer)
+    if endpoint.chunk is None:
+        return {"description": "The answer", "content": content}
+    text = (
+        f"With `stream`: server-sent events, each `data: ` and a {endpoint.chunk.__name__} as JSON; the last is "
+        "`data: [DONE]`. An error during the stream is an event with an ErrorResponse."
+    )
+    content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+    return {"description": "The answer, whole or streamed", "content": content}
+
+
+def _json(kind: type[Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
