@@ -30,7 +30,8 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
             process = SimpleNamespace(
                 died=None, is_up=True, stuck_for_s=lambda: 0.0
             )  # an engine process in best health
-            state: Any = SimpleNamespace(generator=SimpleNamespace(llm=llm), engine=process, drain=Drain())
+            generator = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
+            state: Any = SimpleNamespace(generator=generator, engine=process, drain=Drain())
             transport = httpx.ASGITransport(create_app(state, ServerConfig()))
             http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test"))
 
