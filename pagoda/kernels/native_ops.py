@@ -49,7 +49,7 @@ class NativeOps:
         self.mask_logits = sampling.mask_logits
         for op in OP_TABLE.values():
             # Views need no kernel: torch's are the same tensors.
-            setattr(self, op.name, partial(self._run, op) if op.parts is None else reference_of(op))
+            setattr(self, op.name, partial(self._run, op) if op.slices is None else reference_of(op))
 
     def _run(self, op: Op, *args: object, **kwargs: object) -> object:
         """Call an op's kernel; return its result: a tensor, a tuple of tensors, or None."""

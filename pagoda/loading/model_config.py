@@ -11,9 +11,8 @@ from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
 from pagoda.loading.token_ids import end_token_ids, find_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
-from pagoda.models.base import Model
+from pagoda.models.base import Dense, Model
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.dense import Dense
 from pagoda.models.pooled_decoder import TOKEN_IDS
 from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
 

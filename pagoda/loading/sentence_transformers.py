@@ -9,8 +9,8 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.mlp import Activation
 from pagoda.loading.model_files import read_json_object, read_json_objects
+from pagoda.models.base import DenseSpec
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.dense import DenseSpec
 from pagoda.models.encoder_config import label_activation
 
 MODULES = "modules.json"

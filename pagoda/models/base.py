@@ -1,10 +1,13 @@
-"""Model: the root of a tree, as the code that runs a forward sees it."""
+"""Model: the root of a tree, as the code that runs a forward sees it; and the layers after its pooling."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingPlan
 from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.layers.linear import Linear
+from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
@@ -22,7 +25,7 @@ class Model(Module):
     is_causal: False: a token attends to all tokens, so that a prompt is computed in one chunk and nothing is cached.
     generates: False: there is no head for tokens, and `compute_logits` is never called.
     num_token_types: where it is not 0, a batch has the input TOKEN_TYPES: int32 [num_tokens], below this number.
-    takes_embeds: prompts may be given as embeddings (see layers/embedding.py).
+    takes_embeds: prompts may be given as embeddings (see Embedding).
     """
 
     spec: ModelSpec
@@ -75,3 +78,27 @@ class PoolingLayer(Module):
     def __call__(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
         """[S, in] -> [S, out]."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """One layer.   folder: of its weights, within the model's."""
+
+    folder: str
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: Activation
+
+
+class Dense(PoolingLayer):
+    """activation(linear(x))."""
+
+    def __init__(self, spec: DenseSpec) -> None:
+        self.linear = Linear(spec.inputs, spec.outputs, spec.bias, quantizable=False)
+        self.folder = spec.folder
+        self.size = spec.outputs
+        self.activation = spec.activation
+
+    def __call__(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
+        return activate(ops, self.activation, self.linear(ops, pooled))

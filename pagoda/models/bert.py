@@ -7,8 +7,7 @@ gives padding tokens inside a text the position of the padding; here they have t
 from collections.abc import Sequence
 
 from pagoda.layers.attention import Attention
-from pagoda.layers.embedding import Embedding
-from pagoda.layers.linear import Linear
+from pagoda.layers.linear import Embedding, Linear
 from pagoda.layers.mlp import activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm

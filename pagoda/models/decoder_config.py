@@ -10,8 +10,7 @@ from pagoda.layers.attention import Heads
 from pagoda.layers.mlp import Activation, ExpertsConfig
 from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig
-from pagoda.models.config_reader import ConfigReader
-from pagoda.models.read_rope import read_rope
+from pagoda.models.config_reader import ConfigReader, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

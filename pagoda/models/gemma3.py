@@ -13,7 +13,7 @@ from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
-from pagoda.models.config_reader import ConfigReader
+from pagoda.models.config_reader import ConfigReader, read_rope_parameters
 from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
@@ -24,7 +24,6 @@ from pagoda.models.decoder_config import (
 )
 from pagoda.models.llama import Llama, LlamaLayer, attention_of
 from pagoda.models.naming import BARE, HF, Naming, gguf_naming
-from pagoda.models.read_rope import read_rope_parameters
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor

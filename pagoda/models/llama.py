@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pagoda.layers.attention import Attention
-from pagoda.layers.embedding import Embedding
 from pagoda.layers.kv import place_kv
-from pagoda.layers.linear import LMHead
+from pagoda.layers.linear import Embedding, LMHead
 from pagoda.layers.mlp import GatedMLP, MoE
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.attention import Attention, Heads
-from pagoda.layers.embedding import Embedding
-from pagoda.layers.linear import Linear
+from pagoda.layers.linear import Embedding, Linear
 from pagoda.layers.mlp import Activation, GatedMLP, activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
@@ -16,7 +15,7 @@ from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.bert import encoder_namings
-from pagoda.models.config_reader import ConfigReader
+from pagoda.models.config_reader import ConfigReader, read_rope_parameters
 from pagoda.models.decoder_config import FULL, SLIDING, windows_by_layer_types
 from pagoda.models.encoder_config import (
     ACTIVATIONS,
@@ -24,7 +23,6 @@ from pagoda.models.encoder_config import (
     read_plain_activation,
     read_pooling_plan,
 )
-from pagoda.models.read_rope import read_rope_parameters
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor

@@ -146,7 +146,7 @@ def like(name: str) -> Out:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Slice:
     """A view of an argument [T, width]: `heads` vectors of `dim` elements, from element `offset` of each row on."""
 
     offset: int
@@ -164,7 +164,7 @@ class Op:
     folder: where its kernels are, in pagoda/kernels.   arguments, outputs: by name, in order.
     signature: the Python signature, without self.
     check: receives the shapes and the arguments, and raises ValueError if they do not fit together.
-    parts: for an op without a kernel: returns its results, views of its first argument, from the other arguments.
+    slices: for an op without a kernel: returns its results, views of its first argument, from the other arguments.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Op:
     outputs: Mapping[str, Out]
     signature: inspect.Signature
     check: Check | None = None
-    parts: Callable[..., Sequence[Part]] | None = None
+    slices: Callable[..., Sequence[Slice]] | None = None
 
     @property
     def struct_name(self) -> str:
@@ -198,10 +198,10 @@ def op(folder: str, check: Check | None = None, /, **declared: Argument | Out) -
 
 
 def view(
-    folder: str, parts: Callable[..., Sequence[Part]], /, **arguments: Argument
+    folder: str, slices: Callable[..., Sequence[Slice]], /, **arguments: Argument
 ) -> Callable[[FunctionT], FunctionT]:
-    """Declare the decorated method an op that only views its first argument; see Op.parts."""
-    return lambda function: _attach(function, folder, arguments, {}, parts=parts)
+    """Declare the decorated method an op that only views its first argument; see Op.slices."""
+    return lambda function: _attach(function, folder, arguments, {}, slices=slices)
 
 
 def _attach(
@@ -210,7 +210,7 @@ def _attach(
     arguments: dict[str, Argument],
     outputs: dict[str, Out],
     check: Check | None = None,
-    parts: Callable[..., Sequence[Part]] | None = None,
+    slices: Callable[..., Sequence[Slice]] | None = None,
 ) -> FunctionT:
     name = function.__name__
     signature = inspect.signature(function)
@@ -223,7 +223,7 @@ def _attach(
     for out in outputs.values():
         if out.rows not in arguments:
             raise TypeError(f"op {name}: an output has the rows of {out.rows!r}, which is not an argument")
-    entry = Op(name, folder, arguments, outputs, signature.replace(parameters=parameters), check, parts)
+    entry = Op(name, folder, arguments, outputs, signature.replace(parameters=parameters), check, slices)
     function.__op__ = entry  # type: ignore[attr-defined]
     return function
 

@@ -41,7 +41,7 @@ from pagoda.ops.shape_rules import (
     check_tables,
     half_of_gate_up,
     half_of_weight,
-    qkv_parts,
+    qkv_slices,
 )
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
 
@@ -313,7 +313,7 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @view("rows", qkv_parts, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
+    @view("rows", qkv_slices, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
     def split_qkv(self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]; views where possible."""
         ...

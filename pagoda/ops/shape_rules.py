@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from pagoda.ops.declare import Part, Shapes
+from pagoda.ops.declare import Shapes, Slice
 
 
 def half_of_gate_up(shapes: Shapes) -> tuple[int, ...]:
@@ -81,10 +81,10 @@ def check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"a norm of {shapes['weight']} does not fit x {shapes['x']}")
 
 
-def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Part]:
+def qkv_slices(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Slice]:
     first_k = num_heads * head_dim
     return (
-        Part(0, num_heads, head_dim),
-        Part(first_k, num_kv_heads, head_dim),
-        Part(first_k + num_kv_heads * head_dim, num_kv_heads, head_dim),
+        Slice(0, num_heads, head_dim),
+        Slice(first_k, num_kv_heads, head_dim),
+        Slice(first_k + num_kv_heads * head_dim, num_kv_heads, head_dim),
     )

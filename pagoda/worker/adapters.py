@@ -17,7 +17,7 @@ from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.ops import Ops
-from pagoda.layers.embedding import Embedding
+from pagoda.layers.linear import Embedding
 from pagoda.layers.module import walk
 from pagoda.layers.parameter import Matrix, Parameter, Table
 from pagoda.loading.adapters.files import AdapterTargets, check_adapter

@@ -22,7 +22,7 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.transfer import bulk_copy, to_device
 from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
-from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
+from pagoda.layers.linear import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
 from pagoda.worker.table_mirror import TableMirror

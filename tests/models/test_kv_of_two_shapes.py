@@ -9,8 +9,8 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.core.kv_specs import KVGroupKind, KVShape
 from pagoda.kernels.batch import KVLayer
 from pagoda.layers.attention import Attention, Heads
-from pagoda.layers.embedding import Embedding
 from pagoda.layers.kv import place_kv
+from pagoda.layers.linear import Embedding
 from pagoda.layers.module import Module, parameters
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.parameter import Matrix, RotaryTable, Table

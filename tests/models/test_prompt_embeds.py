@@ -11,7 +11,7 @@ import torch
 
 from pagoda.kernels.batch import ForwardBatch, Input, KVLayer
 from pagoda.kernels.native_ops import NativeOps
-from pagoda.layers.embedding import EMBED_ROWS, EMBEDS
+from pagoda.layers.linear import EMBED_ROWS, EMBEDS
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.models.llama import Llama

@@ -9,8 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pagoda.layers.rope_config import RopeConfig, RopeType
 from pagoda.loading.rotary_tables import build_rotary_tables
-from pagoda.models.config_reader import ConfigReader
-from pagoda.models.read_rope import read_rope
+from pagoda.models.config_reader import ConfigReader, read_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 PARAMETERS: list[dict[str, Any]] = [

@@ -44,16 +44,16 @@ class Tiles:
     stages: int
 
 
-def prefill_tiles(head_dim: int, group: int, itemsize: int, is_crowded: bool = False) -> Tiles:
+def prefill_tiles(head_dim: int, group: int, itemsize: int, few_registers: bool = False) -> Tiles:
     """Return the tiles of rows with many queries. A tile has at least the `group` heads of one token.
 
-    is_crowded: registers are scarce, because two results are merged or pages of 8-bit floats are converted.
+    few_registers: registers are scarce, because two results are merged or pages of 8-bit floats are converted.
     """
     vectors = 64 if head_dim <= 128 else 32
     if itemsize == 4:
         vectors //= 2  # see _tiles
     tiles = _tiles(max(vectors, triton.next_power_of_2(group)), head_dim, itemsize)
-    if not is_crowded:
+    if not few_registers:
         return tiles
     return replace(tiles, positions=min(tiles.positions, 32), warps=4 if head_dim <= 128 else 8)
 
@@ -337,8 +337,8 @@ class PagedAttention:
             q = q.contiguous()
         out = torch.empty((tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
         problem = _Problem(q, out, cache, metadata, scale * LOG2_E, softcap, window)
-        is_crowded = self._batch_invariant or cache.k.dtype == torch.float8_e4m3fn
-        many = prefill_tiles(head_dim, problem.group, q.element_size(), is_crowded)
+        few_registers = self._batch_invariant or cache.k.dtype == torch.float8_e4m3fn
+        many = prefill_tiles(head_dim, problem.group, q.element_size(), few_registers)
         few = many if self._batch_invariant else decode_tiles(head_dim, problem.group, q.element_size())
         most_queries = few.vectors // problem.group
         is_all_short = metadata.max_query_len <= most_queries

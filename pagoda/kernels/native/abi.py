@@ -201,7 +201,7 @@ def _args_struct(op: Op) -> type[Shared]:
     return struct(op.struct_name, f"Arguments of {op.name}, then its results.", **fields)
 
 
-KERNEL_OPS = [op for op in OP_TABLE.values() if op.parts is None]
+KERNEL_OPS = [op for op in OP_TABLE.values() if op.slices is None]
 """The ops that have a kernel; an op's index is its code in a recorded program."""
 
 ARGS = {op.name: _args_struct(op) for op in KERNEL_OPS}

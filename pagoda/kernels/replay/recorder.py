@@ -89,7 +89,7 @@ class RecordingOps:
         )
         self._groups = (RowGroup * len(metadata_of(self.batch)))()
         for op in FORWARD_OPS.values():
-            setattr(self, op.name, partial(self._view if op.parts is not None else self._record, op))
+            setattr(self, op.name, partial(self._view if op.slices is not None else self._record, op))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotRecordable(f"{name!r} within a forward")
@@ -167,10 +167,10 @@ class RecordingOps:
                 self._checks[GroupCheck(group, of_group, NO_CACHE if cache is None else cache.k.shape[0])] = None
 
     def _view(self, op: Op, *args: object, **kwargs: object) -> object:
-        assert op.parts is not None
+        assert op.slices is not None
         whole, *others = op.bind(args, kwargs).values()
         view = _as_view(whole)
-        return tuple(View(view.value, (part.heads, part.dim), view.offset + part.offset) for part in op.parts(*others))
+        return tuple(View(view.value, (at.heads, at.dim), view.offset + at.offset) for at in op.slices(*others))
 
     def _group_index(self, metadata: object) -> int:
         for index, known in enumerate(metadata_of(self.batch)):
