@@ -168,9 +168,11 @@ def test_a_row_that_fails_ends_alone(depth: int) -> None:
         assert answers.tokens[f"r{i}", 0] == expected(texts[i], 6, 0)
 
 
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int) -> None:
-    core = make_core(lambda rows: FailingExecutor(rows, 7), max_num_seqs=2, pipeline_depth=depth)
+def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int, error: type[Exception]) -> None:
+    fails = error("kernel fell over")
+    core = make_core(lambda rows: FailingExecutor(rows, 7, error=fails), max_num_seqs=2, pipeline_depth=depth)
     texts = [[1, 2, 3], [4, 5, 7], [6, 7, 8], [9, 9, 9]]
     answers = drive(core, [request(i, text, SamplingParams(max_tokens=6)) for i, text in enumerate(texts)])
     for i in (0, 1):
