@@ -26,7 +26,7 @@ FILES = (
     "worker/test_gpu_memory",
     "worker/test_launch_ahead",
     "worker/test_cache_engine",
-    "worker/test_inputs",
+    "worker/test_staging",
     "worker/test_model_runner",
     "worker/test_sampler",
     "models/test_parity",

@@ -18,7 +18,7 @@ _ENOUGH_TOKENS = 2048
 """Tokens per step that most prompts need: as long as there are more, sequences that run at once are not given up."""
 
 
-class MeasuredWorker(Protocol):
+class UnstartedWorker(Protocol):
     """What is asked of a worker that has not started yet."""
 
     def free_for_cache(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -28,7 +28,7 @@ class MeasuredWorker(Protocol):
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None: ...
 
 
-def measure_capacity(worker: MeasuredWorker, setup: EngineSetup) -> tuple[EngineSetup, KVCapacity]:
+def measure_capacity(worker: UnstartedWorker, setup: EngineSetup) -> tuple[EngineSetup, KVCapacity]:
     """Load the weights, run the largest steps, and size the worker's pools by what they leave.
 
     If those steps do not fit, defaults are lowered with a warning. Raises CapacityError that says what would fit if

@@ -1,4 +1,4 @@
-"""The nouns of `pagoda.ops` with torch tensors in them: what the worker builds and the kernels read."""
+"""The records of `pagoda.ops.batch` with torch tensors in them: what the worker builds and the kernels read."""
 
 from typing import TYPE_CHECKING
 

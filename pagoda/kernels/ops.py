@@ -1,7 +1,7 @@
 """The interface of the kernels, one protocol per user: loading prepares weights, a forward computes, the worker moves
 cache blocks and samples.
 
-`ForwardOps` does not need torch and is declared in `pagoda.ops.forward`; the other protocols are for floors that use
+`ForwardOps` does not need torch and is declared in `pagoda.ops.forward`; the other protocols are for packages that use
 torch. `kernels.select.select_ops` chooses an implementation of all of them.
 """
 

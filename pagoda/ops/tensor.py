@@ -6,7 +6,7 @@ from typing_extensions import TypeVar
 
 
 class Tensor(Protocol):
-    """An activation, or a weight as it was loaded. Only the kernels floor knows its type.
+    """An activation, or a weight as it was loaded. Only `pagoda.kernels` knows its type.
 
     A torch.Tensor is one, and so are the stand-ins of a recorded forward. Only ops may compute
     with it.
@@ -17,7 +17,7 @@ class Tensor(Protocol):
 
 
 TensorT = TypeVar("TensorT", bound=Tensor, default=Tensor, covariant=True)
-"""The kind of tensor a noun holds. The kernels floor fills in torch.Tensor; models leave it out."""
+"""The kind of tensor that a record holds. `pagoda.kernels` fills in torch.Tensor; models leave it out."""
 
 
 class LinearWeight(Protocol):

@@ -205,35 +205,16 @@ class StagingBatch:
         last_tokens: may have tokens that `table` does not have yet.   num_layers: see ForwardBatch.
         Raises InvariantBroken for more than one token to sample per token of a padded step.
         """
-        block_size, num_rows = table.block_size, len(output.rows)
-        # Kernels read raw int32 memory.
-        start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
-        query_start = np.zeros(num_rows + 1, np.int32)
-        np.cumsum(num_new, out=query_start[1:])
-        seq_lens = start + num_new
-        longest, furthest = int(num_new.max()), int(seq_lens.max())
-        if longest == 1:
-            token_rows, at_row = output.rows, np.arange(num_rows)
-            positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
-        else:
-            token_rows, at_row = np.repeat(output.rows, num_new), np.repeat(np.arange(num_rows), num_new)
-            positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
-        num_tokens = len(positions)
-        token_ids = table.token_ids[token_rows, positions]
-        block, offset = np.divmod(positions, block_size)
-        tables = [of_group[output.rows, : -(-furthest // block_size)] for of_group in table.block_tables]
-        slots = [of_rows[at_row, block].astype(np.int64) * block_size + offset for of_rows in tables]
-        if not tables:  # a model without KV still needs to know where rows begin
-            tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
-        rows = BatchRows(query_start, seq_lens, tables, longest, furthest)
-
-        draw_rows, draw_positions, draw_logits, logits_index, num_draws = _draws(output, query_start, seq_lens)
-        prompt_rows, pooled, states_index = _wanted_states(table, output, query_start, pooling)
+        block_size = table.block_size
+        rows, token_rows, positions, slots = _gather(table, output)
+        num_tokens, token_ids = len(positions), table.token_ids[token_rows, positions]
+        draw_rows, draw_positions, draw_logits, logits_index, num_draws = _draws(output, rows)
+        prompt_rows, pooled, states_index = _wanted_states(table, output, rows.query_start, pooling)
         num_logits = len(logits_index)
         size = None
         if self.padding is not None and embeds is None and not self._num_token_types and draw_logits is None:
-            size = self.padding.size_of(num_rows, num_tokens, longest, furthest)
-        if self.padding is not None and longest == 1:  # only kernels whose steps are captured read them
+            size = self.padding.size_of(len(output.rows), num_tokens, rows.longest, rows.furthest)
+        if self.padding is not None and rows.longest == 1:  # only kernels whose steps are captured read them
             rows = rows.with_shared_prefixes(output.start, block_size)
         tail, tail_index = rows, None
         wanted = np.concatenate([logits_index, states_index]) if states_index.size else logits_index
@@ -241,17 +222,14 @@ class StagingBatch:
             tail, tail_index = rows.ends(wanted)
             logits_index, states_index = (np.searchsorted(tail_index, index) for index in (logits_index, states_index))
 
-        named: dict[str, np.ndarray] = {}
+        named: dict[str, np.ndarray] = {}  # further inputs of the forward that are made on the host
         states_adapters: list[np.ndarray] = []
         if adapters is not None:
             named[ADAPTERS] = adapters[token_rows]
             named[TAIL_ADAPTERS] = of_tail = named[ADAPTERS] if tail_index is None else named[ADAPTERS][tail_index]
-            named[LOGITS_ADAPTERS] = of_tail[logits_index]
-            states_adapters = [of_tail[states_index]]
+            named[LOGITS_ADAPTERS], states_adapters = of_tail[logits_index], [of_tail[states_index]]
         if self._num_token_types:
-            named[TOKEN_TYPES] = is_second = np.zeros(num_tokens, np.int32)
-            if self._num_token_types > 1:
-                is_second[:] = positions >= table.pair_start[token_rows]
+            named[TOKEN_TYPES] = self._token_types(table, token_rows, positions)
         if embeds is not None:
             named[EMBED_ROWS] = embeds.index
         unknown = last_tokens.unknown(token_rows, positions) if last_tokens is not None else _NONE
@@ -314,6 +292,13 @@ class StagingBatch:
             states_index=None if has_all_states else of_states[0],
             states_adapters=of_states[1] if states_adapters else None,
         )
+
+    def _token_types(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the types of tokens at `positions` of `rows`: 1 in the second text of a pair, else 0; int32 [n]."""
+        types = np.zeros(len(positions), np.int32)
+        if self._num_token_types > 1:
+            types[:] = positions >= table.pair_start[rows]
+        return types
 
     def _move(self, parts: Sequence[Sequence[np.ndarray]], num_bytes: int | None) -> list[list[torch.Tensor]]:
         """Return the arrays on the device, after one copy.
@@ -405,15 +390,43 @@ class BatchRows:
         )
 
 
+def _gather(
+    table: TableMirror, output: SchedulerOutput
+) -> tuple["BatchRows", np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Return the rows of a step, and what is known of its tokens, one row after the other.
+
+    Of each token: the table row, its position (int32), and per KV group the slot of its keys and values (int64).
+    """
+    block_size, num_rows = table.block_size, len(output.rows)
+    # Kernels read raw int32 memory.
+    start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
+    query_start = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(num_new, out=query_start[1:])
+    seq_lens = start + num_new
+    longest, furthest = int(num_new.max()), int(seq_lens.max())
+    if longest == 1:
+        token_rows, at_row = output.rows, np.arange(num_rows)
+        positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
+    else:
+        token_rows, at_row = np.repeat(output.rows, num_new), np.repeat(np.arange(num_rows), num_new)
+        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
+    block, offset = np.divmod(positions, block_size)
+    tables = [of_group[output.rows, : -(-furthest // block_size)] for of_group in table.block_tables]
+    slots = [of_rows[at_row, block].astype(np.int64) * block_size + offset for of_rows in tables]
+    if not tables:  # a model without KV still needs to know where rows begin
+        tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
+    return BatchRows(query_start, seq_lens, tables, longest, furthest), token_rows, positions, slots
+
+
 def _draws(
-    output: SchedulerOutput, query_start: np.ndarray, seq_lens: np.ndarray
+    output: SchedulerOutput, step_rows: BatchRows
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
     """Return the tokens to sample: their rows and positions (int32 [num_draws]), and which logits each is drawn from.
 
     Those are int64 [num_draws], None if draw i has logits i. Return also the batch's tokens with logits (int64), and
     the number of draws of each sample row (int32).
     """
-    index = output.sample_index
+    index, query_start, seq_lens = output.sample_index, step_rows.query_start, step_rows.seq_lens
     num = np.ones(len(index), np.int32)
     rows, positions = output.sample_rows, seq_lens[index]
     logits_index = query_start[index + 1].astype(np.int64) - 1

@@ -1,4 +1,4 @@
-"""The CPUs and threads that this process may use. Standard library only, so that every floor can import it."""
+"""The CPUs and threads that this process may use. Standard library only, so that every package can import it."""
 
 import os
 import re

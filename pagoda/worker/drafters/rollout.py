@@ -73,7 +73,7 @@ def roll_out(
     they draw the same tokens. Tokens are written to `target` after its known ones, where a step's drafts belong.
     They stay on the device until the last is drawn, unless the host needs earlier ones: for penalties, bad words.
     """
-    drawn = _Drawn(draft, target, rows, most)
+    drawn = _RolledOut(draft, target, rows, most)
     last_tokens = LastTokens(len(target.num_tokens), draft.device)
     for number in range(int(most.max())):
         active = np.flatnonzero(most > number)
@@ -90,7 +90,7 @@ def roll_out(
     return drawn.tokens
 
 
-class _Drawn:
+class _RolledOut:
     """Tokens that are drawn step by step, and collected when the host needs them."""
 
     def __init__(self, draft: DraftForward, target: TableMirror, rows: np.ndarray, most: np.ndarray) -> None:
