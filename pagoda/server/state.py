@@ -122,6 +122,7 @@ async def build_state(
     max_loras = config.model.lora.max_loras if config.model.lora.enable_lora else 0
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts), max_loras, lambda: client.num_deaths)
     client.on_step = metrics.iteration_tokens.observe
+    asyncio.get_running_loop().run_in_executor(None, inputs.grammars.load)  # before clients could wait for it
     template = inputs.tokenizer.facts.chat_template
     sources = template.sources if template is not None else {}
     source = sources.get("default") or next(iter(sources.values()), None)

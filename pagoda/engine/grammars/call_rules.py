@@ -15,16 +15,33 @@ _OPENING = frozenset(
 """Keywords of an object by which it may have, or need, properties that it does not list."""
 
 
+_TYPES = (
+    ("properties", dict, "an object of schemas"),
+    ("required", list, "a list of strings"),
+    ("minProperties", int, "an integer"),
+    ("maxProperties", int, "an integer"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that a model may call.
 
     parameters: JSON schema of its arguments, or None for no arguments.   field: of the request, for errors.
+    Raises RequestError for keywords of a wrong type that are read here; of the others, the library says so.
     """
 
     name: str
     parameters: dict[str, Any] | None
     field: str = "tools"
+
+    def __post_init__(self) -> None:
+        given = self.parameters or {}
+        for name, kind, what in _TYPES:
+            if name in given and not isinstance(given[name], kind):
+                raise RequestError(f"{self.field}: at /{name}: must be {what}", self.field)
+        if not all(isinstance(one, str) for one in given.get("required", [])):
+            raise RequestError(f"{self.field}: at /required: must be a list of strings", self.field)
 
     @property
     def schema(self) -> dict[str, Any]:

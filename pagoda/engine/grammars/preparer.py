@@ -1,5 +1,6 @@
 """GrammarPreparer: from a request's StructuredOutputsParams to a grammar that is known to compile."""
 
+import contextlib
 import threading
 from collections import OrderedDict
 
@@ -61,6 +62,14 @@ class GrammarPreparer:
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         return text
+
+    def load(self) -> None:
+        """Build the library's form of the vocabulary, which the first grammar would wait for.
+
+        That holds the interpreter: for a tenth of a second with 50,000 tokens, half a second with 150,000.
+        """
+        with contextlib.suppress(RequestError):  # a tokenizer without an end token; the request will say so
+            self._get_library_tokenizer()
 
     def _get_library_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:

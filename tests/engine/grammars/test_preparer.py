@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from pagoda import LLM, SamplingParams
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.preparer import GrammarPreparer
+from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from tests.fake_engine import byte_inputs, fake_core
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,23 @@ def test_a_schema_that_the_library_refuses_is_a_request_error_with_its_message(
     message = refusal(preparer, json=schema)
     assert said in message
     assert "coerce_one_of" not in message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"format": {}},
+        {"uniqueItems": True, "maxItems": None},
+        {"anyOf": [{}], "properties": "x"},
+        {"$ref": "http://[x"},
+        {"$id": "http://[x", "$ref": "y"},
+        '{"minLength": 1e400}',
+    ],
+)
+def test_generate_raises_a_request_error_for_an_invalid_schema(schema: Any) -> None:
+    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm, pytest.raises(RequestError) as refused:
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+    assert refused.value.param == "structured_outputs"
 
 
 def test_an_id_that_is_not_a_uri_is_ignored(preparer: GrammarPreparer) -> None:

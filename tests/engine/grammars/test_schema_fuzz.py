@@ -20,6 +20,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.json_schema import rewrite_schema
 from pagoda.engine.grammars.llguidance_backend import compile_grammar, library_tokenizer
 from pagoda.engine.grammars.preparer import GrammarPreparer
+from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
 from pagoda.engine.grammars.vocabulary import Vocabulary
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 
@@ -64,6 +65,22 @@ def test_json_in_place_of_a_schema_gives_a_grammar_or_a_request_error(first: int
         except RequestError:
             pass
     assert 0.1 < num_accepted / count < 0.9
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "deepseek_v3"])
+def test_json_in_place_of_a_tools_parameters_gives_a_grammar_or_a_request_error(name: str) -> None:
+    num_refused = 0
+    for seed in range(1000):
+        rng = Rng(seed)
+        value = any_json(rng)
+        schema = value if isinstance(value, dict) else {rng.choice(KEYWORDS): value}
+        for keyword in rng.sample(("properties", "required", "minProperties", "maxProperties"), 1):
+            schema[keyword] = any_json(rng, 2)
+        try:
+            CALL_FORMATS[name].forced([Tool("f", schema)], 2)
+        except RequestError:
+            num_refused += 1
+    assert 100 < num_refused < 1000
 
 
 NAMES = ("a", "b", "c", "x1")
