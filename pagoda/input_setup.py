@@ -3,22 +3,19 @@
 from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.templates.process import ProtectedRenderer
-from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.model_config import read_architecture, read_model
 
 
-def build_input_processor(setup: EngineSetup, encoding_limits: EncodingLimits | None = None) -> InputProcessor:
-    """Build a model's input processor from its tokenizer. Chat templates are rendered in a separate process.
+def build_input_processor(setup: EngineSetup) -> InputProcessor:
+    """Build a model's input processor from its tokenizer.
 
-    encoding_limits: of each text, if the tokenizer is not known to be fast.
     Raises ConfigError if the tokenizer or its chat template cannot be used.
     """
     model, files = setup.config.model, setup.files
-    tokenizer = load_tokenizer(files, model.tokenizer, model.chat_template, encoding_limits)
+    tokenizer = load_tokenizer(files, model.tokenizer, model.chat_template)
     limits = InputLimits(
         setup.spec.vocab_size,
         setup.max_model_len,
@@ -39,7 +36,6 @@ def build_input_processor(setup: EngineSetup, encoding_limits: EncodingLimits | 
         limits,
         model.seed,
         model.parse_special_tokens_in_chat,
-        ProtectedRenderer(),
         adapters,
         score_template,
     )

@@ -85,7 +85,7 @@ def test_unset_options_are_derived(model: Path) -> None:
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
         ({"watermark": float("nan")}, "watermark=nan"),
         ({"prefill": {"scheduler_delay_factor": -1.0}}, "scheduler_delay_factor"),
-        ({"server_timeouts": {"template_timeout_s": 0}}, "template_timeout_s=0 must be at least 0.001"),
+        ({"server_timeouts": {"drain_timeout_s": -1}}, "drain_timeout_s=-1 must be at least 0"),
         ({"preemption_mode": "swop"}, "preemption_mode='swop' is not one of"),
         ({"port": 70000}, "port=70000"),
         ({"served_model_name": 5}, "served_model_name=5 must be strings"),

@@ -21,6 +21,9 @@ RETIRED: Mapping[str, str] = {
     "header_timeout_s": "a proxy in front of the server limits how slow a client may be",
     "body_timeout_s": "a proxy in front of the server limits how slow a client may be",
     "send_timeout_s": "a client that does not read is dropped after 120 s",
+    "template_timeout_s": "chat templates are trusted like the model's weights, and have no time limit",
+    "template_memory_bytes": "chat templates are trusted like the model's weights, and have no memory limit",
+    "tokenizer_timeout_s": "tokenizers are trusted like the model's weights, and have no time limit",
 }
 """Options of earlier versions that are gone, and why."""
 

@@ -36,10 +36,6 @@ class ServerLimits:
     max_connections: Annotated[
         int, Setting("Maximum open connections; further connections get 503 (0: no limit).", at_least=0)
     ] = 4096
-    template_memory_bytes: Annotated[
-        int,
-        Setting("Memory limit in bytes for rendering a chat template; beyond it 400.", at_least=2**20, is_size=True),
-    ] = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +43,6 @@ class ServerTimeouts:
     """How long the server waits, in seconds. 0 disables a timeout where its text says so."""
 
     drain_timeout_s: Annotated[float, Setting("Time for running requests to finish after SIGTERM.", at_least=0)] = 30.0
-    template_timeout_s: Annotated[float, Setting("Time to render a chat template; after that 400.", at_least=0.001)] = (
-        10.0
-    )
-    tokenizer_timeout_s: Annotated[
-        float,
-        Setting(
-            "Time to tokenize a text with a tokenizer that is not known to be fast; after that 400.", at_least=0.001
-        ),
-    ] = 5.0
     step_timeout_s: Annotated[
         float,
         Setting(

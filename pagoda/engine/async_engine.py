@@ -23,7 +23,6 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
-from pagoda.engine.templates.process import TemplateLimits
 from pagoda.engine.wire import EngineFacts, EngineStats
 
 logger = logging.getLogger("pagoda")
@@ -77,14 +76,10 @@ class AsyncEngine:
         client: EngineCoreClient,
         input_processor: InputProcessor,
         clock: Clock | None = None,
-        template_limits: TemplateLimits | None = None,
     ) -> None:
-        """client: already started; `shutdown` shuts it down.   clock: the engine's clock.
-
-        template_limits: time and memory limits for rendering a chat template.
-        """
+        """client: already started; `shutdown` shuts it down.   clock: the engine's clock."""
         self.input_processor = input_processor
-        self.text = AsyncText(input_processor, template_limits)
+        self.text = AsyncText(input_processor)
         self._client = client
         self._clock = clock if clock is not None else SystemClock()
         self._outputs = OutputProcessor(input_processor.tokenizer, is_lazy=True)
@@ -148,13 +143,11 @@ class AsyncEngine:
         cache_salt: str | None = None,
         lora: Adapter | None = None,
         add_special_tokens: bool = True,
-        key: str = "",
     ) -> Request:
         """Tokenise and validate a prompt. Raises RequestError; nothing runs until `stream`.
 
         lora: a result of `find_adapter`.
         add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
-        key: whose prompt it is; long texts of different keys take turns.
         """
         request = await self.text.make_request(
             prompt,
@@ -165,7 +158,6 @@ class AsyncEngine:
             cache_salt=cache_salt,
             lora=lora,
             add_special_tokens=add_special_tokens,
-            key=key,
         )
         self._check_is_new(request.request_id)
         return request

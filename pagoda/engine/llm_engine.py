@@ -91,5 +91,4 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Release the model and its memory. Idempotent."""
-        self.input_processor.close()
         self.core.shutdown()

@@ -135,7 +135,6 @@ class ChatApi:
             ),
             must_fit=body.truncate_prompt_tokens is None,
             is_bounded=True,
-            key=http.scope["state"]["key"],
         )
         prompt = await cancel_on_disconnect(http, rendering)
         top = (body.top_logprobs or 0) if body.logprobs else None

@@ -26,6 +26,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
+from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
 from pagoda.server.answers import PromptTokensDetails, Timings, Usage
@@ -360,23 +361,22 @@ class Generator:
     ) -> Generation:
         key = http.scope["state"]["key"]
         engine_ids = place.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        preparing = self._prepare(asked, engine_ids, key)
+        preparing = self._prepare(asked, engine_ids)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
-        inline_chars = self.llm.input_processor.tokenizer.inline_chars
-        is_long = asked.num_chars >= inline_chars or asked.has_grammar
+        is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
         num_tokens = sum(map(_expected_tokens, requests, asked.params))
         place.enter_context(self.admission.admit_tokens(num_tokens))
         return Generation(self, http, request_id, requests, place.pop_all())
 
-    async def _prepare(self, asked: PromptsToPrepare, engine_ids: Sequence[str], key: str) -> list[Request]:
+    async def _prepare(self, asked: PromptsToPrepare, engine_ids: Sequence[str]) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
         prepared: dict[int, PreparedParams] = {}  # by identity: most prompts share their parameters
         num_prompt_tokens = 0
         for index, (prompt, params, engine_id) in enumerate(zip(asked.prompts, asked.params, engine_ids, strict=True)):
             if id(params) not in prepared:
-                prepared[id(params)] = await self.llm.text.prepare_params(params, key)
+                prepared[id(params)] = await self.llm.text.prepare_params(params)
             try:
                 request = await self.llm.prepare(
                     prompt,
@@ -386,7 +386,6 @@ class Generator:
                     cache_salt=asked.cache_salt,
                     lora=asked.lora,
                     add_special_tokens=asked.add_special_tokens,
-                    key=key,
                 )
             except RequestError as error:
                 if error.param != "prompt" or not asked.names:

@@ -160,7 +160,7 @@ async def tokenize(http: Request) -> Response:
     body = await read_body(http, TokenizeRequest, state.request_limits)
     state.adapter_of(body.model)
     state.check_template(body.chat_template)
-    text, key = state.generator.llm.text, http.scope["state"]["key"]
+    text = state.generator.llm.text
     if body.messages is not None:
         rendering = text.render_chat(
             body.rendered_messages(),
@@ -173,17 +173,16 @@ async def tokenize(http: Request) -> Response:
                 add_special_tokens=body.add_special_tokens is True,
             ),
             is_bounded=True,
-            key=key,
         )
         prompt = await cancel_on_disconnect(http, rendering)
         token_ids = prompt.token_ids
     else:
         token_ids = await cancel_on_disconnect(
-            http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False, key=key)
+            http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
         )
     answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
     if body.return_token_strs:
-        answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids, key))
+        answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids))
     return await run_sized(len(token_ids), lambda: json_response(answer))
 
 
@@ -193,7 +192,7 @@ async def detokenize(http: Request) -> Response:
     state = state_of(http)
     body = await read_body(http, DetokenizeRequest, state.request_limits)
     state.adapter_of(body.model)
-    decoding = state.generator.llm.text.detokenize(body.tokens, http.scope["state"]["key"])
+    decoding = state.generator.llm.text.detokenize(body.tokens)
     return json_response(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
 
 

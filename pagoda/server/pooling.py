@@ -170,10 +170,9 @@ async def _score(
     call: Call[PairBody], first: list[str], second: list[str], names: tuple[str, str]
 ) -> tuple[Pooled, list[float]]:
     """Score pairs of texts.   names: of the fields that the texts are in."""
-    key = call.http.scope["state"]["key"]
     body, text = call.body, call.state.generator.llm.text
     call.state.check_template(body.chat_template)
-    planning = text.plan_scores(first, second, body.pooling_params(), names, key, body.pair_options())
+    planning = text.plan_scores(first, second, body.pooling_params(), names, body.pair_options())
     scoring: Scoring = await cancel_on_disconnect(call.http, planning)
     of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
     of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
@@ -205,7 +204,6 @@ async def _rendered(call: Call[InputBody]) -> list[int]:
         body.chat_options(),
         must_fit=body.truncate_prompt_tokens is None,
         is_bounded=True,
-        key=call.http.scope["state"]["key"],
     )
     return (await cancel_on_disconnect(call.http, rendering)).token_ids
 

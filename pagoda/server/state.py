@@ -11,12 +11,10 @@ from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.config import EngineConfig
 from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
-from pagoda.base.server_config import ServerConfig, ServerLimits
+from pagoda.base.server_config import ServerLimits
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.adapters import Adapter
-from pagoda.engine.templates.process import TemplateLimits
-from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import resolve_engine
 from pagoda.input_setup import build_input_processor
@@ -113,8 +111,7 @@ async def build_state(
     """
     # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
-    encoding_limits = EncodingLimits(config.server.server_timeouts.tokenizer_timeout_s)
-    inputs = await asyncio.to_thread(build_input_processor, setup, encoding_limits)
+    inputs = await asyncio.to_thread(build_input_processor, setup)
     facts = await starting
     inputs.limits.fit(facts.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
@@ -129,11 +126,9 @@ async def build_state(
     parser = server.tool_call_parser
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
-    llm = AsyncEngine(client, inputs, template_limits=_template_limits(server))
+    llm = AsyncEngine(client, inputs)
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
     await adapters.load_modules(server.lora_sources)
-    if template is not None:
-        await llm.text.start()
     return ServerState(
         generator=Generator(llm, Admission(_limits(server.server_limits)), metrics),
         adapters=adapters,
@@ -147,10 +142,6 @@ async def build_state(
         has_admin_key=server.admin_api_key is not None,
         engine=client,
     )
-
-
-def _template_limits(server: ServerConfig) -> TemplateLimits:
-    return TemplateLimits(server.server_timeouts.template_timeout_s, server.server_limits.template_memory_bytes)
 
 
 def _limits(limits: ServerLimits) -> AdmissionLimits:

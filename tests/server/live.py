@@ -99,7 +99,7 @@ class LiveServer:
         """The child of the API process that runs the engine."""
         for pid, command in children(self.process.pid).items():
             words = command.split(b"\0")  # python -m MODULE ...; none of a dead child
-            if b"engine" in b"".join(words[2:3]).rpartition(b".")[2]:  # not pagoda.engine.templates.worker, say
+            if b"engine" in b"".join(words[2:3]).rpartition(b".")[2]:
                 return pid
         raise AssertionError("no engine process")
 

@@ -1,18 +1,20 @@
 """ChatPrompts: turn a conversation into the model's prompt, with its chat template or a caller's."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.text import check_encodable
-from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
+from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
-from pagoda.engine.templates.job import Renderer, TemplateJob, TemplateSource
-from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer, TokenizerFacts
+
+_NUM_KEPT = 16  # callers' templates that stay compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,84 +49,77 @@ class RenderedChat:
 
 
 class ChatPrompts:
-    """Renders conversations. Special tokens in the caller's values become ordinary text."""
+    """Renders conversations. Special tokens in the caller's values become ordinary text. Thread-safe."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
         limits: InputLimits,
-        renderer: Renderer,
         parses_special_tokens: bool = False,
     ) -> None:
         """parses_special_tokens: parse special tokens inside messages, instead of treating them as ordinary text."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._limits = limits
-        self._renderer = renderer
         self._parses_special_tokens = parses_special_tokens
-        own = tokenizer.facts.chat_template
-        self._own_source = TemplateSource(own.sources, own.special_tokens, own.marks) if own is not None else None
+        self._compiled = functools.lru_cache(_NUM_KEPT)(functools.partial(_callers_template, tokenizer.facts))
 
-    def render(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> RenderedChat:
+    def render(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions = DEFAULT_CHAT,
+        *,
+        must_fit: bool = False,
+        is_bounded: bool = False,
+    ) -> RenderedChat:
         """Return a conversation as text and token ids.
 
+        must_fit: reject a text that cannot fit into the model's context before tokenising it.
+        is_bounded: otherwise, apply the limit `tokenized_chars`, as for text sent to a server.
         Raises RequestError if there is no template, or if it rejects the messages.
         """
-        job = self.job(messages, options)
-        try:
-            text = self._renderer.render(job)
-        except ConfigError as error:
-            raise RequestError(str(error), "chat_template") from None
-        return self.tokenize(text, options.add_special_tokens)
-
-    def job(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> TemplateJob:
-        """Return a Renderer's input: the first part of `render`. Raises RequestError if there is no template."""
-        tools = options.tools
-        self._limits.of_request.check_chat(messages, tools, options.chat_template, options.template_kwargs)
-        source = self._own_source
-        if options.chat_template is not None:
-            facts = self._tokenizer.facts
-            source = TemplateSource({"default": options.chat_template}, facts.special_names, facts.marks)
-        if source is None:
-            raise RequestError(
-                "this model has no chat template: pass one (chat_template), or use plain prompts", "messages"
-            )
-        text = source.texts.get("default") or next(iter(source.texts.values()), "")
-        if "tool_use" not in source.texts and lacks_tools(text):
-            messages, tools = with_generic_tools(messages, tools, text), None
-        return TemplateJob(
-            source,
-            is_own=options.chat_template is None,
-            is_marked=not self._parses_special_tokens,
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-            template_kwargs=options.template_kwargs,
-        )
-
-    def tokenize(
-        self,
-        text: str,
-        add_special_tokens: bool = False,
-        must_fit: bool = False,
-        cancellation: Cancellation | None = None,
-    ) -> RenderedChat:
-        """Tokenise a Renderer's text: the last part of `render`. Raises RequestError.
-
-        must_fit: reject a text that cannot fit into the model's context before tokenising it.
-        cancellation: ends the work early; then raises Cancelled.
-        """
+        text = self._text(messages, options)
+        if is_bounded and not must_fit:
+            self._limits.of_request.check("tokenized_chars", len(text), "messages")
         plain = text if self._parses_special_tokens else self._tokenizer.facts.marks.remove(text)
         if must_fit:
             self._prompts.check_length(plain)
         if self._parses_special_tokens:
-            return RenderedChat(text, self._prompts.encode(text, add_special_tokens, cancellation))
+            return RenderedChat(text, self._prompts.encode(text, options.add_special_tokens))
         self._limits.of_request.check_text(plain, "messages")
         check_encodable("messages", text)
-        return RenderedChat(plain, self._tokenizer.encode_marked(text, add_special_tokens, cancellation))
+        return RenderedChat(plain, self._tokenizer.encode_marked(text, options.add_special_tokens))
 
-    def close(self) -> None:
-        """Close the renderer. Idempotent."""
-        self._renderer.close()
+    def _text(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """Return the rendered text, with marks in place of the template's special tokens if those matter."""
+        tools, template = options.tools, self._tokenizer.facts.chat_template
+        self._limits.of_request.check_chat(messages, tools, options.chat_template, options.template_kwargs)
+        if options.chat_template is not None:
+            template = self._compiled(options.chat_template)
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: pass one (chat_template), or use plain prompts", "messages"
+            )
+        source = template.sources.get("default") or next(iter(template.sources.values()))
+        if "tool_use" not in template.sources and lacks_tools(source):
+            messages, tools = with_generic_tools(messages, tools, source), None
+        try:
+            return template.render(
+                messages,
+                tools,
+                options.add_generation_prompt,
+                options.continue_final_message,
+                options.template_kwargs,
+                is_marked=not self._parses_special_tokens,
+            )
+        except ConfigError as error:
+            raise RequestError(str(error), "chat_template") from None
+
+
+def _callers_template(facts: TokenizerFacts, source: str) -> ChatTemplate:
+    """Parse a template for a model. Raises RequestError if it is not valid Jinja."""
+    try:
+        return ChatTemplate(source, facts.special_names, facts.marks)
+    except ConfigError as error:
+        raise RequestError(str(error), "chat_template") from None

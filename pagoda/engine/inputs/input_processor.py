@@ -21,7 +21,6 @@ from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
 from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pagoda.engine.inputs.prompts import Prompt, text_of
-from pagoda.engine.templates.job import InProcessRenderer, Renderer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 _SEED_BITS = 62  # leaves room in an int64 for `seed + sequence`
@@ -40,14 +39,12 @@ class InputProcessor:
         limits: InputLimits,
         engine_seed: int | None = None,
         parses_special_tokens_in_chat: bool = False,
-        renderer: Renderer | None = None,
         adapters: KnownAdapters | None = None,
         score_template: str = "",
     ) -> None:
         """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
         parses_special_tokens_in_chat: parse special tokens inside messages, instead of treating them as ordinary text.
-        renderer: renders chat templates; if None, they are rendered in this process, without a deadline.
         adapters: None if requests cannot use LoRA adapters.
         score_template: see PoolingPlan; "" if a pair is not put into a template.
         """
@@ -60,8 +57,7 @@ class InputProcessor:
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
         self.prompts = PromptEncoder(tokenizer, limits)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
-        renderer = renderer if renderer is not None else InProcessRenderer()
-        self.chats = ChatPrompts(tokenizer, self.prompts, limits, renderer, parses_special_tokens_in_chat)
+        self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
         self._handles = itertools.count(1)  # threads share it
 
@@ -203,11 +199,6 @@ class InputProcessor:
         if self._adapters is None:
             raise RequestError("LoRA adapters are off on this engine: set enable_lora", "lora_request")
         return self._adapters
-
-    def close(self) -> None:
-        """Close the processes that render templates and encode texts. Idempotent."""
-        self.chats.close()
-        self.tokenizer.close()
 
     def _seed(self, asked: int | None) -> int:
         if asked is not None:

@@ -7,7 +7,6 @@ from pagoda.base.errors import RequestError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.beam_search import num_beam_candidates
-from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.pooling_inputs import check_pooling
@@ -51,10 +50,10 @@ class ParamsPreparer:
         self._limits.of_request.check_lists(params)
         self._limits.of_request.check_bad_words_ids(params.bad_words_token_ids)
 
-    def prepare(self, params: Params, cancellation: Cancellation | None = None) -> PreparedParams:
+    def prepare(self, params: Params) -> PreparedParams:
         """Validate against the model, and tokenise bad words: what need not be repeated for each prompt.
 
-        cancellation: ends the work early; then raises Cancelled.   Raises RequestError.
+        Raises RequestError.
         """
         self.check_lists(params)
         limits = self._limits
@@ -74,7 +73,7 @@ class ParamsPreparer:
         limits.check_ids("stop_token_ids", params.stop_token_ids)
         limits.check_ids("allowed_token_ids", params.allowed_token_ids or ())
         limits.check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
-        params = self._tokenize_bad_words(params, cancellation)
+        params = self._tokenize_bad_words(params)
         for sequence in params.bad_words_token_ids:
             limits.check_ids("bad_words_token_ids", sequence)
         if params.grammar is not None:
@@ -102,7 +101,7 @@ class ParamsPreparer:
                 "n",
             )
 
-    def _tokenize_bad_words(self, params: SamplingParams, cancellation: Cancellation | None) -> SamplingParams:
+    def _tokenize_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return params with bad_words as token ids, each word both with and without a leading space."""
         if not params.bad_words:
             return params
@@ -111,7 +110,7 @@ class ParamsPreparer:
             bare = word.lstrip(" ") or word
             for text in (bare, " " + bare):
                 try:
-                    ids = tuple(self._prompts.encode(text, False, cancellation))
+                    ids = tuple(self._prompts.encode(text, False))
                 except RequestError as error:
                     raise RequestError(f"bad_words: {error}", "bad_words") from None
                 if ids:

@@ -8,7 +8,6 @@ import numpy as np
 from pagoda.base.errors import RequestError
 from pagoda.base.text import check_encodable
 from pagoda.core.request import PLACEHOLDER_ID
-from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
@@ -36,25 +35,16 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """Tokenises texts and validates token ids. Keeps nothing of them.
-
-    `cancellation` in its methods: ends the work early; they then raise Cancelled.
-    """
+    """Tokenises texts and validates token ids. Keeps nothing of them."""
 
     def __init__(self, tokenizer: Tokenizer, limits: InputLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
 
-    def read(
-        self,
-        prompt: Prompt,
-        add_special_tokens: bool = True,
-        cancellation: Cancellation | None = None,
-        keep: int | None = None,
-    ) -> EncodedPrompt:
+    def read(self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None) -> EncodedPrompt:
         """Return any prompt as the model reads it; see `token_ids_of`. Raises RequestError if it is not a prompt."""
         if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
-            return EncodedPrompt(self.token_ids_of(prompt, add_special_tokens, cancellation, keep))
+            return EncodedPrompt(self.token_ids_of(prompt, add_special_tokens, keep))
         size = self._limits.embeds_size
         if not size:
             raise RequestError("prompt embeddings are off on this engine: set enable_prompt_embeds", "prompt_embeds")
@@ -64,11 +54,7 @@ class PromptEncoder:
         return EncodedPrompt(np.full(len(embeds), PLACEHOLDER_ID, np.int32), embeds, name)
 
     def token_ids_of(
-        self,
-        prompt: Prompt,
-        add_special_tokens: bool = True,
-        cancellation: Cancellation | None = None,
-        keep: int | None = None,
+        self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None
     ) -> Sequence[int] | np.ndarray:
         """Return the prompt's token ids, not yet validated. Raises RequestError if it is not a prompt.
 
@@ -82,7 +68,7 @@ class PromptEncoder:
             else:
                 raise RequestError(f"a prompt object needs prompt or prompt_token_ids, got {sorted(prompt)}", "prompt")
         if isinstance(prompt, str):
-            return self._cut(self.encode(prompt, add_special_tokens, cancellation), add_special_tokens, keep)
+            return self._cut(self.encode(prompt, add_special_tokens), add_special_tokens, keep)
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
             return prompt if keep is None else prompt[:keep]
         raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", "prompt")
@@ -102,11 +88,11 @@ class PromptEncoder:
         found = self._tokenizer.encode_batch(texts)
         return [self._cut(token_ids, True, most) for token_ids, most in zip(found, keep, strict=True)]
 
-    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
         self._limits.of_request.check_text(text, "prompt")
         check_encodable("prompt", text)
-        return self._tokenizer.encode(text, add_special_tokens, cancellation)
+        return self._tokenizer.encode(text, add_special_tokens)
 
     def checked_ids(self, prompt: EncodedPrompt, truncate: int | None, num_output: int = 1) -> np.ndarray:
         """Return the validated prompt's token ids: int32 [num_prompt_tokens]. Raises RequestError.

@@ -8,7 +8,6 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import PoolingParams
-from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.pooling_inputs import join_pair
@@ -46,14 +45,13 @@ class Scoring:
         params: PoolingParams | None,
         inputs: InputProcessor,
         names: tuple[str, str] = ("data_1", "data_2"),
-        cancellation: Cancellation | None = None,
         options: PairOptions = PLAIN_PAIRS,
     ) -> None:
         """first, second: equally many texts, or one `first` for all `second`.   names: what errors call them.
 
         Tokenises the pairs of a cross-encoder. Raises RequestError.
         """
-        self._names, self._cancellation = names, cancellation
+        self._names = names
         if len(first) not in (1, len(second)) or not second:
             raise RequestError(
                 f"{names[0]}: {len(first)} texts cannot be paired with {len(second)}: give one, or as many", names[0]
@@ -90,7 +88,7 @@ class Scoring:
         for index, text in enumerate(texts):
             try:
                 inputs.check_before_tokenising(text, params)
-                found.append(inputs.prompts.encode(text, False, self._cancellation))
+                found.append(inputs.prompts.encode(text, False))
             except RequestError as error:
                 raise _of_text(error, name, index if len(texts) > 1 else None) from None
         return found
@@ -152,7 +150,7 @@ class Scoring:
                 return token_ids
             if len(token_ids) <= most:
                 return token_ids
-            kept = inputs.prompts.encode(document, False, self._cancellation)[: most - len(token_ids)]
+            kept = inputs.prompts.encode(document, False)[: most - len(token_ids)]
             if not kept:
                 break
             document = inputs.tokenizer.decode(kept, skip_special_tokens=False)

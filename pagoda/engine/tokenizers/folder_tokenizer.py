@@ -7,19 +7,15 @@ import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
-from pagoda.engine.tokenizers.tokenizer_regexes import check_regexes
 from pagoda.loading.model_files import read_json_object
 from pagoda.models.config_reader import ConfigReader
 
 
-def load_folder_tokenizer(
-    folder: Path, chat_template: str | None = None, limits: EncodingLimits | None = None
-) -> LibraryTokenizer:
+def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> LibraryTokenizer:
     """Load the tokenizer of `folder`, which has a tokenizer.json; `chat_template` replaces the folder's own.
 
-    limits: see LibraryTokenizer.   Raises ConfigError that names the unusable file.
+    Raises ConfigError that names the unusable file.
     """
     path = folder / "tokenizer.json"
     try:
@@ -28,7 +24,6 @@ def load_folder_tokenizer(
         raise library_failure(error, path, "cannot be read as a tokenizer") from None
     backend.no_truncation()
     backend.no_padding()
-    check_regexes(backend, str(path))
     config = _read_json(folder / "tokenizer_config.json")
     try:
         _add_configured_tokens(backend, config)
@@ -40,11 +35,10 @@ def load_folder_tokenizer(
     eos = _ids_of(folder, backend, names.get("eos_token"))
     bos_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
     template = chat_template if chat_template is not None else _folder_chat_template(folder, config)
-    tokenizer = LibraryTokenizer(backend, make_facts(backend, bos_id, eos, template, names), limits)
+    tokenizer = LibraryTokenizer(backend, make_facts(backend, bos_id, eos, template, names))
     try:
         tokenizer.encode("a")  # some faults only show here
     except RequestError as error:
-        tokenizer.close()
         raise ConfigError(f"{path}: cannot be read as a tokenizer: {error}") from None
     return tokenizer
 

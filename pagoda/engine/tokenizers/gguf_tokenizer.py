@@ -13,9 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import Registry
-from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
-from pagoda.engine.tokenizers.tokenizer_regexes import GPT2, GPT4O, LLAMA3, QWEN2, TEKKEN
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.token_ids import end_token_ids
 
@@ -24,12 +22,10 @@ _SPACE = "\u2581"
 _MAX_TOKEN_CHARS = 4096  # rebuilding merges takes time quadratic in the token length
 
 
-def load_gguf_tokenizer(
-    path: Path, chat_template: str | None = None, limits: EncodingLimits | None = None
-) -> LibraryTokenizer:
+def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
     """Load the tokenizer of a .gguf file; `chat_template` replaces the file's own.
 
-    limits: see LibraryTokenizer.   Raises ConfigError if the file has no tokenizer, or one of an unsupported kind.
+    Raises ConfigError if the file has no tokenizer, or one of an unsupported kind.
     """
     file = GGUFFile(path)
     tokens = file.strings("tokenizer.ggml.tokens")
@@ -46,7 +42,7 @@ def load_gguf_tokenizer(
     _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
     bos_id = file.get("tokenizer.ggml.bos_token_id", int)
-    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names), limits)
+    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names))
 
 
 # ---- families
@@ -197,6 +193,18 @@ def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, n
 
 # ---- published patterns that split text into words before BPE, by the names GGUF files use
 
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASED_WORD = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX"
+)
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = _CASED_WORD.replace("SUFFIX", "") + r"|\p{N}" + _CASED_REST
+_GPT4O = _CASED_WORD.replace("SUFFIX", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_REST
+
 
 class _Cut:
     """Creates the pre-tokenizers that split text by a pattern, and before that, if single_digits, into digits."""
@@ -214,15 +222,15 @@ class _Cut:
 _PRE_TOKENIZERS = Registry(
     "GGUF pre-tokenizer",
     {
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _Cut(LLAMA3)),
-        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _Cut(QWEN2)),
-        **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "default", "exaone4"), _Cut(GPT2)),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _Cut(_LLAMA3)),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _Cut(_QWEN2)),
+        **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "default", "exaone4"), _Cut(_GPT2)),
         **dict.fromkeys(
             ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-            _Cut(GPT2, single_digits=True),
+            _Cut(_GPT2, single_digits=True),
         ),
-        "tekken": _Cut(TEKKEN),
-        **dict.fromkeys(("gpt-4o", "llama4"), _Cut(GPT4O)),
+        "tekken": _Cut(_TEKKEN),
+        **dict.fromkeys(("gpt-4o", "llama4"), _Cut(_GPT4O)),
     },
 )
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}

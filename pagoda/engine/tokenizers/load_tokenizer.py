@@ -4,7 +4,6 @@ from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError
-from pagoda.engine.tokenizers.bounded_encoder import EncodingLimits
 from pagoda.engine.tokenizers.folder_tokenizer import load_folder_tokenizer
 from pagoda.engine.tokenizers.gguf_tokenizer import load_gguf_tokenizer
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer
@@ -15,13 +14,11 @@ def load_tokenizer(
     files: ModelFiles,
     tokenizer_override: str | None = None,
     chat_template: str | None = None,
-    limits: EncodingLimits | None = None,
 ) -> LibraryTokenizer:
     """Load a model's tokenizer from its tokenizer.json, or rebuild it from a GGUF file's metadata.
 
     tokenizer_override: a local folder, tokenizer.json or .gguf file to use instead of the model's own.
     chat_template: a template's text, or the path of a file with it, to use instead of the model's own.
-    limits: of each text, if the tokenizer is not known to be fast.
     Raises ConfigError that says what is missing or unsupported.
     """
     source = files.path
@@ -31,16 +28,16 @@ def load_tokenizer(
             raise ConfigError(f"tokenizer {abbreviate(tokenizer_override)}: {shorten(str(source))} does not exist")
     template_text = _read_chat_template(chat_template) if chat_template is not None else None
     if source.suffix == ".gguf":
-        return load_gguf_tokenizer(source, template_text, limits)
+        return load_gguf_tokenizer(source, template_text)
     folder = source if source.is_dir() else source.parent
     if not (folder / "tokenizer.json").is_file():
         if tokenizer_override is not None and source.is_dir() and any(source.glob("*.gguf")):
-            return load_gguf_tokenizer(identify(source).path, template_text, limits)
+            return load_gguf_tokenizer(identify(source).path, template_text)
         raise ConfigError(
             f"model {files.name!r}: {folder} has no tokenizer.json; copy the model's there, "
             "or name another tokenizer (option tokenizer)"
         )
-    return load_folder_tokenizer(folder, template_text, limits)
+    return load_folder_tokenizer(folder, template_text)
 
 
 def _read_chat_template(given: str) -> str:

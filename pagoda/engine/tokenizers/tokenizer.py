@@ -1,5 +1,6 @@
 """Tokenizer: convert between text and token ids. Each token has its bytes; the text is their UTF-8 decoding."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +10,18 @@ from typing import Any, Protocol
 import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
-from pagoda.base.errors import CapacityError, ConfigError, PagodaError
+from pagoda.base.errors import CapacityError, ConfigError, PagodaError, RequestError
 from pagoda.base.out_of_memory import is_out_of_memory
-from pagoda.engine.cancellation import Cancellation
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.special_marks import SpecialMarks
-from pagoda.engine.tokenizers.bounded_encoder import BoundedEncoder, EncodingLimits
 from pagoda.engine.tokenizers.byte_letters import BYTE_OF_LETTER
-from pagoda.engine.tokenizers.known_speed import unknown_part
-from pagoda.engine.tokenizers.text_encoder import TextEncoder, is_panic
+from pagoda.engine.tokenizers.marked_encoder import MarkedEncoder
 from pagoda.engine.tokenizers.token_length import TokenLengthBound, token_length_bound
 
+LONG_TEXT_CHARS = 1024
+"""From this length on, an event loop tokenises texts on a thread: they take about half a millisecond or more."""
+
+_BATCH_TEXTS = 256  # between two of them, an interrupt is noticed
 _PROBE_ID = 2**32 - 2
 
 
@@ -29,15 +31,10 @@ class Tokenizer(Protocol):
     @property
     def facts(self) -> "TokenizerFacts": ...
 
-    @property
-    def inline_chars(self) -> int:
-        """An event loop may encode texts shorter than this itself: they take about half a millisecond."""
-        ...
-
-    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Special tokens written in the text become their ids.
 
-        cancellation: if it is cancelled, raises Cancelled; encoding that may take seconds is stopped.
+        Raises RequestError for a text that the tokenizer cannot split.
         """
         ...
 
@@ -45,13 +42,8 @@ class Tokenizer(Protocol):
         """Return what `encode` returns for each text; on several threads, if the tokenizer can."""
         ...
 
-    def encode_marked(
-        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
-    ) -> list[int]:
-        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens.
-
-        cancellation: as for `encode`.
-        """
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -60,10 +52,6 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes the token adds to the text if it is not the first. Empty for unknown ids."""
-        ...
-
-    def close(self) -> None:
-        """End the processes in which texts are encoded, if there are any, even at work. Idempotent."""
         ...
 
 
@@ -105,40 +93,36 @@ class TokenizerFacts:
 class LibraryTokenizer:
     """A Tokenizer that uses the `tokenizers` library."""
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, facts: TokenizerFacts, limits: EncodingLimits | None = None
-    ) -> None:
-        """limits: of each text, if the tokenizer is not known to be fast (known_speed.py).
-
-        Raises ConfigError for a decoder with an unsupported step.
-        """
+    def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
+        """Raises ConfigError for a decoder with an unsupported step."""
         self.facts = facts
         self.backend = backend
         self._special = facts.special_token_ids
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self._spelling = _spelling_of(backend)
         self._bytes: dict[int, bytes] = {}
+        marked = set(facts.marks.texts)
+        ids = {text: token_id for token_id, text in self._added.items() if text in marked}
         unknown = facts.special_names.get("unk_token") or getattr(backend.model, "unk_token", None)
-        self._encoder: TextEncoder | BoundedEncoder
-        if unknown_part(backend) is None:
-            self._encoder = TextEncoder(backend, facts.marks, unknown)
-        else:
-            self._encoder = BoundedEncoder(backend, facts.marks, unknown, limits)
+        self._marked = MarkedEncoder(backend, facts.marks, ids, unknown)
 
-    @property
-    def inline_chars(self) -> int:
-        return self._encoder.inline_chars
-
-    def encode(self, text: str, add_special_tokens: bool = True, cancellation: Cancellation | None = None) -> list[int]:
-        return self._encoder.encode(text, add_special_tokens, cancellation)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return _encode(self.backend, text, add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encoder.encode_batch(texts)
+        found: list[list[int]] = []
+        for begin in range(0, len(texts), _BATCH_TEXTS):
+            some = texts[begin : begin + _BATCH_TEXTS]
+            try:
+                found += [one.ids for one in self.backend.encode_batch_fast(some, add_special_tokens=True)]
+            except BaseException as error:
+                if not is_panic(error):
+                    raise
+                found += [self.encode(text) for text in some]  # names the text that it cannot split
+        return found
 
-    def encode_marked(
-        self, text: str, add_special_tokens: bool = False, cancellation: Cancellation | None = None
-    ) -> list[int]:
-        return self._encoder.encode_marked(text, add_special_tokens, cancellation)
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._marked.encode(text, functools.partial(_encode, param="messages"), add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = self._special if skip_special_tokens else ()
@@ -157,14 +141,31 @@ class LibraryTokenizer:
             known = self._bytes[token_id] = self._read_bytes(token_id)
         return known
 
-    def close(self) -> None:
-        self._encoder.close()
-
     def _read_bytes(self, token_id: int) -> bytes:
         token = self._added.get(token_id)
         if token is None:
             token = self.backend.id_to_token(token_id)
         return b"" if token is None else self._spelling.to_bytes(token)
+
+
+def _encode(
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False, param: str = "prompt"
+) -> tokenizers.Encoding:
+    """Encode a text. Raises RequestError, which blames `param`, where the library's regular expressions give up."""
+    try:
+        if len(text) < LONG_TEXT_CHARS:
+            return backend.encode(text, add_special_tokens=add_special_tokens)
+        # Unlike `encode`, this releases the GIL, and does not compute the tokens' offsets in the text.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:  # its regular expression engine panics after too many steps
+        if not is_panic(error):
+            raise
+        raise RequestError(f"{param}: the tokenizer cannot split this text: {shorten(str(error))}", param) from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether `error` is a panic of a Rust library: not an Exception, and its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 # ---- how tokens are spelled
