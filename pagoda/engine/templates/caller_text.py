@@ -29,11 +29,9 @@ class HiddenText:
         used = set().union(*(_PRIVATE_USE.findall(text) for text in texts))
         free = (character for code in range(0xF0000, 0x10FFFE) if (character := chr(code)) not in used)
         try:
-            stand_ins = {ord(character): next(free) for character in punctuation}
+            self._stand_ins = [(character, next(free)) for character in punctuation]
         except StopIteration:
             raise RequestError("the messages use every private character of Unicode", "messages") from None
-        self._stand_ins = stand_ins
-        self._shown = str.maketrans({stand_in: chr(code) for code, stand_in in stand_ins.items()})
         pairs = {pair for special in specials for pair in _pairs(special, hidden)}
         kept = [text for text in constants if hidden.search(text) and _may_keep(text, hidden, pairs)]
         longest_first = sorted(kept, key=len, reverse=True)
@@ -45,17 +43,25 @@ class HiddenText:
 
     def show(self, text: str) -> str:
         """Return `text` with the punctuation again."""
-        return text.translate(self._shown)
+        for character, stand_in in self._stand_ins:
+            text = text.replace(stand_in, character)
+        return text
 
     def _hide(self, text: str) -> str:
         if self._kept is None:
-            return text.translate(self._stand_ins)
+            return self._without_punctuation(text)
         parts: list[str] = []
         end = 0
         for match in self._kept.finditer(text):
-            parts += text[end : match.start()].translate(self._stand_ins), match[0]
+            parts += self._without_punctuation(text[end : match.start()]), match[0]
             end = match.end()
-        return "".join(parts) + text[end:].translate(self._stand_ins)
+        return "".join(parts) + self._without_punctuation(text[end:])
+
+    def _without_punctuation(self, text: str) -> str:
+        # Not str.translate, which keeps the GIL for a second on the longest of texts.
+        for character, stand_in in self._stand_ins:
+            text = text.replace(character, stand_in)
+        return text
 
 
 def _punctuation(special: str) -> set[str]:

@@ -12,7 +12,7 @@ from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.templates.caller_text import HiddenText
 from pagoda.engine.templates.chat_values import Message, cut_at_mark, template_values
-from pagoda.engine.templates.environment import MAX_SAID_CHARS, check_syntax, compile_template, string_constants
+from pagoda.engine.templates.environment import MAX_MESSAGE_CHARS, check_syntax, compile_template, string_constants
 from pagoda.engine.templates.special_marks import SpecialMarks
 
 
@@ -154,10 +154,10 @@ class ChatTemplate:
                 self._fill(self._plain, self.special_tokens, values if shown is None else shown)
                 raise RequestError("the chat template fails on these messages", "messages") from None
             if isinstance(error, jinja2.TemplateError):
-                said = shorten(error.message or "", MAX_SAID_CHARS)
-                raise RequestError(f"the chat template rejects these messages: {said}", "messages") from None
-            said = shorten(repr(error), MAX_SAID_CHARS)
-            raise RequestError(f"the chat template fails on these messages: {said}", "messages") from None
+                message = shorten(error.message or "", MAX_MESSAGE_CHARS)
+                raise RequestError(f"the chat template rejects these messages: {message}", "messages") from None
+            message = shorten(repr(error), MAX_MESSAGE_CHARS)
+            raise RequestError(f"the chat template fails on these messages: {message}", "messages") from None
 
     def _name_for(self, values: Mapping[str, Any]) -> str:
         if values["tools"] and "tool_use" in self.sources:

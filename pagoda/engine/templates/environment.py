@@ -16,7 +16,7 @@ import jinja2.utils
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError
 
-MAX_SAID_CHARS = 500
+MAX_MESSAGE_CHARS = 500
 """Most characters of a template's own error message that are shown."""
 
 
@@ -49,8 +49,8 @@ def _syntax_errors() -> Generator[None]:
     try:
         yield
     except jinja2.TemplateSyntaxError as error:
-        said = shorten(error.message or "", MAX_SAID_CHARS)
-        raise ConfigError(f"the chat template is not valid: {said} (line {error.lineno})") from None
+        message = shorten(error.message or "", MAX_MESSAGE_CHARS)
+        raise ConfigError(f"the chat template is not valid: {message} (line {error.lineno})") from None
     except (SyntaxError, RecursionError, MemoryError) as error:  # from Python's own compiler
         raise ConfigError(f"the chat template is nested too deeply ({type(error).__name__})") from None
 

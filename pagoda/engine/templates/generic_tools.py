@@ -85,9 +85,9 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
                 changed.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
             calls = "\n".join(_call(one) for one in message["tool_calls"])
-            said = message["content"]
+            content = message["content"]
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            changed.append({**kept, "content": f"{said}\n{calls}" if said else calls})
+            changed.append({**kept, "content": f"{content}\n{calls}" if content else calls})
         else:
             changed.append(message)
         follows_result = is_result
@@ -96,5 +96,5 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
 
 def _call(call: Mapping[str, Any]) -> str:
     function = call["function"]
-    said = {"name": function["name"], "arguments": function["arguments"]}
-    return f"{OPEN}\n{json.dumps(said, ensure_ascii=False)}\n{CLOSE}"
+    written = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{OPEN}\n{json.dumps(written, ensure_ascii=False)}\n{CLOSE}"

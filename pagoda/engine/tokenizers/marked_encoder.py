@@ -29,8 +29,8 @@ class MarkedEncoder:
         self._marks = marks
         self._ids = ids
         self._unknown = unknown
-        self._alarming = frozenset(token_id for text, token_id in ids.items() if text != unknown)
-        self._joint = marks.new_mark()
+        self._special_ids = frozenset(token_id for text, token_id in ids.items() if text != unknown)
+        self._separator = marks.new_mark()
         self._stand_ins: dict[str, str] = {}
         by_behaviour: dict[tuple[bool, ...], str] = {}
         added = backend.get_added_tokens_decoder()
@@ -44,11 +44,11 @@ class MarkedEncoder:
             )
             for (single_word, lstrip, rstrip, normalized), text in by_behaviour.items()
         ]
-        backend.add_tokens([*own, tokenizers.AddedToken(self._joint, normalized=False, special=False)])
+        backend.add_tokens([*own, tokenizers.AddedToken(self._separator, normalized=False, special=False)])
         self._own_ids = frozenset(
             id_ for text in by_behaviour.values() if (id_ := backend.token_to_id(text)) is not None
         )
-        self._joint_id = backend.token_to_id(self._joint)
+        self._separator_id = backend.token_to_id(self._separator)
         self._literal: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
 
@@ -67,23 +67,25 @@ class MarkedEncoder:
         if add_special_tokens:
             encoding = self._backend.post_process(encoding, add_special_tokens=True)
         following = iter(written)
-        own, joint = self._own_ids, self._joint_id
-        return [next(following) if token_id in own else token_id for token_id in encoding.ids if token_id != joint]
+        own, separator = self._own_ids, self._separator_id
+        return [next(following) if token_id in own else token_id for token_id in encoding.ids if token_id != separator]
 
     def _spells_special(self, ids: Sequence[int], plain: str) -> bool:
-        return not self._alarming.isdisjoint(ids) or (self._unknown is not None and self._unknown in plain)
+        return not self._special_ids.isdisjoint(ids) or (self._unknown is not None and self._unknown in plain)
 
     def _encode_literally(self, plain: str, encode: Encode) -> tokenizers.Encoding:
         """Encode as ordinary text, even where it spells special tokens."""
         backend = self._literal_backend()
         encoding = encode(backend, plain)
-        found = self._alarming.intersection(encoding.ids)
+        found = self._special_ids.intersection(encoding.ids)
         if found:
             # The vocabulary itself contains this text as a word. Split it, so that its id does not appear.
             spelled = [text for text, token_id in self._ids.items() if token_id in found and len(text) > 1]
             pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))) or r"(?!)")
-            encoding = encode(backend, pattern.sub(lambda match: f"{match[0][0]}{self._joint}{match[0][1:]}", plain))
-            if not self._alarming.isdisjoint(encoding.ids):
+            encoding = encode(
+                backend, pattern.sub(lambda match: f"{match[0][0]}{self._separator}{match[0][1:]}", plain)
+            )
+            if not self._special_ids.isdisjoint(encoding.ids):
                 raise RequestError(
                     "a message contains special tokens that this tokenizer cannot encode as ordinary text", "messages"
                 )

@@ -232,17 +232,17 @@ def _spelling_of(backend: tokenizers.Tokenizer) -> _Spelling:
 # ---- shared by all loaders
 
 
-def library_failure(error: BaseException, path: Path, said: str) -> BaseException:
+def library_failure(error: BaseException, path: Path, problem: str) -> BaseException:
     """Return the error to raise for what the tokenizers library raised while it loaded a file.
 
-    said: what is wrong with the file.   That is a ConfigError, or a CapacityError if memory ran out; an exception that
-    is not the library's is returned as it is.
+    problem: what is wrong with the file.   Return a ConfigError, or a CapacityError if memory ran out; an exception
+    that is not the library's is returned as it is.
     """
     if isinstance(error, PagodaError) or not (isinstance(error, Exception) or is_panic(error)):
         return error
     if is_out_of_memory(error):
         return CapacityError(f"{path}: memory ran out while loading the tokenizer: raise the memory limit (ulimit -v)")
-    return ConfigError(f"{path}: {said}: {shorten(str(error), 300)}")
+    return ConfigError(f"{path}: {problem}: {shorten(str(error), 300)}")
 
 
 def make_facts(

@@ -1,5 +1,7 @@
 """Special tokens in chats: the template's are special, the same text in a message is ordinary text."""
 
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -378,3 +380,29 @@ def test_real_templates_never_join_text_into_a_special_token(model: str, cut: st
         head, tail = special[: len(special) // 2], special[len(special) // 2 :]
         got = inputs.chats.render(chat(f"{head}{cut}{tail}"))
         assert specials_in(inputs, got.token_ids) == expected
+
+
+def test_the_longest_text_keeps_the_gil_from_other_threads_for_short_times_only() -> None:
+    """It was half a second at a stretch while punctuation was hidden with str.translate."""
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    template = ChatTemplate(source, {}, SpecialMarks(["<|user|>", "<|end|>", "<|assistant|>"]))
+    messages = chat("<|end|>a" * 500_000)
+    is_over = threading.Event()
+    gaps_s: list[float] = []
+
+    def beat() -> None:
+        last_s, longest_s = time.perf_counter(), 0.0
+        while not is_over.is_set():
+            time.sleep(0.001)
+            now_s = time.perf_counter()
+            last_s, longest_s = now_s, max(longest_s, now_s - last_s)
+        gaps_s.append(longest_s)
+
+    for _ in range(3):  # other processes may keep this one from the core
+        is_over.clear()
+        beating = threading.Thread(target=beat)
+        beating.start()
+        template.render(messages, is_marked=True)
+        is_over.set()
+        beating.join()
+    assert min(gaps_s) < 0.2
