@@ -176,6 +176,20 @@ def test_measured_times_add_up(library, folders) -> None:
     assert sum(seconds.values()) <= total_s
 
 
+def test_a_step_without_logits_is_the_same_program(library, folders) -> None:
+    """A chunk of a prompt that does not end it: the head multiplies no rows."""
+    replayed = assert_same(folders("llama"), NativeOps(library, threads=1), torch.float32)
+    batch, kv = one_token(replayed)
+    batch = replace(batch, logits_index=torch.empty(0, dtype=torch.int64))
+    program = replayed.program
+    computed, expected = replayed.run(batch, kv), replayed.run_op_by_op(batch, kv)
+    assert torch.equal(computed.hidden, expected.hidden)
+    assert expected.logits is None
+    assert computed.logits is not None
+    assert computed.logits.shape == (0, VOCAB)
+    assert replayed.program is program
+
+
 def test_another_cache_is_recorded_again(library, folders) -> None:
     plain, replayed = both(folders("llama"), NativeOps(library, threads=1), torch.float32)
     first, second = run(replayed, torch.float32), run(replayed, torch.float32)
