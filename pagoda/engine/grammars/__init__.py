@@ -1,9 +1,9 @@
 """Structured output: from what a request asks for to a grammar, and from a grammar to masks over the vocabulary.
 
 1. `grammar_text.py` turns StructuredOutputsParams into a grammar, in the variant of Lark that llguidance reads.
-2. `json_schema.py` prepares the schemas in it: refuses what the library would ignore, rewrites older forms
-   (`schema_refs.py`, `schema_formats.py`), and refuses what would take long to compile (`schema_size.py`).
-3. `tool_grammar.py` writes the grammar of tool calls in a model's format, from `call_rules.py`.
+2. `json_schema.py` prepares the schemas in it: refuses what the library would ignore, rewrites references and older
+   forms, and refuses what would take long to compile (`schema_size.py`).
+3. `tool_grammar.py` writes the grammar of tool calls in a model's format.
 4. `preparer.py` compiles a grammar before its request is accepted, so that a refusal is a RequestError.
 5. `llguidance_backend.py` compiles it for the engine, on threads, and fills masks (`core/grammar.py` is the interface).
 6. `vocabulary.py` is what the library must know of a tokenizer.

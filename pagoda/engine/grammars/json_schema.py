@@ -11,11 +11,9 @@ import json
 import math
 from decimal import Decimal
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 from pagoda.base.errors import RequestError
-from pagoda.engine.grammars.schema_formats import FORMAT_PATTERNS, FORMATS
-from pagoda.engine.grammars.schema_refs import SchemaRefs
 from pagoda.engine.grammars.schema_size import MAX_PARTS, SchemaSize, iter_values
 
 Schema = dict[str, Any] | bool
@@ -38,6 +36,36 @@ _MAPS = frozenset({"properties", "patternProperties"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _SAFE_WHEN_HUGE = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
 """The sign of a bound that may be rounded: beyond the integers of 64 bits the library's own limit is tighter."""
+
+_NO_BASE = "http://schema.invalid/"
+"""The URI of a document without one."""
+_INSTANCES = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose values are not schemas."""
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+    | {"idn-email", "idn-hostname", "iri", "iri-reference", "regex"}
+)
+"""Formats that go to the library as they are; it refuses those of the second row."""
+_UNRESERVED, _SUB_DELIMS = r"A-Za-z0-9\-._~", r"!$&'()*+,;="
+_PCHAR = rf"([{_UNRESERVED}{_SUB_DELIMS}:@]|%[0-9A-Fa-f]{{2}})"
+_SEGMENT_NO_COLON = rf"([{_UNRESERVED}{_SUB_DELIMS}@]|%[0-9A-Fa-f]{{2}})+"
+_AUTHORITY = rf"([{_UNRESERVED}{_SUB_DELIMS}:@\[\]]|%[0-9A-Fa-f]{{2}})*"
+FORMAT_PATTERNS = {
+    # RFC 3986: a URI, or a relative reference whose first segment has no colon.
+    "uri-reference": (
+        rf"^([A-Za-z][A-Za-z0-9+.\-]*:(//{_AUTHORITY}(/{_PCHAR}*)*|/?({_PCHAR}+(/{_PCHAR}*)*)?)"
+        rf"|//{_AUTHORITY}(/{_PCHAR}*)*|/({_PCHAR}+(/{_PCHAR}*)*)?|({_SEGMENT_NO_COLON}(/{_PCHAR}*)*)?)"
+        rf"(\?({_PCHAR}|[/?])*)?(#({_PCHAR}|[/?])*)?$"
+    ),
+    "json-pointer": r"^(/([^~/]|~[01])*)*$",
+    "relative-json-pointer": r"^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$",
+    # RFC 6570: literals, and expressions of variables.
+    "uri-template": (
+        r"^([!#$&(-;=?-\[\]_a-z~]|[^\x00-\x7f]|%[0-9A-Fa-f]{2}|\{[+#./;?&=,!@|]?"
+        r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})([A-Za-z0-9_.]|%[0-9A-Fa-f]{2})*(:[1-9][0-9]{0,3}|\*)?"
+        r"(,([A-Za-z0-9_]|%[0-9A-Fa-f]{2})([A-Za-z0-9_.]|%[0-9A-Fa-f]{2})*(:[1-9][0-9]{0,3}|\*)?)*\})*$"
+    ),
+}
 
 
 def parse_schema(text: str, field_name: str) -> Any:
@@ -266,3 +294,60 @@ def _steps(reference: str) -> tuple[str, ...]:
 
 def _is_inexact(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) > _MAX_EXACT
+
+
+# ---- references
+
+
+class SchemaRefs:
+    """The values of a schema document by URI and by JSON pointer."""
+
+    def __init__(self, root: Any) -> None:
+        """root: the parsed document."""
+        self._base_of: dict[int, str] = {}  # id of an object in the document -> the URI that its references start from
+        self._named: dict[str, Any] = {_NO_BASE: root}  # URI -> what has it as `$id` or `$anchor`
+        todo = [(root, _NO_BASE)]
+        while todo:
+            value, base = todo.pop()
+            if isinstance(value, dict):
+                base = self._add_names(value, base)
+                self._base_of[id(value)] = base
+                todo += [(child, base) for name, child in value.items() if name not in _INSTANCES]
+            elif isinstance(value, list):
+                todo += [(child, base) for child in value]
+
+    def find(self, reference: str, place: dict[str, Any]) -> Any:
+        """Return what `reference`, a keyword of the schema `place`, names. Raises KeyError if it is not here."""
+        uri, _, fragment = _join(self._base_of[id(place)], reference).partition("#")
+        if fragment and not fragment.startswith("/"):
+            return self._named[f"{uri}#{fragment}"]
+        value = self._named[uri]
+        for step in unquote(fragment).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict):
+                value = value[name]
+            elif isinstance(value, list) and name.isdecimal() and len(name) < 8 and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                raise KeyError(reference)
+        return value
+
+    def _add_names(self, value: dict[str, Any], base: str) -> str:
+        """Record the names that a schema gives itself. Return the URI that references inside it start from."""
+        own = value.get("$id", value.get("id"))
+        if isinstance(own, str) and own.startswith("#"):  # draft 4's anchors
+            self._named.setdefault(base + own, value)
+        elif isinstance(own, str):
+            base = _join(base, own).partition("#")[0]
+            self._named.setdefault(base, value)
+        anchor = value.get("$anchor")
+        if isinstance(anchor, str):
+            self._named.setdefault(f"{base}#{anchor}", value)
+        return base
+
+
+def _join(base: str, reference: str) -> str:
+    try:
+        return urljoin(base, reference)
+    except ValueError:
+        return reference  # what is not a URI stands for itself
