@@ -13,7 +13,7 @@ from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter, SuffixSet
 from pagoda.worker.table_mirror import TableMirror
 
 if TYPE_CHECKING:
-    from pagoda.worker.drafters.rollout import DraftForward
+    from pagoda.worker.drafters.models import DraftForward
     from pagoda.worker.grammar_rows import GrammarRows
     from pagoda.worker.sampler import Sampler
 
@@ -45,14 +45,14 @@ def _suffix(config: SpeculativeConfig, _: DraftParts | None) -> Drafter:
 
 
 def _draft_model(_: SpeculativeConfig, parts: DraftParts | None) -> Drafter:
-    from pagoda.worker.drafters.draft_model import DraftModelDrafter
+    from pagoda.worker.drafters.models import DraftModelDrafter
 
     assert parts is not None
     return DraftModelDrafter(parts.draft, parts.sampler, parts.num_blocks)
 
 
 def _layer_skip(_: SpeculativeConfig, parts: DraftParts | None) -> Drafter:
-    from pagoda.worker.drafters.layer_skip import LayerSkipDrafter
+    from pagoda.worker.drafters.models import LayerSkipDrafter
 
     assert parts is not None
     return LayerSkipDrafter(parts.draft, parts.sampler)

@@ -11,8 +11,8 @@ from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
+from pagoda.worker.drafters.models import DraftForward
 from pagoda.worker.drafters.registry import DraftParts, make_drafter
-from pagoda.worker.drafters.rollout import DraftForward
 from pagoda.worker.dry_runs import LargestSteps
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
 from pagoda.worker.grammar_rows import GrammarRows

@@ -5,9 +5,8 @@ import torch
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
-from pagoda.worker.drafters.draft_model import DraftModelDrafter
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
-from pagoda.worker.drafters.rollout import DraftForward
+from pagoda.worker.drafters.models import DraftForward, DraftModelDrafter
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.staging import LastTokens
 from pagoda.worker.table_mirror import TableMirror

@@ -11,7 +11,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices.cpu import CpuDevice
-from pagoda.worker.drafters.rollout import DraftForward, roll_out
+from pagoda.worker.drafters.models import DraftForward, roll_out
 from pagoda.worker.forward_runner import ForwardRunner, Graphs
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Drawn, Sampler
