@@ -670,7 +670,8 @@ class TwinScheduler:
         spoiled = {stamp for entry in failed for stamp in entry.writes}
         bad: list[Planned] = []
         for number, step in enumerate(self.in_flight):
-            spoiled |= {target for source, target in step.copied if source in spoiled}
+            if number:  # copies run before a step computes anything
+                spoiled |= {target for source, target in step.copied if source in spoiled}
             left = [entry for entry in [*step.planned, *step.sampling, *step.joined] if entry not in failed]
             while found := [
                 entry for entry in left if entry.reads & spoiled or (number and entry.state.id in waiting and entry.new)
