@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.make_random_model import SHAPES, make
-from pagoda.engine.tokenizers.byte_letters import BYTE_LETTERS
+from pagoda.engine.tokenizers.token_length import BYTE_LETTERS
 
 EOS = 2
 WORDS = ("Ġthe", "name", "true", "false", '":', "Ġ{", '",', "12")

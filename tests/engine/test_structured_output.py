@@ -24,7 +24,7 @@ from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
-from pagoda.engine.tokenizers.folder_tokenizer import load_folder_tokenizer
+from pagoda.engine.tokenizers.load_tokenizer import load_folder_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine_setup import resolve_engine
 from pagoda.worker.grammar_rows import GrammarRows

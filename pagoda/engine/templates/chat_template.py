@@ -10,10 +10,9 @@ import jinja2
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.engine.templates.caller_text import HiddenText
 from pagoda.engine.templates.chat_values import Message, cut_at_mark, template_values
 from pagoda.engine.templates.environment import MAX_MESSAGE_CHARS, check_syntax, compile_template, string_constants
-from pagoda.engine.templates.special_marks import SpecialMarks
+from pagoda.engine.templates.special_marks import HiddenText, SpecialMarks
 
 
 class ChatTemplate:

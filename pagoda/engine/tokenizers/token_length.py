@@ -1,4 +1,4 @@
-"""Upper bound of the text per token, to reject far too long prompts before tokenising them."""
+"""What tokens spell: the alphabet of byte-level vocabularies, and the most text that one token can cover."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,20 @@ from typing import Any
 
 import tokenizers
 
-from pagoda.engine.tokenizers.byte_letters import BYTE_LETTERS
+
+def _letters() -> tuple[str, ...]:
+    """Return the character of each byte: printable bytes map to themselves, the others to U+0100 and up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+BYTE_LETTERS = _letters()
+"""Character by byte value."""
+BYTE_OF_LETTER = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+
+
+# ---- how much text a token covers, to reject far too long prompts before tokenising them
 
 
 @dataclass(frozen=True, slots=True)
