@@ -8,7 +8,7 @@ import numpy as np
 
 from pagoda.core.checks import why_never
 from pagoda.core.decision_log import Admitted, Copied, Reason
-from pagoda.core.kv import AdmissionResult, CachedPrefix
+from pagoda.core.kv import CachedPrefix
 from pagoda.core.lifecycle import enter, finish_one, fork_row, give_row, refuse
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.queues import QueueScan, RequestQueue
@@ -123,12 +123,12 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
     if not any(chunk.num_new for chunk in chunks) and any(map(_num_lacking, sequences)):
         return chunks[-1].reason
     ends = [sequence.num_computed + chunk.num_new for sequence, chunk in zip(sequences, chunks, strict=True)]
-    result = state.kv.can_swap_in(sequences, ends, others_run=bool(state.batch.requests))
-    if result is AdmissionResult.NEVER:
+    reason = state.kv.why_no_swap_in(sequences, ends, others_run=bool(state.batch.requests))
+    if reason is Reason.NEVER:
         refuse(state, request, "can never come back from host memory")
         return None
-    if result is not AdmissionResult.OK:
-        return result.value
+    if reason is not None:
+        return reason
     kind = enter(state, request)
     for sequence in sequences:
         give_row(state, sequence, sequence.num_computed)
@@ -180,15 +180,15 @@ def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reas
     if chunk.num_new == 0:
         state.encoder.release(request)
         return chunk.reason
-    result = state.kv.can_allocate(request, prefix, chunk.num_new, others_run=bool(state.batch.requests))
-    if result is AdmissionResult.OK:
+    reason = state.kv.why_no_blocks(request, prefix, chunk.num_new, others_run=bool(state.batch.requests))
+    if reason is None:
         _enter_with_prefix(state, request, prefix, chunk, plan)
         return None
     state.encoder.release(request)
-    if result is AdmissionResult.NEVER:
+    if reason is Reason.NEVER:
         refuse(state, request, "needs more KV blocks than there are")
         return None
-    return result.value
+    return reason
 
 
 def _enter_with_prefix(
@@ -337,7 +337,7 @@ def _drain(state: SchedulerState, plan: StepPlan) -> None:
     if plan.entering:
         plan.admitted = tuple(_row_init(state, entry) for entry in plan.entering.values())
     plan.beams = state.pending_beams.drain()
-    plan.moves = state.kv.drain_moves()
+    state.kv.drain_into(plan)
     state.outbox.drain_into(plan)
     plan.encoder_freed = state.encoder.take_evicted()
     plan.num_common_prefix_blocks = state.kv.num_common_prefix_blocks(state.batch.running.rows)

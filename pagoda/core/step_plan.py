@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.core.kv import NO_MOVES, StepMoves
 from pagoda.core.request_state import RequestState
 from pagoda.core.scheduler_output import (
     NO_BEAMS,
     NO_INTS,
+    NO_PAIRS,
     AdmitKind,
     BeamRows,
+    BlockDelta,
     EncoderRun,
     RowFork,
     RowInit,
@@ -65,7 +66,8 @@ class StepPlan:
     forks: tuple[RowFork, ...] = ()
     beams: BeamRows = NO_BEAMS
     admitted: tuple[RowInit, ...] = ()
-    moves: StepMoves = NO_MOVES
+    block_delta = BlockDelta()
+    swap_out = swap_in = copies = NO_PAIRS
     released = NO_INTS
     preempted_ids: tuple[str, ...] = ()
     finished_ids: tuple[str, ...] = ()
@@ -156,7 +158,6 @@ class StepPlan:
 
     def build_output(self) -> SchedulerOutput:
         """Return the step as workers get it. Nothing changes."""
-        moves = self.moves
         return SchedulerOutput(
             step=self.step,
             rows=self.rows,
@@ -169,10 +170,10 @@ class StepPlan:
             forks=self.forks,
             beams=self.beams,
             released=self.released,
-            block_delta=moves.block_delta,
-            swap_out=moves.swap_out,
-            swap_in=moves.swap_in,
-            copies=moves.copies,
+            block_delta=self.block_delta,
+            swap_out=self.swap_out,
+            swap_in=self.swap_in,
+            copies=self.copies,
             drafts=self.drafts,
             encoder_runs=tuple(run for runs in self.encoder_runs.values() for run in runs) if self.encoder_runs else (),
             encoder_freed=self.encoder_freed,

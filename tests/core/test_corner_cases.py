@@ -178,7 +178,7 @@ def test_hashes_of_a_replayed_request_are_dropped_when_it_ends() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", 8, max_tokens=3, n=2, prior_output=((1, 2, 3), (1,)))
     rig.run()
-    assert not rig.scheduler._state.kv._content._chains
+    assert not rig.scheduler._state.kv._prefix_cache._chains
 
 
 def test_prompt_logprobs_of_an_aborted_request_are_dropped() -> None:

@@ -10,12 +10,12 @@ CORE = Path(__file__).parents[2] / "pagoda" / "core"
 
 # Written by subscript, also through a local name: column[rows] = ...
 COLUMNS = {
-    "entries": "kv/allocator.py",
-    "num_blocks": "kv/allocator.py",
-    "num_cross_blocks": "kv/allocator.py",
-    "num_released": "kv/allocator.py",
-    "reserved_until": "kv/allocator.py",
-    "num_cached": "kv/cached_content.py",
+    "entries": "kv/block_tables.py",
+    "num_blocks": "kv/block_tables.py",
+    "num_cross_blocks": "kv/block_tables.py",
+    "num_released": "kv/block_tables.py",
+    "reserved_until": "kv/block_tables.py",
+    "num_cached": "kv/prefix_cache.py",
     "ref_count": "kv/block_pool.py",
     "has_content": "kv/block_pool.py",
     **dict.fromkeys(

@@ -2,10 +2,21 @@
 
 import numpy as np
 
+from pagoda.core.kv import KVSizing
+from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, make_root
+from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem
+from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_options import SchedulerOptions
 
 SEED = b"seed"
+
+
+def make_cache(seed: int | None = 0, pool: BlockPool | None = None) -> PrefixCache:
+    table = RequestTable(2, 16, track_in_flight=False, expect_tokens=False)
+    sizing = KVSizing.of((KVGroupSpec(),), 4, 16, SchedulerOptions())
+    return PrefixCache(table, [np.zeros((2, 4), np.int32)], pool or BlockPool(16), sizing, enabled=True, seed=seed)
 
 
 def hashes(
@@ -69,8 +80,8 @@ def test_a_fork_has_hashes_of_its_own() -> None:
 
 
 def test_of_equal_blocks_the_first_is_found_until_it_is_evicted() -> None:
-    marked: list[int] = []
-    cache = PrefixCache(1, 0, marked.extend)
+    pool = BlockPool(16)
+    cache = make_cache(pool=pool)
     cache.insert(0, [b"a", b"b"], [1, 2])
     cache.insert(0, [b"a", b"b"], [3, 0])
     assert cache.longest_cached_prefix(0, [b"a", b"b", b"c"]) == [1, 2]
@@ -79,11 +90,11 @@ def test_of_equal_blocks_the_first_is_found_until_it_is_evicted() -> None:
     cache.remove([3])
     assert cache.longest_cached_prefix(0, [b"a", b"b"]) == []
     cache.check()
-    assert marked == [1, 2, 3]
+    assert pool.has_content.nonzero()[0].tolist() == [1, 2, 3]
 
 
 def test_a_window_takes_the_last_run_that_is_long_enough() -> None:
-    cache = PrefixCache(1, 0, lambda blocks: None)
+    cache = make_cache()
     keys = [bytes([number]) for number in range(6)]
     cache.insert(0, [keys[0], keys[2], keys[3], keys[5]], [10, 12, 13, 15])
     assert cache.last_cached_run(0, keys, 2) == [0, 0, 12, 13]
@@ -93,7 +104,5 @@ def test_a_window_takes_the_last_run_that_is_long_enough() -> None:
 
 
 def test_a_chosen_seed_repeats_hashes_and_a_drawn_one_does_not() -> None:
-    def drop(blocks: object) -> None: ...
-
-    assert PrefixCache(1, 7, drop).seed == PrefixCache(1, 7, drop).seed
-    assert PrefixCache(1, None, drop).seed != PrefixCache(1, None, drop).seed
+    assert make_cache(seed=7).seed == make_cache(seed=7).seed
+    assert make_cache(seed=None).seed != make_cache(seed=None).seed

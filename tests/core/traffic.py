@@ -400,7 +400,7 @@ class Traffic:
         """Nothing that a failed step should have written can be found, once it is known that it failed."""
         if any(failure is not None for _, _, failure in self.in_flight):
             return
-        for block in self.scheduler._state.kv._content.prefix_cache._hash_of:
+        for block in self.scheduler._state.kv._prefix_cache._hash_of:
             assert SPOILED not in self.worker.device[block], f"block {block} of a failed step can be found"
 
     def check(self) -> None:

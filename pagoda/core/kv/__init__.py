@@ -1,19 +1,18 @@
-"""The KV cache: KVCacheManager, the values it returns, and pure sizing functions.
+"""The KV cache: which blocks hold the keys and values of which tokens.
 
+manager.py        KVCacheManager, which the scheduler asks: admission, and what happens to rows and requests
+block_tables.py   BlockTables: gives blocks to rows, shares them (copy-on-write), frees what windows have left
+prefix_cache.py   PrefixCache: hashes of full blocks, and the blocks found by them
+host_tier.py      HostTier: KV that is parked in host memory
+block_pool.py     BlockPool: reference counts and free blocks of one memory tier
+sizing.py         how many blocks things need: pure functions
+
+The manager answers for requests, the tables for rows: as one class of 600 lines they would be harder to read.
 Nothing else in this folder is imported from outside.
 """
 
-from pagoda.core.kv.block_tables import NO_MOVES, StepMoves
-from pagoda.core.kv.manager import AdmissionResult, CachedPrefix, KVCacheManager
+from pagoda.core.kv.manager import KVCacheManager
+from pagoda.core.kv.prefix_cache import CachedPrefix
 from pagoda.core.kv.sizing import KVSizing, blocks_for, longest_request
 
-__all__ = [
-    "NO_MOVES",
-    "AdmissionResult",
-    "CachedPrefix",
-    "KVCacheManager",
-    "KVSizing",
-    "StepMoves",
-    "blocks_for",
-    "longest_request",
-]
+__all__ = ["CachedPrefix", "KVCacheManager", "KVSizing", "blocks_for", "longest_request"]

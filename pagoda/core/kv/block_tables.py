@@ -1,35 +1,25 @@
-"""BlockTables: which blocks each row holds, as numpy columns, and what the step being planned does to them.
-
-BlockAllocator alone writes the columns.
-"""
-
-from dataclasses import dataclass, field
+"""BlockTables: which blocks each row holds. Gives blocks to rows, shares them between rows, and frees them."""
 
 import numpy as np
 
-from pagoda.core.kv.sizing import KVGroup
-from pagoda.core.scheduler_output import NO_INTS, NO_PAIRS, BlockDelta
+from pagoda.base.errors import InvariantBroken
+from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
+from pagoda.core.kv.sizing import KVGroup, KVSizing, blocks_for
+from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_output import BlockDelta
+from pagoda.core.step_plan import StepPlan
 
-_Entries = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, index, block ids
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepMoves:
-    """The block moves of one step. Swaps and copies are int32 [k, 2] (source, destination), as in SchedulerOutput."""
-
-    block_delta: BlockDelta = field(default_factory=BlockDelta)
-    copies: np.ndarray = field(default_factory=lambda: NO_PAIRS)
-    swap_out: np.ndarray = field(default_factory=lambda: NO_PAIRS)
-    swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
-
-
-NO_MOVES = StepMoves(BlockDelta(NO_INTS, NO_INTS, NO_INTS, NO_INTS), NO_PAIRS, NO_PAIRS, NO_PAIRS)
+_TableChange = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, index, block ids
 
 
 class BlockTables:
-    """The KV columns, one row per running sequence. (`num_cached` is next to the prefix cache, in CachedContent.)
+    """The block tables of all KV groups over one device pool, as columns with one row per running sequence.
 
-    entries: per KV group, int32 [rows, max blocks]; 0 is the null block.
+    `extend_rows` (whole batches, numpy) and `extend_row` (one row; the definition) first free what a window has
+    left, then copy a shared tail block that is about to be written, then allocate new blocks.
+
+    entries: per KV group, int32 [rows, max blocks]; 0 is the null block. The list is the prefix cache's, too.
     num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
     num_cross_blocks: int32 [rows], entries used in those that do not.
     num_released: per KV group, int32 [rows], leading blocks freed because the window has left them.
@@ -38,17 +28,38 @@ class BlockTables:
     copies: (row, source, target), copy-on-write, of the step being planned.
     """
 
-    def __init__(self, groups: tuple[KVGroup, ...], max_rows: int, max_blocks: int) -> None:
-        self.groups = groups
-        self.entries = [np.zeros((max_rows, max_blocks if group.grows else 0), np.int32) for group in groups]
-        self.num_blocks = np.zeros(max_rows, np.int32)
-        self.num_cross_blocks = np.zeros(max_rows, np.int32)
-        self.num_released = [np.zeros(max_rows, np.int32) for _ in groups]
-        self.reserved_until = np.zeros(max_rows, np.int32)
+    def __init__(
+        self,
+        table: RequestTable,
+        entries: list[np.ndarray],
+        pool: BlockPool,
+        prefix_cache: PrefixCache,
+        sizing: KVSizing,
+    ) -> None:
+        self.entries = entries
+        self.num_blocks = np.zeros(table.max_rows, np.int32)
+        self.num_cross_blocks = np.zeros(table.max_rows, np.int32)
+        self.num_released = [np.zeros(table.max_rows, np.int32) for _ in sizing.groups]
+        self.reserved_until = np.zeros(table.max_rows, np.int32)
         self.copies: list[tuple[int, int, int]] = []
-        self._entries: list[_Entries] = []
+        self.pool = pool
+        self.groups = sizing.groups
+        self.growing = tuple(group for group in sizing.groups if group.grows)
+        self.windows = tuple(group for group in sizing.groups if group.is_window)
+        self._cross = tuple(group for group in sizing.groups if not group.grows)
+        self._table = table
+        self._prefix_cache = prefix_cache
+        self._sizing = sizing
+        self._block_size = sizing.block_size
+        self._shared_tails: set[int] = set()  # rows whose next write may be into a block that others reference
+        self._common_changed = True  # a table changed in a way that may shorten the prefix common to all rows
+        self._common_rows: np.ndarray | None = None
+        self._common: tuple[int, ...] = ()
+        self._changed: list[_TableChange] = []
         self._swap_out: list[np.ndarray] = []
         self._swap_in: list[np.ndarray] = []
+
+    # Counting
 
     def num_used(self, row: int, group: KVGroup) -> int:
         """Entries in use in the row's table of `group`."""
@@ -61,29 +72,224 @@ class BlockTables:
             for group, entries in zip(self.groups, self.entries, strict=True)
         )
 
-    def num_common_blocks(self, group: KVGroup, rows: np.ndarray, ref_count: np.ndarray, most: int) -> int:
-        """Leading blocks, `most` at most, that all of `rows` (two at least) hold in common.
+    def num_common_prefix_blocks(self, rows: np.ndarray) -> tuple[int, ...]:
+        """Per KV group: leading full blocks that all of `rows` share. Kept until `rows` or a shared block changes."""
+        if rows is not self._common_rows or self._common_changed:
+            self._common_rows, self._common_changed = rows, False
+            full = int(self._table.num_computed[rows].min()) // self._block_size if len(rows) > 1 else 0
+            self._common = tuple(self._num_common(group, rows, full) if full else 0 for group in self.groups)
+        return self._common
 
-        Those are exactly the blocks with one reference per row.
-        """
+    def _num_common(self, group: KVGroup, rows: np.ndarray, most: int) -> int:
+        """Leading blocks, `most` at most, that all of `rows` (two at least) hold: those with one reference per row."""
         entries = self.entries[group.index]
         first = entries[rows[0], : min(self.num_used(int(rows[0]), group), most)]
-        shared_by_all = (ref_count[first] == len(rows)) & (first != 0)
+        shared_by_all = (self.pool.ref_count[first] == len(rows)) & (first != 0)
         if not len(first) or not shared_by_all[0]:
             return 0
         count = len(first) if shared_by_all.all() else int(np.argmin(shared_by_all))
         return int((entries[rows, :count] == first[:count]).all(axis=0).sum())
 
+    def most_blocks_to_extend(self, rows: np.ndarray, ends: np.ndarray) -> int:
+        """Most free blocks that `extend_rows` needs, copies included, ignoring what windows would free."""
+        need = int(np.maximum(self._missing(rows, ends), 0).sum())
+        if self._shared_tails:
+            need += len(self._shared_tails.intersection(rows.tolist()))
+        return need * len(self.growing)
+
+    def _missing(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        target = np.minimum(ends + self._sizing.num_lookahead_slots, self._sizing.max_model_len)
+        return -(-target // self._block_size) - self.num_blocks[rows]
+
+    # New rows and longer rows
+
+    def fill_row(self, row: int, prefix: CachedPrefix, end: int, encoder_len: int) -> None:
+        """Give an empty row its first blocks: those of `prefix`, then new ones for tokens up to `end`."""
+        for group in self.growing:
+            blocks = np.array(prefix.blocks[group.index], np.int32)
+            passed = min(group.num_passed_blocks(prefix.num_tokens), len(blocks))
+            blocks[:passed] = 0
+            self.entries[group.index][row, : len(blocks)] = blocks
+            self.num_released[group.index][row] = passed
+            self.pool.touch(blocks[blocks != 0])
+        self.num_blocks[row] = prefix.num_tokens // self._block_size
+        self.num_cross_blocks[row] = count = blocks_for(encoder_len, self._block_size) if self._cross else 0
+        for group in self._cross:
+            self._widen(group.index, count)
+            self.entries[group.index][row, :count] = self.allocate(count)
+        self.append(row, end, is_known=False)
+
+    def _widen(self, group: int, num_blocks: int) -> None:
+        """Make room for `num_blocks` entries in a cross-attention table (encoders may outrun the model length)."""
+        entries = self.entries
+        missing = num_blocks - entries[group].shape[1]
+        if missing > 0:
+            entries[group] = np.pad(entries[group], ((0, 0), (0, missing)))
+
+    def extend_row(self, row: int, end: int) -> bool:
+        """Make room for the row's tokens up to `end`.
+
+        Return False if blocks are short; out-of-window blocks are freed either way.
+        """
+        self._free_passed(row)
+        missing = max(blocks_for(self._sizing.slots_up_to(end), self._block_size) - int(self.num_blocks[row]), 0)
+        if missing * len(self.growing) + len(self._shared_tail_groups(row)) > self.pool.num_free:
+            return False
+        self.unshare_tail(row)
+        self.append(row, end, is_known=True)
+        return True
+
+    def extend_rows(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """`extend_row` for many rows at once. The caller checked that `most_blocks_to_extend` are free."""
+        if self.windows:
+            for row in rows.tolist():
+                self._free_passed(row)
+        if self._shared_tails:
+            for row in self._shared_tails.intersection(rows.tolist()):
+                self.unshare_tail(row)
+        have = self.num_blocks[rows]
+        missing = np.maximum(self._missing(rows, ends), 0)
+        total = int(missing.sum())
+        if total:
+            if total == len(rows) and missing.max() == 1:
+                where, index = rows, have
+            else:
+                where = np.repeat(rows, missing)
+                first = np.cumsum(missing) - missing
+                index = np.repeat(have - first, missing) + np.arange(total)
+            allocated = self.allocate(total * len(self.growing))
+            where, index = where.astype(np.int32), index.astype(np.int32)
+            for nth, group in enumerate(self.growing):
+                block_ids = allocated[nth * total : (nth + 1) * total]
+                self.entries[group.index][where, index] = block_ids
+                self._note_entries(where, group.index, index, block_ids)
+            self.num_blocks[rows] = have + missing
+        self._reserve(rows)
+
+    def append(self, row: int, end: int, *, is_known: bool) -> None:
+        """Allocate new blocks at the end of one row's tables. is_known: workers know the row, and get a delta."""
+        have, want = int(self.num_blocks[row]), blocks_for(self._sizing.slots_up_to(end), self._block_size)
+        if want > have:
+            for group in self.growing:
+                allocated = self.allocate(want - have)
+                self.entries[group.index][row, have:want] = allocated
+                if is_known:
+                    index = np.arange(have, want, dtype=np.int32)
+                    self._note_entries(np.full(want - have, row, np.int32), group.index, index, allocated)
+            self.num_blocks[row] = want
+        self._reserve(np.array([row]))
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Allocate `count` blocks, int32; what they held is removed from the prefix cache."""
+        allocated, evicted = self.pool.allocate(count)
+        if len(evicted):
+            self._prefix_cache.remove(evicted.tolist())
+        return allocated
+
+    def _reserve(self, rows: np.ndarray) -> None:
+        """Note up to where `rows` can continue without the KV manager."""
+        until = self.num_blocks[rows] * self._block_size - self._sizing.num_lookahead_slots
+        for group in self.windows:
+            until = np.minimum(until, group.next_passed_at(self.num_released[group.index][rows]))
+        self.reserved_until[rows] = until
+
+    def _free_passed(self, row: int) -> None:
+        """Free the blocks that a window has left. Only complete steps count: those in flight read the others."""
+        done = int(self._table.num_computed[row] - self._table.num_in_flight[row])
+        for group in self.windows:
+            released = self.num_released[group.index]
+            first, last = int(released[row]), min(group.num_passed_blocks(done), int(self.num_blocks[row]))
+            if last > first:
+                self._prefix_cache.cache_blocks(row, done)  # while the entries still name the blocks
+                entries = self.entries[group.index][row, first:last]
+                self.pool.free(entries[entries != 0][::-1])
+                entries[:] = 0
+                released[row] = last
+                self._common_changed = True
+
+    # Rows that share blocks
+
+    def share(self, source: int, row: int, num_tokens: int) -> None:
+        """`row` (fresh, or a fork of `source`) references the blocks of the first `num_tokens` tokens of `source`."""
+        count = blocks_for(num_tokens, self._block_size)
+        for group in self.growing:
+            entries = self.entries[group.index]
+            entries[row, :count] = entries[source, :count]
+            entries[row, count:] = 0
+            self.pool.touch(entries[row, :count][entries[row, :count] != 0])
+            self.num_released[group.index][row] = min(int(self.num_released[group.index][source]), count)
+        for group in self._cross:
+            held = int(self.num_cross_blocks[source])
+            entries = self.entries[group.index]
+            entries[row, :held] = entries[source, :held]
+            self.pool.touch(entries[row, :held])
+        self.num_cross_blocks[row] = self.num_cross_blocks[source]
+        self.num_blocks[row] = count
+        self._reserve(np.array([row]))
+        if num_tokens % self._block_size:
+            self._mark_shared_tail(source)
+            self._mark_shared_tail(row)
+
+    def restore(self, row: int, parts: list[tuple[np.ndarray, np.ndarray]], *, tail_is_shared: bool) -> None:
+        """Fill an empty row with blocks that hold its content already: per KV group, (table indices, blocks)."""
+        self.num_blocks[row] = self.num_cross_blocks[row] = 0
+        for group, entries, released, (index, blocks) in zip(
+            self.groups, self.entries, self.num_released, parts, strict=True
+        ):
+            first = int(index[0]) if len(index) and group.grows else 0
+            entries[row, :first] = 0
+            entries[row, index] = blocks
+            released[row] = first
+            if not group.grows:
+                self.num_cross_blocks[row] = len(index)
+            elif len(index):
+                self.num_blocks[row] = max(int(self.num_blocks[row]), int(index[-1]) + 1)
+        self._reserve(np.array([row]))
+        if tail_is_shared:
+            self._mark_shared_tail(row)
+
+    def _mark_shared_tail(self, row: int) -> None:
+        """The partly filled block that the row writes next has other references."""
+        self._shared_tails.add(row)
+        self.reserved_until[row] = -1
+
+    def unshare_tail(self, row: int) -> None:
+        """Copy the block that the row writes next, if other rows still reference it."""
+        for group, index in self._shared_tail_groups(row):
+            self._copy_on_write(row, group, index)
+        self._shared_tails.discard(row)
+
+    def _shared_tail_groups(self, row: int) -> list[tuple[int, int]]:
+        """(group, table index) of the partly filled block the row writes next, where others reference it."""
+        if row not in self._shared_tails:
+            return []
+        index = int(self._table.num_computed[row]) // self._block_size
+        entries, ref_count = self.entries, self.pool.ref_count
+        return [(group.index, index) for group in self.growing if ref_count[entries[group.index][row, index]] > 1]
+
+    def _copy_on_write(self, row: int, group: int, index: int) -> None:
+        source = int(self.entries[group][row, index])
+        target = int(self.allocate(1)[0])
+        self.entries[group][row, index] = target
+        self.pool.free(np.array([source], np.int32))
+        self.copies.append((row, source, target))
+        self._note_entries(np.array([row], np.int32), group, np.array([index], np.int32), np.array([target], np.int32))
+        self._common_changed = True
+
+    def free_row(self, row: int) -> None:
+        """Free every block of the row, tail first."""
+        for group, entries in zip(self.groups, self.entries, strict=True):
+            blocks = entries[row, : self.num_used(row, group)]
+            self.pool.free(blocks[blocks != 0][::-1])
+        self.num_blocks[row] = self.num_cross_blocks[row] = 0
+        self._shared_tails.discard(row)
+        self._common_changed = True  # a row may stay, and get other blocks
+
     # The step being planned
 
-    def note_entries(self, rows: np.ndarray, group: int, index: np.ndarray, block_ids: np.ndarray) -> None:
+    def _note_entries(self, rows: np.ndarray, group: int, index: np.ndarray, block_ids: np.ndarray) -> None:
         """table[group][rows, index] = block_ids."""
-        self._entries.append((rows, group, index, block_ids))
-
-    def note_copy(self, row: int, group: int, index: int, source: int, target: int) -> None:
-        """Entry `index` of the row's table changes from `source` to `target`, whose content comes from `source`."""
-        self.copies.append((row, source, target))
-        self.note_entries(np.array([row], np.int32), group, np.array([index], np.int32), np.array([target], np.int32))
+        self._changed.append((rows, group, index, block_ids))
 
     def note_swap_out(self, pairs: np.ndarray) -> None:
         self._swap_out.append(pairs)
@@ -93,8 +299,8 @@ class BlockTables:
 
     def remove_row(self, row: int) -> None:
         """The row left the table while the step was planned: nothing is set or copied for it any more."""
-        if self._entries:
-            self._entries = [entry for one in self._entries if (entry := _without(one, row)) is not None]
+        if self._changed:
+            self._changed = [entry for one in self._changed if (entry := _without(one, row)) is not None]
         if self.copies:
             self.copies = [copy for copy in self.copies if copy[0] != row]
 
@@ -102,21 +308,52 @@ class BlockTables:
         """Return the copies of this step that `rows` wait for, target -> source. Swap-outs run before them."""
         return {target: source for row, source, target in self.copies if row in rows}
 
-    def drain_moves(self) -> StepMoves:
-        """Return the moves of the step; the next one starts empty."""
-        entries, copies, swap_out, swap_in = self._entries, self.copies, self._swap_out, self._swap_in
-        if not (entries or copies or swap_out or swap_in):
-            return NO_MOVES
-        self._entries, self.copies, self._swap_out, self._swap_in = [], [], [], []
-        return StepMoves(
-            _merge(entries) if entries else NO_MOVES.block_delta,
-            np.array(copies, np.int32)[:, 1:] if copies else NO_PAIRS,
-            np.concatenate(swap_out) if swap_out else NO_PAIRS,
-            np.concatenate(swap_in) if swap_in else NO_PAIRS,
-        )
+    def drain_into(self, plan: StepPlan) -> None:
+        """Let the step that is planned say how tables and blocks change; the next step starts empty."""
+        if self._changed:
+            plan.block_delta, self._changed = _merge(self._changed), []
+        if self.copies:
+            plan.copies, self.copies = np.array(self.copies, np.int32)[:, 1:], []
+        if self._swap_out:
+            plan.swap_out, self._swap_out = np.concatenate(self._swap_out), []
+        if self._swap_in:
+            plan.swap_in, self._swap_in = np.concatenate(self._swap_in), []
+
+    # Invariants
+
+    def check(self, rows: np.ndarray) -> None:
+        """Check reference counts, and who may write, of the running `rows`. Raises InvariantBroken."""
+        self._check_references(rows)
+        self._check_writers(rows)
+
+    def _check_references(self, rows: np.ndarray) -> None:
+        """Every block's count equals the number of table entries naming it."""
+        ref_count = self.pool.ref_count
+        counted = np.zeros(len(ref_count), np.int64)
+        for group, entries in zip(self.groups, self.entries, strict=True):
+            used = self.num_blocks[rows] if group.grows else self.num_cross_blocks[rows]
+            held = entries[rows][np.arange(entries.shape[1]) < used[:, None]]
+            counted += np.bincount(held, minlength=len(counted))
+        counted[0] = 0
+        if (counted != ref_count).any():
+            block = int(np.flatnonzero(counted != ref_count)[0])
+            raise InvariantBroken(
+                f"block {block} has {ref_count[block]} references, but {counted[block]} table entries name it"
+            )
+
+    def _check_writers(self, rows: np.ndarray) -> None:
+        """No row continues to write to a block that others reference without the manager being asked first."""
+        num_computed = self._table.num_computed[rows]
+        tail = num_computed // self._block_size
+        inside = (tail < self.num_blocks[rows]) & (num_computed % self._block_size != 0)
+        rows, tail, num_computed = rows[inside], tail[inside], num_computed[inside]
+        for group in self.growing:
+            shared = self.pool.ref_count[self.entries[group.index][rows, tail]] > 1
+            if (self.reserved_until[rows[shared]] >= num_computed[shared]).any():
+                raise InvariantBroken("a row would write to a block that another row references")
 
 
-def _merge(entries: list[_Entries]) -> BlockDelta:
+def _merge(entries: list[_TableChange]) -> BlockDelta:
     groups = np.array([entry[1] for entry in entries], np.int32)
     return BlockDelta(
         np.concatenate([entry[0] for entry in entries]),
@@ -126,7 +363,7 @@ def _merge(entries: list[_Entries]) -> BlockDelta:
     )
 
 
-def _without(entry: _Entries, row: int) -> _Entries | None:
+def _without(entry: _TableChange, row: int) -> _TableChange | None:
     rows, group, index, block_ids = entry
     keep = rows != row
     if keep.all():

@@ -1,45 +1,35 @@
 """HostTier: parks the KV of whole requests in host memory and brings it back."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.kv.allocator import BlockAllocator
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.sizing import KVSizing, blocks_for
 from pagoda.core.request_state import Sequence
 from pagoda.core.request_table import RequestTable
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParkedTable:
-    """One KV group of a parked sequence: table index `index[i]` is in host block `blocks[i]`. int32 each."""
-
-    index: np.ndarray
-    blocks: np.ndarray
+_Parked = tuple[np.ndarray, np.ndarray]  # of one KV group, int32 each: table indices, the blocks there
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HostTier:
     """Moves block references between the device pool and a host pool, and notes the copies that workers must make.
 
-    Host block ids start at 0. A block that several sequences share is moved once, and is shared again on return.
+    pool: of the host. Its block ids start at 0.
+    A block that several sequences share is moved once, and is shared again on return.
     """
 
-    table: RequestTable
-    tables: BlockTables
-    device: BlockPool
-    pool: BlockPool
-    allocator: BlockAllocator
-    sizing: KVSizing
-    _parked: dict[Sequence, tuple[ParkedTable, ...]] = field(default_factory=dict, init=False)
+    def __init__(self, table: RequestTable, tables: BlockTables, sizing: KVSizing, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, first_id=0)
+        self._table = table
+        self._tables = tables
+        self._sizing = sizing
+        self._parked: dict[Sequence, tuple[_Parked, ...]] = {}
 
-    def _in_use(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _in_use(self, row: int) -> list[_Parked]:
         """Per KV group: (table indices, device blocks) that hold computed tokens of the row."""
-        tables, used = self.tables, []
-        computed = blocks_for(int(self.table.num_computed[row]), self.sizing.block_size)
+        tables, used = self._tables, list[_Parked]()
+        computed = blocks_for(int(self._table.num_computed[row]), self._sizing.block_size)
         for group, entries in zip(tables.groups, tables.entries, strict=True):
             count = computed if group.grows else int(tables.num_cross_blocks[row])
             index = np.flatnonzero(entries[row, :count]).astype(np.int32)
@@ -48,7 +38,7 @@ class HostTier:
 
     def has_room_for(self, rows: list[int]) -> bool:
         """Whether the host pool can take all blocks of these rows; False for a model without KV, which has none."""
-        if not self.tables.groups:
+        if not self._tables.groups:
             return False
         blocks = [blocks for row in rows for _, blocks in self._in_use(row)]
         return len(np.unique(np.concatenate(blocks))) <= self.pool.num_free
@@ -63,38 +53,38 @@ class HostTier:
         host[np.argsort(first)] = np.sort(host)  # table order
         self.pool.add_references(host, counts - 1)
         # A copy-on-write of this very step has not happened when swap-outs run: its source still has the content.
-        copied_from = self.tables.sources_of(set(rows))
+        copied_from = self._tables.sources_of(set(rows))
         sources = np.array([copied_from.get(block, block) for block in unique.tolist()], np.int32)
         order = np.argsort(first)
-        self.tables.note_swap_out(np.stack((sources[order], host[order]), axis=1))
+        self._tables.note_swap_out(np.stack((sources[order], host[order]), axis=1))
         host_of, at = host[inverse], 0
         for sequence, row_used in zip(sequences, used, strict=True):
-            parked: list[ParkedTable] = []
+            parked: list[_Parked] = []
             for index, blocks in row_used:
-                parked.append(ParkedTable(index, host_of[at : at + len(blocks)]))
+                parked.append((index, host_of[at : at + len(blocks)]))
                 at += len(blocks)
             self._parked[sequence] = tuple(parked)
-            self.allocator.free_row(sequence.row)
+            self._tables.free_row(sequence.row)
 
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> int:
         """Free device blocks needed to bring `sequences` back, with their tokens up to `ends` and the lookahead."""
-        block_size, num_growing = self.sizing.block_size, len(self.allocator.growing)
+        block_size, num_growing = self._sizing.block_size, len(self._tables.growing)
         need = len(np.unique(self._host_blocks(sequences)))
         for sequence, end in zip(sequences, ends, strict=True):
-            slots = self.sizing.slots_up_to(end)
+            slots = self._sizing.slots_up_to(end)
             grown = blocks_for(slots, block_size) - blocks_for(sequence.num_computed, block_size)
             need += max(grown, 0) * num_growing
             need += num_growing if self._has_shared_tail(sequence) else 0
         return need
 
     def _host_blocks(self, sequences: list[Sequence]) -> np.ndarray:
-        return np.concatenate([part.blocks for sequence in sequences for part in self._parked[sequence]])
+        return np.concatenate([blocks for sequence in sequences for _, blocks in self._parked[sequence]])
 
     def _has_shared_tail(self, sequence: Sequence) -> bool:
-        if sequence.num_computed % self.sizing.block_size == 0:
+        if sequence.num_computed % self._sizing.block_size == 0:
             return False
         parked = self._parked[sequence]
-        tails = [parked[group.index].blocks[-1:] for group in self.allocator.growing]
+        tails = [parked[group.index][1][-1:] for group in self._tables.growing]
         return any((self.pool.ref_count[tail] > 1).any() for tail in tails)
 
     def swap_in(self, sequences: list[Sequence]) -> None:
@@ -102,31 +92,31 @@ class HostTier:
         shared = [self._has_shared_tail(sequence) for sequence in sequences]
         host = self._host_blocks(sequences)
         unique, first, inverse, counts = np.unique(host, return_index=True, return_inverse=True, return_counts=True)
-        device = self.allocator.allocate(len(unique))
-        self.device.add_references(device, counts - 1)
+        device = self._tables.allocate(len(unique))
+        self._tables.pool.add_references(device, counts - 1)
         order = np.argsort(first)
-        self.tables.note_swap_in(np.stack((unique[order], device[order]), axis=1))
+        self._tables.note_swap_in(np.stack((unique[order], device[order]), axis=1))
         device_of, at = device[inverse], 0
         for sequence, tail_is_shared in zip(sequences, shared, strict=True):
-            parts: list[tuple[np.ndarray, np.ndarray]] = []
-            for part in self._parked[sequence]:
-                parts.append((part.index, device_of[at : at + len(part.blocks)]))
-                at += len(part.blocks)
-            self.allocator.restore(sequence.row, parts, tail_is_shared=tail_is_shared)
+            parts: list[_Parked] = []
+            for index, blocks in self._parked[sequence]:
+                parts.append((index, device_of[at : at + len(blocks)]))
+                at += len(blocks)
+            self._tables.restore(sequence.row, parts, tail_is_shared=tail_is_shared)
             self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """Free the host blocks of a sequence, if it has any."""
-        for part in self._parked.pop(sequence, ()):
-            self.pool.free(part.blocks[::-1])
+        for _, blocks in self._parked.pop(sequence, ()):
+            self.pool.free(blocks[::-1])
 
     def check(self) -> None:
         """Check the pool, and that its counts equal the parked references. Raises InvariantBroken."""
         self.pool.check()
         counted = np.zeros(len(self.pool.ref_count), np.int64)
         for sequence, parked in self._parked.items():
-            for part in parked:
-                np.add.at(counted, part.blocks, 1)
+            for _, blocks in parked:
+                np.add.at(counted, blocks, 1)
             if sequence.is_finished or sequence.row >= 0:
                 raise InvariantBroken(f"{sequence.request.request_id}: a sequence that is not parked has host blocks")
         if (counted != self.pool.ref_count).any():

@@ -1,31 +1,21 @@
 """KVCacheManager: the one owner of block tables, pools and the prefix cache. Passes ask it; workers get its deltas."""
 
 from collections.abc import Iterable
-from enum import Enum
 
 import numpy as np
 
 from pagoda.base.config import CacheConfig
 from pagoda.core.decision_log import Reason
-from pagoda.core.kv.allocator import BlockAllocator
 from pagoda.core.kv.block_pool import BlockPool
-from pagoda.core.kv.block_tables import BlockTables, StepMoves
-from pagoda.core.kv.cached_content import CachedContent, CachedPrefix
+from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.host_tier import HostTier
+from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVSizing, blocks_for
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.stats import Counters
-
-
-class AdmissionResult(Enum):
-    """Whether blocks are there for a request that wants to enter. The value is why it must wait, if it must."""
-
-    OK = None
-    NO_BLOCKS = Reason.BLOCKS
-    WATERMARK = Reason.WATERMARK
-    NEVER = Reason.NEVER
+from pagoda.core.step_plan import StepPlan
 
 
 class KVCacheManager:
@@ -54,18 +44,15 @@ class KVCacheManager:
         self._counters = counters
         self._table = table
         max_blocks = blocks_for(sizing.max_model_len, sizing.block_size)
-        self._tables = BlockTables(sizing.groups, table.max_rows, max_blocks)
-        self.reserved_until = readonly(self._tables.reserved_until)
+        entries = [np.zeros((table.max_rows, max_blocks if group.grows else 0), np.int32) for group in sizing.groups]
+        caching = cache.enable_prefix_caching and bool(sizing.groups) and all(group.grows for group in sizing.groups)
         self._pool = BlockPool(num_blocks)
-        has_cross = not all(group.grows for group in sizing.groups)
-        caching = cache.enable_prefix_caching and bool(sizing.groups) and not has_cross
-        seed = options.prefix_hash_seed
-        self._content = CachedContent(table, self._tables, self._pool, sizing.block_size, caching, seed)
-        self._allocator = BlockAllocator(table, self._tables, self._pool, self._content, sizing)
-        host_pool = BlockPool(num_host_blocks, first_id=0)
-        self._host = HostTier(table, self._tables, self._pool, host_pool, self._allocator, sizing)
-        self._common_rows: np.ndarray | None = None
-        self._common: tuple[int, ...] = ()
+        self._prefix_cache = PrefixCache(
+            table, entries, self._pool, sizing, enabled=caching, seed=options.prefix_hash_seed
+        )
+        self._tables = BlockTables(table, entries, self._pool, self._prefix_cache, sizing)
+        self.reserved_until = readonly(self._tables.reserved_until)
+        self._host = HostTier(table, self._tables, sizing, num_host_blocks)
 
     # Counts
 
@@ -91,39 +78,32 @@ class KVCacheManager:
 
     def num_common_prefix_blocks(self, rows: np.ndarray) -> tuple[int, ...]:
         """Per KV group: leading full blocks that all of `rows` share. Kept until `rows` or a shared block changes."""
-        if rows is not self._common_rows or self._allocator.common_changed:
-            self._common_rows, self._allocator.common_changed = rows, False
-            full = int(self._table.num_computed[rows].min()) // self.block_size if len(rows) > 1 else 0
-            self._common = tuple(
-                self._tables.num_common_blocks(group, rows, self._pool.ref_count, full) if full else 0
-                for group in self.sizing.groups
-            )
-        return self._common
+        return self._tables.num_common_prefix_blocks(rows)
 
     # A request enters
 
     def hash_prompt(self, request: RequestState) -> None:
         """Hash a new request's tokens now, so that its admission need not."""
-        if self._content.enabled:
+        if self._prefix_cache.enabled:
             for sequence in (request.unfinished[0], *request.followers):
-                self._content.hash_tokens(sequence)
+                self._prefix_cache.hash_tokens(sequence)
 
     def get_computed_blocks(self, request: RequestState) -> CachedPrefix:
         """Return the cached prefix of the first sequence of a request without rows, as block ids per KV group."""
         # Its followers share its blocks, which a hit in a window group may not all have.
-        if not request.spec.reads_prefix_cache or (self._allocator.windows and request.followers):
-            return self._content.nothing
-        return self._content.longest_prefix(request.unfinished[0])
+        if not request.spec.reads_prefix_cache or (self._tables.windows and request.followers):
+            return self._prefix_cache.nothing
+        return self._prefix_cache.longest_prefix(request.unfinished[0])
 
     def most_blocks(self, request: RequestState) -> int:
         """Return the most blocks that the request's known tokens hold at once. A pool with fewer can never serve it."""
         num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.spec.encoder_len
         return self.sizing.blocks_for_request(num_tokens, encoder_len) + self._blocks_of_followers(request)
 
-    def can_allocate(
+    def why_no_blocks(
         self, request: RequestState, prefix: CachedPrefix, num_new: int, *, others_run: bool
-    ) -> AdmissionResult:
-        """Whether a request without rows may compute `num_new` tokens after `prefix`.
+    ) -> Reason | None:
+        """Return why a request without rows may not compute `num_new` tokens after `prefix`; None: it may.
 
         With `admit_whole_prompt`, blocks for all its known tokens must be free (a check, not a reservation).
         """
@@ -133,7 +113,7 @@ class KVCacheManager:
             num_known = len(request.unfinished[0].token_ids)
             whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
             need = max(need, whole + self._blocks_of_followers(request))
-        return self._result_for(need, others_run=others_run)
+        return self._why_short(need, others_run=others_run)
 
     def _blocks_of_followers(self, request: RequestState) -> int:
         lengths = [len(sequence.token_ids) for sequence in request.followers]
@@ -157,49 +137,52 @@ class KVCacheManager:
             need += min(own, group.max_held) if capped and group.max_held else own
         return need
 
-    def _result_for(self, num_needed: int, *, others_run: bool) -> AdmissionResult:
-        """Whether `num_needed` blocks are free for a newcomer. The watermark is kept only next to running requests."""
+    def _why_short(self, num_needed: int, *, others_run: bool) -> Reason | None:
+        """Return None if `num_needed` blocks are free for a newcomer, else why not; NEVER if they cannot become free.
+
+        The watermark is kept only next to running requests.
+        """
         free = self._pool.num_free
         if num_needed > free:
             is_empty = free == self.num_blocks and not others_run
-            return AdmissionResult.NEVER if is_empty else AdmissionResult.NO_BLOCKS
+            return Reason.NEVER if is_empty else Reason.BLOCKS
         if others_run and num_needed + self._watermark_blocks > free:
-            return AdmissionResult.WATERMARK
-        return AdmissionResult.OK
+            return Reason.WATERMARK
+        return None
 
     def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int, *, resumed: bool) -> None:
-        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `can_allocate`.
+        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `why_no_blocks`.
 
         resumed: its request had entered before; its lookup is counted apart.
         """
-        self._allocator.fill_row(row, prefix, end, self._table.owner(row).request.spec.encoder_len)
-        self._content.start_row(row, prefix.num_tokens // self.block_size)
-        self._content.cache_blocks(row, end)
-        if self._content.enabled:
+        self._tables.fill_row(row, prefix, end, self._table.owner(row).request.spec.encoder_len)
+        self._prefix_cache.start_row(row, prefix.num_tokens // self.block_size)
+        self._prefix_cache.cache_blocks(row, end)
+        if self._prefix_cache.enabled:
             self._counters.count_lookup(int(self._table.num_tokens[row]), prefix.num_tokens, resumed=resumed)
 
     # A row continues
 
     def allocate_slots(self, rows: np.ndarray, ends: np.ndarray) -> bool:
         """Make room for the tokens of `rows` up to `ends`. Return False, and do nothing, if blocks may be short."""
-        if self._allocator.most_blocks_to_extend(rows, ends) > self._pool.num_free:
+        if self._tables.most_blocks_to_extend(rows, ends) > self._pool.num_free:
             return False
-        self._allocator.extend_rows(rows, ends)
+        self._tables.extend_rows(rows, ends)
         return True
 
     def allocate_slots_for(self, row: int, end: int) -> bool:
         """`allocate_slots` for one row, exactly. If blocks are short, it has only freed out-of-window blocks."""
-        return self._allocator.extend_row(row, end)
+        return self._tables.extend_row(row, end)
 
     def fork(self, source: int, row: int, num_tokens: int) -> None:
         """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
-        self._allocator.share(source, row, num_tokens)
-        self._content.share(source, row, num_tokens)
+        self._tables.share(source, row, num_tokens)
+        self._prefix_cache.share(source, row, num_tokens)
 
     @property
     def growing(self) -> tuple[int, ...]:
         """The KV groups whose tables grow with the sequence."""
-        return tuple(group.index for group in self._allocator.growing)
+        return tuple(group.index for group in self._tables.growing)
 
     def blocks_between(self, row: int, start: int, end: int) -> set[int]:
         """Return the blocks of positions `start` .. `end` - 1, also of a row that its sequence has left."""
@@ -209,26 +192,26 @@ class KVCacheManager:
 
     def cache_blocks(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Insert the full blocks of `rows` into the prefix cache, up to `ends` computed tokens."""
-        self._content.cache_filled(rows, ends)
+        self._prefix_cache.cache_filled(rows, ends)
 
     def uncache_uncomputed(self, row: int) -> None:
         """The row was taken out of the step: what it would have computed is removed from the prefix cache."""
-        self._content.uncache_uncomputed(row)
+        self._prefix_cache.uncache_uncomputed(row)
 
     def uncache_blocks(self, blocks: Iterable[int]) -> None:
         """These blocks do not hold what they should: remove them from the prefix cache."""
-        self._content.uncache_blocks(np.array(sorted(blocks), np.int32))
+        self._prefix_cache.uncache_blocks(np.array(sorted(blocks), np.int32))
 
     def uncache(self, sequence: Sequence) -> None:
         """The sequence's KV cannot be trusted: its blocks are removed from the prefix cache."""
-        self._content.uncache(sequence)
+        self._prefix_cache.uncache(sequence, int(self._tables.num_blocks[sequence.row]))
 
     # A row leaves
 
     def free(self, row: int) -> None:
         """Free every block of the row; what it has computed stays findable."""
-        self._content.cache_blocks(row, int(self._table.num_computed[row]))
-        self._allocator.free_row(row)
+        self._prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
+        self._tables.free_row(row)
 
     def remove_row(self, row: int) -> None:
         """The row is no longer in the table: nothing is set or copied for it in this step."""
@@ -237,7 +220,7 @@ class KVCacheManager:
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
         self._host.drop(sequence)
-        self._content.remove_hashes(sequence)
+        self._prefix_cache.remove_hashes(sequence)
 
     # Host memory
 
@@ -253,21 +236,21 @@ class KVCacheManager:
         """Free what the sequence has on the host, if anything."""
         self._host.drop(sequence)
 
-    def can_swap_in(self, sequences: list[Sequence], ends: list[int], *, others_run: bool) -> AdmissionResult:
-        """`can_allocate` for sequences that would come back from the host, and compute up to `ends`."""
-        return self._result_for(self._host.blocks_to_swap_in(sequences, ends), others_run=others_run)
+    def why_no_swap_in(self, sequences: list[Sequence], ends: list[int], *, others_run: bool) -> Reason | None:
+        """`why_no_blocks` for sequences that would come back from the host, and compute up to `ends`."""
+        return self._why_short(self._host.blocks_to_swap_in(sequences, ends), others_run=others_run)
 
     def swap_in(self, sequences: list[Sequence]) -> None:
         """Bring sibling sequences back into their new rows."""
         self._host.swap_in(sequences)
         for sequence in sequences:
-            self._content.start_row(sequence.row, 0)
-            self._content.cache_blocks(sequence.row, sequence.num_computed)
+            self._prefix_cache.start_row(sequence.row, 0)
+            self._prefix_cache.cache_blocks(sequence.row, sequence.num_computed)
 
     def allocate_slots_swapped_in(self, row: int, end: int) -> None:
         """Make room for a row that comes back in this step; workers get its tables whole."""
-        self._allocator.unshare_tail(row)
-        self._allocator.append(row, end, is_known=False)
+        self._tables.unshare_tail(row)
+        self._tables.append(row, end, is_known=False)
 
     # The step ends
 
@@ -276,17 +259,17 @@ class KVCacheManager:
         """Copy-on-writes of the step being planned: (row, source block, target block)."""
         return self._tables.copies
 
-    def drain_moves(self) -> StepMoves:
-        """Return what the step does to tables and blocks; the next step starts empty."""
-        return self._tables.drain_moves()
+    def drain_into(self, plan: StepPlan) -> None:
+        """Let the step that is planned say how tables and blocks change; the next step starts empty."""
+        self._tables.drain_into(plan)
 
     def reset(self) -> bool:
         """Empty the prefix cache. Return False, and do nothing, while any block is in use."""
-        return self._content.reset()
+        return self._prefix_cache.reset()
 
     def check(self, rows: np.ndarray) -> None:
         """Check pools, tables of the running `rows`, and who may write. Raises InvariantBroken."""
         self._pool.check()
         self._host.check()
-        self._content.check()
-        self._allocator.check(rows)
+        self._prefix_cache.check()
+        self._tables.check(rows)

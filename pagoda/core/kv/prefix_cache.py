@@ -1,4 +1,4 @@
-"""Prefix cache: hashes of full blocks, and the map from hash to block.
+"""PrefixCache: hashes of full blocks, the map from hash to block, and which blocks of rows are in it.
 
 A block's hash is the SHA-256 of everything before its end: the seed, the adapter, the salt, every token, the media
 items that the blocks touch, and the bytes of prompt embeddings. It is taken from one running hasher, so that a block
@@ -8,12 +8,18 @@ hashes is for.
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 
+from pagoda.base.errors import InvariantBroken
+from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.sizing import KVSizing
 from pagoda.core.request import LoraRef, MediaItem
+from pagoda.core.request_state import Sequence
+from pagoda.core.request_table import RequestTable
 
 _TOKEN_BYTES = 4
 
@@ -100,23 +106,54 @@ class HashChain:
         return twin
 
 
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Tokens of a sequence that the prefix cache has, and their `blocks` (per KV group; 0: out of the window)."""
+
+    num_tokens: int
+    blocks: tuple[list[int], ...]
+
+
 class PrefixCache:
-    """Hash -> block, per KV group. BlockPool knows which blocks are free; this knows only what they hold.
+    """What device blocks hold: hash -> block per KV group. BlockPool knows which of them are free.
 
     Equal blocks may exist several times; the one inserted first is found, and when it is removed, the next.
+    Hashing is lazy: tokens of a row are hashed at the next lookup, or when a block is freed.
+
+    entries: the block tables' entries per KV group, read only here.
+    num_cached: int32 [rows], leading blocks of each row that were inserted into the cache.
+    enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
+    seed: of the hashes; None draws a secret one.
     """
 
-    def __init__(self, num_groups: int, seed: int | None, on_content: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        entries: list[np.ndarray],
+        pool: BlockPool,
+        sizing: KVSizing,
+        *,
+        enabled: bool,
+        seed: int | None,
+    ) -> None:
+        self.enabled = enabled
         self.seed = seed.to_bytes(16, "little", signed=True) if seed is not None else secrets.token_bytes(16)
-        self._blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._twins: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
+        self.num_cached = np.zeros(table.max_rows, np.int32)
+        self.nothing = CachedPrefix(0, tuple([] for _ in sizing.groups))
+        self._table = table
+        self._entries = entries
+        self._pool = pool
+        self._sizing = sizing
+        self._groups = tuple(group for group in sizing.groups if group.grows)
+        self._windows = tuple(group for group in self._groups if group.is_window)
+        self._blocks: list[dict[bytes, int]] = [{} for _ in sizing.groups]
+        self._twins: list[dict[bytes, list[int]]] = [{} for _ in sizing.groups]
         self._hash_of: dict[int, tuple[int, bytes]] = {}
-        self._on_content = on_content
+        self._chains: dict[Sequence, HashChain] = {}
 
-    def __len__(self) -> int:
-        return len(self._hash_of)
+    # Hashes and blocks
 
-    def insert(self, group: int, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def insert(self, group: int, hashes: Iterable[bytes], blocks: Iterable[int]) -> None:
         """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped."""
         table, hash_of = self._blocks[group], self._hash_of
         inserted: list[int] = []
@@ -128,9 +165,9 @@ class PrefixCache:
             hash_of[block] = (group, block_hash)
             inserted.append(block)
         if inserted:
-            self._on_content(inserted)
+            self._pool.note_content(inserted)
 
-    def remove(self, blocks: Sequence[int]) -> None:
+    def remove(self, blocks: Iterable[int]) -> None:
         """These blocks are about to hold something else."""
         for block in blocks:
             known = self._hash_of.pop(block, None)
@@ -149,17 +186,12 @@ class PrefixCache:
             if others is not None and not others:
                 del twins[block_hash]
 
-    def blocks_with(self, group: int, hashes: Sequence[bytes]) -> list[int]:
+    def blocks_with(self, group: int, hashes: Iterable[bytes]) -> list[int]:
         """Return every block that holds what one of `hashes` says."""
         table, twins = self._blocks[group], self._twins[group]
         return [block for one in hashes if one in table for block in (table[one], *twins.get(one, ()))]
 
-    def clear(self) -> None:
-        for table in (*self._blocks, *self._twins):
-            table.clear()
-        self._hash_of.clear()
-
-    def longest_cached_prefix(self, group: int, hashes: Sequence[bytes]) -> list[int]:
+    def longest_cached_prefix(self, group: int, hashes: Iterable[bytes]) -> list[int]:
         """Return the cached blocks of `hashes` up to the first miss."""
         table = self._blocks[group]
         found: list[int] = []
@@ -170,7 +202,7 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def last_cached_run(self, group: int, hashes: Sequence[bytes], length: int) -> list[int]:
+    def last_cached_run(self, group: int, hashes: list[bytes], length: int) -> list[int]:
         """Return what a window group can use: blocks up to the end of the last run of `length` hits, 0 before the run.
 
         Searched from the right. If no run is that long, the run at the very front counts, whatever its length.
@@ -189,7 +221,121 @@ class PrefixCache:
                 return found[: at + run]
         return found[:run]
 
+    # Rows and sequences
+
+    def start_row(self, row: int, num_cached: int) -> None:
+        """The row begins with `num_cached` blocks of the cache; what it had is another sequence's."""
+        self.num_cached[row] = num_cached
+
+    def share(self, source: int, row: int, num_tokens: int) -> None:
+        """`row` references the blocks of the first `num_tokens` tokens of `source`, and their hashes if it has none."""
+        sequence, chain = self._table.owner(row), self._chains.get(self._table.owner(source))
+        num_full = num_tokens // self._sizing.block_size
+        if chain is not None and sequence not in self._chains and len(chain.hashes) <= num_full:
+            self._chains[sequence] = chain.fork()
+        self.num_cached[row] = min(int(self.num_cached[source]), num_full)
+
+    def hash_tokens(self, sequence: Sequence) -> HashChain:
+        """Hash the full blocks of a sequence without a row."""
+        chain = self._chains.get(sequence)
+        if chain is None:
+            spec = sequence.request.spec
+            root = make_root(self.seed, spec.lora, spec.cache_salt)
+            chain = self._chains[sequence] = HashChain(root, self._sizing.block_size, spec.media, spec.prompt_embeds)
+        chain.extend(sequence.token_ids, len(sequence.token_ids))
+        return chain
+
+    def remove_hashes(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._chains.pop(sequence, None)
+
+    def longest_prefix(self, sequence: Sequence) -> CachedPrefix:
+        """Return the longest prefix of the sequence's tokens, without the last one, that all groups have cached."""
+        if not self.enabled:
+            return self.nothing
+        hashes = self.hash_tokens(sequence).hashes[: (len(sequence.token_ids) - 1) // self._sizing.block_size]
+        found: list[list[int]] = [[] for _ in self._sizing.groups]
+        for group in self._groups:
+            if not group.is_window:
+                found[group.index] = self.longest_cached_prefix(group.index, hashes)
+                hashes = hashes[: len(found[group.index])]
+        before = -1
+        while self._windows and before != len(hashes):  # a window may shorten what another one agreed to
+            before = len(hashes)
+            for group in self._windows:
+                found[group.index] = self.last_cached_run(group.index, hashes, group.num_hit_blocks)
+                hashes = hashes[: len(found[group.index])]
+        return CachedPrefix(len(hashes) * self._sizing.block_size, tuple(blocks[: len(hashes)] for blocks in found))
+
+    def cache_blocks(self, row: int, num_computed: int) -> None:
+        """Insert the row's blocks that are full of known tokens once `num_computed` are computed."""
+        table = self._table
+        sequence = table.sequence_of[row]
+        chain = self._chains.get(sequence) if sequence is not None else None
+        if chain is None:
+            return
+        filled = min(num_computed, int(table.num_tokens[row]))
+        first, last = int(self.num_cached[row]), filled // self._sizing.block_size
+        if last <= first:
+            return
+        chain.extend(table.token_ids[row], filled)
+        for group in self._groups:
+            blocks = self._entries[group.index][row, first:last].tolist()
+            self.insert(group.index, chain.hashes[first:last], blocks)
+        self.num_cached[row] = last
+
+    def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """`cache_blocks` for all of `rows` that have new full blocks. ends: computed tokens, int32 [num_rows]."""
+        if not self.enabled:
+            return
+        filled = np.minimum(ends, self._table.num_tokens[rows]) // self._sizing.block_size
+        for i in (filled > self.num_cached[rows]).nonzero()[0].tolist():
+            self.cache_blocks(int(rows[i]), int(ends[i]))
+
+    def uncache_uncomputed(self, row: int) -> None:
+        """The row was taken out of the step: blocks cached for it hold nothing."""
+        first = int(self._table.num_computed[row]) // self._sizing.block_size
+        last = int(self.num_cached[row])
+        for group in self._groups:
+            self.uncache_blocks(self._entries[group.index][row, first:last])
+        self.num_cached[row] = min(first, last)
+
+    def uncache(self, sequence: Sequence, num_blocks: int) -> None:
+        """The sequence's KV cannot be trusted: remove its row's `num_blocks` blocks, or all found by its hashes."""
+        if not self.enabled:
+            return
+        row = sequence.row
+        if row >= 0:
+            self.num_cached[row] = num_blocks
+            for group in self._groups:
+                self.uncache_blocks(self._entries[group.index][row, :num_blocks])
+        else:
+            hashes = self.hash_tokens(sequence).hashes
+            for group in self._groups:
+                self.uncache_blocks(np.array(self.blocks_with(group.index, hashes), np.int32))
+
+    def uncache_blocks(self, blocks: np.ndarray) -> None:
+        """Remove `blocks` from the cache. 0 is the null block."""
+        blocks = blocks[blocks != 0]
+        self.remove(blocks.tolist())
+        self._pool.drop_content(blocks)
+
+    def reset(self) -> bool:
+        """Remove all content; False, and nothing done, while any block is in use."""
+        if self._pool.num_free != self._pool.num_blocks:
+            return False
+        for table in (*self._blocks, *self._twins):
+            table.clear()
+        self._hash_of.clear()
+        self._pool.drop_all_content()
+        return True
+
     def check(self) -> None:
-        """Check that every known block is found by its hash, or is the twin of one that is."""
+        """Check that every known block is found by its hash, or is the twin of one that is, and that only unfinished
+        sequences have hashes. Raises InvariantBroken."""
         for block, (group, block_hash) in self._hash_of.items():
-            assert self._blocks[group][block_hash] == block or block in self._twins[group].get(block_hash, ())
+            if self._blocks[group].get(block_hash) != block and block not in self._twins[group].get(block_hash, ()):
+                raise InvariantBroken(f"block {block} is not found by its hash")
+        for sequence in self._chains:
+            if sequence.is_finished:
+                raise InvariantBroken(f"{sequence.request.request_id}: a finished sequence still has block hashes")
