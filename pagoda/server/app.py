@@ -84,7 +84,7 @@ LAST_ANSWERS_S = 1.0
 class _Server(uvicorn.Server):
     """Drains on SIGTERM and Ctrl-C before uvicorn shuts down (which would close the listener first).
 
-    A second signal ends the process at once; the engine and template processes notice that and exit, too.
+    A second signal ends the process at once; the engine process notices that and exits, too.
     """
 
     def __init__(self, config: uvicorn.Config, state: ServerState, url: str, drain_timeout_s: float) -> None:

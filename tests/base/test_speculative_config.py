@@ -6,8 +6,6 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.speculative_config import METHODS, SpeculativeConfig, resolve_speculative
-from pagoda.engine_setup import scheduler_options
-from pagoda.worker.speculation.setup import DraftSetup
 
 VLLM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
 
@@ -34,14 +32,6 @@ def test_vllms_speculative_config_is_accepted_as_json_and_as_a_mapping() -> None
 
 def test_speculation_is_off_by_default() -> None:
     assert of({}) is None
-    assert scheduler_options(EngineConfig()).num_speculative_tokens == 0
-
-
-def test_the_scheduler_knows_the_maximum_number_of_drafts() -> None:
-    options = scheduler_options(EngineConfig(), DraftSetup(SpeculativeConfig("ngram", 5)))
-    assert (options.num_speculative_tokens, options.num_lookahead_slots) == (5, 0)
-    options = scheduler_options(EngineConfig(), DraftSetup(SpeculativeConfig("layer_skip", 5), num_layers=3))
-    assert (options.num_speculative_tokens, options.num_lookahead_slots) == (5, 0)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp"])
