@@ -45,7 +45,7 @@ def commit(
         by_client[client] = _with_finishes(by_client.get(client, NOTHING), (finish,))
     if state.table.has_pinned_rows:
         state.table.free_pinned_rows(output.step)
-        state.in_flight.forget_steps_until(output.step)
+        state.in_flight.stop_waiting_for(output.step)
     if state.outbox.has_deferred:
         for client, deferred in state.outbox.take_deferred().items():
             by_client[client] = _with_finishes(by_client.get(client, NOTHING), deferred.finishes)

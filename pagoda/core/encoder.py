@@ -221,7 +221,7 @@ class EncoderInputs:
 
     # Rows come, compute and go
 
-    def watch(self, request: RequestState, row: int) -> None:
+    def add_row(self, request: RequestState, row: int) -> None:
         """The row computes prompt tokens. A sibling finds the shared cross-attention blocks filled."""
         if request.spec.media and not (self.encoder_decoder and len(request.rows) > 1):
             self._rows[row] = request

@@ -98,7 +98,7 @@ def _extend(state: SchedulerState, request: RequestState, search: BeamSearch, re
         sequence, source = request.sequences[extension.slot], request.sequences[extension.source]
         position = int(state.table.num_tokens[sequence.row])
         state.table.append_tokens(sequence, [extension.token_id])
-        state.pending_beams.post(sequence.row, source.row, position, extension.token_id)
+        state.outbox.post_beam(sequence.row, source.row, position, extension.token_id)
     state.batch.changed(rows=False)
 
 

@@ -43,7 +43,7 @@ class StepsInFlight:
                 return output.step
         return 0
 
-    def forget_steps_until(self, step: int) -> None:
+    def stop_waiting_for(self, step: int) -> None:
         """Stop waiting for `step`, whose results are committed, for the sequences that left its rows."""
         self._late_until = {one: last_step for one, last_step in self._late_until.items() if last_step > step}
 

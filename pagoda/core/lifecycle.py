@@ -18,8 +18,8 @@ def add_request(state: SchedulerState, request: RequestState) -> None:
     state.waiting.push(request)
 
 
-def enter(state: SchedulerState, request: RequestState, num_cached: int = 0) -> AdmitKind:
-    """The request enters the running batch; the caller gives rows to its sequences. Return what it is to workers.
+def move_to_running(state: SchedulerState, request: RequestState, num_cached: int = 0) -> AdmitKind:
+    """The request joins the running batch; the caller gives rows to its sequences. Return what it is to workers.
 
     num_cached: its tokens that the prefix cache has.
     """
@@ -116,8 +116,7 @@ def _leave_row(state: SchedulerState, sequence: Sequence) -> None:
     """The sequence leaves its row, which has no blocks any more."""
     row, last_step = sequence.row, state.in_flight.note_left_row(sequence)
     state.table.release(sequence, last_step)
-    state.outbox.post_released(row)
-    for owner in (state.kv, state.drafts, state.batch, state.encoder, state.pending_beams):
+    for owner in (state.outbox, state.kv, state.drafts, state.batch, state.encoder):
         owner.remove_row(row)
 
 

@@ -1,12 +1,11 @@
-"""Outbox and PendingBeams: what the next SchedulerOutput and the clients must still be told."""
+"""Outbox: what the next SchedulerOutput and the next outputs of clients must still say."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagoda.core.request_state import RequestState
-from pagoda.core.scheduler_output import NO_BEAMS, NO_INTS, BeamRows, EngineCoreOutputs, Finish
+from pagoda.core.scheduler_output import NO_INTS, BeamRows, EngineCoreOutputs, Finish
 from pagoda.core.step_plan import StepPlan
 
 _NO_HANDLES = np.empty(0, np.int64)
@@ -22,17 +21,27 @@ class Outbox:
         self.awaiting_first_output: dict[int, RequestState] = {}
         self._awaits = np.zeros(max_rows, np.bool_)  # by row, the same: one lookup for a whole batch
         self._released: list[int] = []
+        self._beams: list[tuple[int, int, int, int]] = []  # row, source, position, token
         self._preempted_ids: list[str] = []
         self._finished_ids: list[str] = []
         self._deferred: dict[int, list[Finish]] = {}
 
     # For workers, with the next SchedulerOutput
 
-    def post_released(self, row: int) -> None:
-        """The row's sequence has left it: workers may forget it, and it emits no first output."""
+    def remove_row(self, row: int) -> None:
+        """The row's sequence has left it: workers may forget it, and it emits no first output.
+
+        Beams of one request leave together: no other row continues this one.
+        """
         self._released.append(row)
         if self.awaiting_first_output.pop(row, None) is not None:
             self._awaits[row] = False
+        if self._beams:
+            self._beams = [one for one in self._beams if one[0] != row]
+
+    def post_beam(self, row: int, source: int, position: int, token_id: int) -> None:
+        """`row` continues the tokens and blocks of row `source`, with `token_id` at `position`."""
+        self._beams.append((row, source, position, token_id))
 
     def post_preempted(self, request: RequestState) -> None:
         self._preempted_ids.append(request.request_id)
@@ -44,6 +53,9 @@ class Outbox:
         """Let the step that is planned say what workers must know."""
         if self._released:
             plan.released, self._released = np.array(self._released, np.int32), []
+        if self._beams:
+            columns = np.array(self._beams, np.int32).T
+            plan.beams, self._beams = BeamRows(*map(np.ascontiguousarray, columns)), []
         if self._preempted_ids:
             plan.preempted_ids, self._preempted_ids = tuple(self._preempted_ids), []
         if self._finished_ids:
@@ -88,27 +100,3 @@ class Outbox:
 def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:
     """Return outputs without tokens."""
     return EngineCoreOutputs(_NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, tuple(finishes))
-
-
-@dataclass(slots=True, eq=False)
-class PendingBeams:
-    """What workers must be told with the next SchedulerOutput."""
-
-    _chosen: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, source, position, token
-
-    def post(self, row: int, source: int, position: int, token_id: int) -> None:
-        """`row` continues the tokens and blocks of row `source`, with `token_id` at `position`."""
-        self._chosen.append((row, source, position, token_id))
-
-    def remove_row(self, row: int) -> None:
-        """The row's sequence has left it. Beams of one request leave together: no other row continues this one."""
-        if self._chosen:
-            self._chosen = [one for one in self._chosen if one[0] != row]
-
-    def drain(self) -> BeamRows:
-        """Return what the SchedulerOutput being built must say."""
-        if not self._chosen:
-            return NO_BEAMS
-        columns = np.array(self._chosen, np.int32)
-        self._chosen = []
-        return BeamRows(*(np.ascontiguousarray(column) for column in columns.T))

@@ -1,6 +1,6 @@
 """The plan side: which rows run in a step, with how many tokens, in which blocks. In the order of a step's outline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import replace
 
@@ -9,15 +9,15 @@ import numpy as np
 from pagoda.core.checks import why_never
 from pagoda.core.decision_log import Admitted, Copied, Reason
 from pagoda.core.kv import CachedPrefix
-from pagoda.core.lifecycle import enter, finish_one, fork_row, give_row, refuse
+from pagoda.core.lifecycle import finish_one, fork_row, give_row, move_to_running, refuse
 from pagoda.core.preemption import next_victim, preempt, preempt_for
-from pagoda.core.queues import QueueScan, RequestQueue
+from pagoda.core.queues import RequestQueue, key_of
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.rules import Chunk, Skip, fit_chunk, fit_chunks, place_chunk, place_chunks, why_held
 from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit
 from pagoda.core.state import SchedulerState
-from pagoda.core.step_plan import Entry, StepPlan
+from pagoda.core.step_plan import StepPlan
 
 # Running rows
 
@@ -129,14 +129,14 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
         return None
     if reason is not None:
         return reason
-    kind = enter(state, request)
+    kind = move_to_running(state, request)
     for sequence in sequences:
         give_row(state, sequence, sequence.num_computed)
     state.kv.swap_in(sequences)
     for sequence, chunk, end in zip(sequences, chunks, ends, strict=True):
         row, start = sequence.row, sequence.num_computed
         plan.introduce_row(row, kind, start)
-        state.encoder.watch(request, row)
+        state.encoder.add_row(request, row)
         if chunk.num_new:
             state.kv.allocate_slots_swapped_in(row, end)
             place_chunk(state, plan, request, row, start, chunk)
@@ -196,11 +196,11 @@ def _enter_with_prefix(
 ) -> None:
     """All checks passed: take the row and the blocks."""
     start = prefix.num_tokens
-    kind = enter(state, request, start)
+    kind = move_to_running(state, request, start)
     row = give_row(state, request.unfinished[0], start)
     state.kv.allocate_prompt(row, prefix, start + chunk.num_new, resumed=kind is AdmitKind.RESUMED)
     plan.introduce_row(row, kind, start)
-    state.encoder.watch(request, row)
+    state.encoder.add_row(request, row)
     place_chunk(state, plan, request, row, start, chunk)
     state.batch.let_siblings_wait(row, request)
     state.outbox.await_first_output(row, request)
@@ -226,20 +226,24 @@ def _offer(
     Strict queue order: only requests that a rule holds back alone, or with their adapter, are passed over.
     offer: let the request in, or end it, and return None; or return why it waits.
     """
-    scan = QueueScan(queue)
-    is_open = True
-    while is_open and plan.budget > 0 and (request := scan.peek()) is not None:
+    skipped, skipped_keys, is_open = list[RequestState](), set[Hashable](), True
+    while is_open and plan.budget > 0 and (request := queue.peek(skipped_keys)) is not None:
         hold = why_held(state, request, queue, plan)
         if hold is not None and hold.skip is not Skip.QUEUE:
             state.log.held(request.request_id, hold.reason, stops_queue=False)
-            scan.skip_key(request) if hold.skip is Skip.KEY else scan.skip(request)
+            if hold.skip is Skip.KEY:
+                skipped_keys.add(key_of(request))
+            else:
+                queue.remove(request)
+                skipped.append(request)
             continue
         reason = hold.reason if hold is not None else offer(state, request, plan)
         may_preempt = queue is state.waiting
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
             state.log.held(request.request_id, reason, stops_queue=True)
             is_open = False
-    scan.close()
+    for request in skipped:
+        queue.push(request)  # to the same place
     return is_open and plan.budget > 0
 
 
@@ -298,24 +302,23 @@ def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestSt
         row = give_row(state, sequence, shared)
         state.kv.fork(leader, row, shared)
         plan.introduce_row(row, AdmitKind.RESUMED, shared)
-        state.encoder.watch(request, row)
+        state.encoder.add_row(request, row)
         state.batch.start_prefill(row)
 
 
 def finish_plan(state: SchedulerState, plan: StepPlan) -> None:
     """Fill in the second part of the plan."""
     plan.rows, plan.start, plan.num_new = plan.arrays()
-    if plan.steady is not None and not plan.placed:
-        plan.at, plan.ends = plan.steady.at, plan.steady.ends
-        plan.sample_rows, plan.sample_index = plan.rows, plan.steady.numbers
+    if plan.is_steady and not plan.placed:
+        plan.sample_rows = plan.rows
         state.table.advance(plan.at, plan.ends, plan.num_new)
     else:
         plan.at, plan.ends = plan.rows.astype(np.intp), plan.start + plan.num_new
         state.table.advance(plan.at, plan.ends, plan.num_new)
         _find_samples(state, plan)
-        enter = any(entry.kind is not AdmitKind.SWAPPED_IN for entry in plan.entering.values())
+        has_entered = any(kind is not AdmitKind.SWAPPED_IN for kind, _ in plan.entering.values())
         fork_and_join(state, plan)
-        plan.has_prompts = state.batch.note_progress(plan) or enter
+        plan.has_prompts = state.batch.note_progress(plan) or has_entered
     state.table.expect_tokens(plan.sample_rows, plan.drafts)
     _drain(state, plan)
 
@@ -335,26 +338,25 @@ def _drain(state: SchedulerState, plan: StepPlan) -> None:
             sequence = state.table.owner(row)
             state.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
     if plan.entering:
-        plan.admitted = tuple(_row_init(state, entry) for entry in plan.entering.values())
-    plan.beams = state.pending_beams.drain()
+        plan.admitted = tuple(_row_init(state, row, *entry) for row, entry in plan.entering.items())
     state.kv.drain_into(plan)
     state.outbox.drain_into(plan)
     plan.encoder_freed = state.encoder.take_evicted()
     plan.num_common_prefix_blocks = state.kv.num_common_prefix_blocks(state.batch.running.rows)
 
 
-def _row_init(state: SchedulerState, entry: Entry) -> RowInit:
-    sequence = state.table.owner(entry.row)
+def _row_init(state: SchedulerState, row: int, kind: AdmitKind, num_computed: int) -> RowInit:
+    sequence = state.table.owner(row)
     spec = sequence.request.spec
     return RowInit(
-        row=entry.row,
+        row=row,
         request_id=spec.request_id,
         sequence=sequence.index,
-        kind=entry.kind,
+        kind=kind,
         token_ids=sequence.token_ids,
         num_prompt_tokens=spec.num_prompt_tokens,
-        num_computed=entry.num_computed,
-        block_ids=state.kv.tables_of(entry.row),
+        num_computed=num_computed,
+        block_ids=state.kv.tables_of(row),
         seed=sequence.seed,
         eos_token_ids=spec.eos_token_ids,
         sampling=spec.sampling,

@@ -82,28 +82,3 @@ class RequestQueue:
         """Return all requests in order. Sorts: for people and tests, not for steps."""
         entries = [entry for heap in self._heaps.values() for entry in heap if self._is_valid(entry)]
         return (entry[2] for entry in sorted(entries, key=lambda entry: entry[:2]))
-
-
-class QueueScan:
-    """One walk over a queue within a step. Skipped requests are passed over and keep their places."""
-
-    def __init__(self, queue: RequestQueue) -> None:
-        self._queue = queue
-        self._skipped_keys: set[Hashable] = set()
-        self._skipped: list[RequestState] = []
-
-    def peek(self) -> RequestState | None:
-        """Return the first request that is not skipped, or None."""
-        return self._queue.peek(self._skipped_keys)
-
-    def skip(self, request: RequestState) -> None:
-        self._queue.remove(request)
-        self._skipped.append(request)
-
-    def skip_key(self, request: RequestState) -> None:
-        self._skipped_keys.add(key_of(request))
-
-    def close(self) -> None:
-        """Put the skipped requests back."""
-        for request in self._skipped:
-            self._queue.push(request)

@@ -12,7 +12,7 @@ from pagoda.core.request import LoraRef
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import NO_INTS
-from pagoda.core.step_plan import SteadyStep, StepPlan
+from pagoda.core.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +178,7 @@ class RunningBatch:
             return False
         self._num_computed = ends
         plan.place_bulk(running.rows, start, running.ones, len(ends))
-        plan.steady = SteadyStep(running.at, ends, running.numbers)
+        plan.is_steady, plan.at, plan.ends, plan.sample_index = True, running.at, ends, running.numbers
         return True
 
     def _derive(self) -> bool:

@@ -9,7 +9,7 @@ from pagoda.core.grammar import GrammarBackend
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVSizing
 from pagoda.core.kv_specs import KVGroupSpec
-from pagoda.core.outbox import Outbox, PendingBeams
+from pagoda.core.outbox import Outbox
 from pagoda.core.policy import POLICIES, CostModel, Policy, make_preemption_rule
 from pagoda.core.queues import RequestQueue
 from pagoda.core.request_state import RequestState
@@ -75,6 +75,5 @@ class SchedulerState:
         self.in_flight = StepsInFlight()
         self.batch = RunningBatch(self.table, self.kv, self.in_flight, self.drafts, async_scheduling=is_async)
         self.outbox = Outbox(config.max_rows)
-        self.pending_beams = PendingBeams()
         self.costs = CostModel()
         self.preemption_rule = make_preemption_rule(config.preemption_mode, self.costs)

@@ -1,7 +1,5 @@
 """StepPlan: one step while it is planned, and the builder of its SchedulerOutput."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pagoda.core.request_state import RequestState
@@ -19,35 +17,15 @@ from pagoda.core.scheduler_output import (
 )
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A row that workers get to know in this step."""
-
-    row: int
-    kind: AdmitKind
-    num_computed: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SteadyStep:
-    """Arrays that are known without a computation if each running row computes exactly one token.
-
-    at: int64 [n], the rows.   ends, numbers (0..n-1): int32 [n].
-    """
-
-    at: np.ndarray
-    ends: np.ndarray
-    numbers: np.ndarray
-
-
 class StepPlan:
     """What has been decided so far. Passes write the first part; the second is filled in when they are done.
 
     budget, encoder_budget: tokens left.   now_s: when it was opened.
     row_cap: most tokens of a prompt that one row gets, 0 for no cap.
     prompt_budget: tokens left for prompts, None for no limit of their own.   prompts: row -> tokens taken of it.
-    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.   entering: by row.
-    steady: set if the bulk rows are a steady step.
+    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
+    entering: row -> (kind, computed tokens), of rows that workers get to know in this step.
+    is_steady: the bulk rows are a steady step, whose `at`, `ends` and `sample_index` are known.
 
     rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.   at: int64 [num_rows], `rows`.
     has_prompts: a row computes more than its last token.
@@ -57,7 +35,7 @@ class StepPlan:
     row_cap = 0
     prompt_budget: int | None = None
     num_scheduled = 0
-    steady: SteadyStep | None = None
+    is_steady = False
     bulk_rows = bulk_start = bulk_new = NO_INTS
 
     rows = start = num_new = ends = sample_rows = sample_index = NO_INTS
@@ -83,7 +61,7 @@ class StepPlan:
         self.prompts: dict[int, int] = {}
         self.drafts: dict[int, np.ndarray] = {}
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
-        self.entering: dict[int, Entry] = {}
+        self.entering: dict[int, tuple[AdmitKind, int]] = {}
         self.preempted: list[RequestState] = []
 
     @property
@@ -92,7 +70,7 @@ class StepPlan:
 
     def introduce_row(self, row: int, kind: AdmitKind, num_computed: int) -> None:
         """Workers get to know the row, with `num_computed` computed tokens."""
-        self.entering[row] = Entry(row, kind, num_computed)
+        self.entering[row] = (kind, num_computed)
 
     def place(self, row: int, start: int, num_new: int) -> None:
         """The row computes `num_new` tokens from `start`."""
@@ -120,7 +98,7 @@ class StepPlan:
 
     def take_out(self, row: int) -> None:
         """The row does not run in this step after all; its share of the budget is returned."""
-        self.steady = None
+        self.is_steady = False
         if row in self.placed:
             returned = self.placed.pop(row)[1]
         else:

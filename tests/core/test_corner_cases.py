@@ -8,7 +8,7 @@ import pytest
 from pagoda.base.config import PreemptionMode
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import preemption
-from pagoda.core.queues import QueueScan, RequestQueue
+from pagoda.core.queues import RequestQueue
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.request_state import RequestState
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput
@@ -153,12 +153,14 @@ def test_skipped_requests_leave_no_trace_in_the_queue() -> None:
         facts = Request(str(number), np.array([1], np.int32), SamplingParams(), arrival_time_s=float(number))
         queue.push(RequestState(facts, (4 - number,)))
     for _ in range(1000):
-        scan = QueueScan(queue)
+        skipped: list[RequestState] = []
         for _ in range(3):  # all but the oldest
-            request = scan.peek()
+            request = queue.peek()
             assert request is not None
-            scan.skip(request)
-        scan.close()
+            queue.remove(request)
+            skipped.append(request)
+        for request in skipped:
+            queue.push(request)
     assert len(queue._arrivals) < 40
     assert sum(map(len, queue._heaps.values())) == 4
     assert queue.oldest_arrival_s() == 0.0

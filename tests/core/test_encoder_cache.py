@@ -78,7 +78,7 @@ def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() 
     inputs = EncoderInputs(table, 8, 8, encoder_decoder=False, whole_items=False)
     request = state("r", ("x", 4, 3))
     for row in (0, 1):
-        inputs.watch(request, row)
+        inputs.add_row(request, row)
     cache = inputs._cache
     cache.add(request, 0)
     both = np.array([0, 1], np.int32)

@@ -66,19 +66,19 @@ ATTRIBUTES = {
     "num_computed": "request_table.py",
     "has_prompts": "planning.py",
     "row_cap": "rules.py",
-    "steady": "running_batch.py",
+    "is_steady": "running_batch.py",
     "num_seqs": "running_batch.py",
     "has_pinned_rows": "request_table.py",
     "last_prompt_step_s": "in_flight.py",
 }
 
-# StepPlan takes back what it was given, lifecycle.py takes a beam search back to its beginning, planning.py fills in
+# StepPlan takes back what it was given, lifecycle.py takes a beam search back to its beginning, outbox.py fills in
 # the plan's beams, and two owners keep a dict of the same name for themselves.
 EXCEPTIONS = {
-    ("steady", "step_plan.py"),
+    ("is_steady", "step_plan.py"),
     ("awaiting_fork", "lifecycle.py"),
     ("beams", "lifecycle.py"),
-    ("beams", "planning.py"),
+    ("beams", "outbox.py"),
 }
 SAME_NAME = {("requests", "running_batch.py")}  # batch.requests
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.queues import QueueScan, RequestQueue
+from pagoda.core.queues import RequestQueue, key_of
 from pagoda.core.request import LoraRef, Request
 from pagoda.core.request_state import RequestState
 
@@ -77,17 +77,17 @@ def test_the_oldest_arrival_is_known_in_any_queue_order() -> None:
     assert queue.oldest_arrival_s() == 7.0
 
 
-def test_a_scan_puts_skipped_requests_back_in_their_places() -> None:
+def test_skipped_requests_come_back_to_their_places() -> None:
     queue, lora = RequestQueue(), LoraRef("one")
     entries = [state("a", 0), state("b", 1, lora), state("c", 2), state("d", 3, lora)]
     for entry in entries:
         queue.push(entry)
-    scan = QueueScan(queue)
-    scan.skip(entries[0])
-    assert scan.peek() is entries[1]
-    scan.skip_key(entries[1])
-    assert scan.peek() is entries[2]
-    scan.skip(entries[2])
-    assert scan.peek() is None
-    scan.close()
+    queue.remove(entries[0])
+    assert queue.peek() is entries[1]
+    skipped_keys = {key_of(entries[1])}
+    assert queue.peek(skipped_keys) is entries[2]
+    queue.remove(entries[2])
+    assert queue.peek(skipped_keys) is None
+    queue.push(entries[0])
+    queue.push(entries[2])
     assert [entry.request_id for entry in queue] == ["a", "b", "c", "d"]
