@@ -38,7 +38,8 @@ class StepsInFlight:
         """Record that the sequence leaves its row. Return the last step in flight that names the row, or 0."""
         row = sequence.row
         for output in reversed(self.outputs):
-            if (output.rows == row).any() or (output.sample_rows == row).any():
+            is_new = any(init.row == row for init in output.admitted)  # it may share blocks that this step fills
+            if is_new or (output.rows == row).any() or (output.sample_rows == row).any():
                 self._late_until[sequence] = output.step
                 return output.step
         return 0

@@ -157,6 +157,22 @@ def test_a_request_swapped_out_after_its_step_failed_is_computed_again() -> None
     assert rig.free == 7
 
 
+def test_a_sibling_swapped_out_before_it_computed_on_blocks_of_a_failed_step_is_computed_again() -> None:
+    rig = overlapping(num_blocks=5, num_host_blocks=8)
+    rig.add("a", 7, max_tokens=20)
+    rig.add("q", 4, n=2)
+    rig.step()
+    assert rig.scheduler.reset_prefix_cache(preempt_running=True)
+    first = rig.plan()
+    assert (first.scheduled, first.cached["q/1"]) == ({"a": 8, "q/0": 5}, 4)
+    second = rig.plan()
+    assert (second.scheduled, rig.swapped) == ({"a": 1}, ["q"])
+    assert fail(rig, first) == {"a": RequestStatus.FINISHED_ERROR, "q/0": RequestStatus.FINISHED_ERROR}
+    assert (rig.swapped, rig.waiting, rig.scheduler.num_free_host_blocks) == ([], ["q"], 8)
+    assert rig.deliver(second).emitted == {}
+    assert rig.plan().cached == {"q/1": 0}
+
+
 def test_the_output_of_an_encoder_run_in_a_failed_step_is_computed_again() -> None:
     image = MediaItem("image", 2, 4)
     rig = overlapping(encoder_budget=8, encoder_cache_tokens=8)
