@@ -414,6 +414,7 @@ class _Running:
         self.engine = engine
         self.inputs = engine.input_processor
         self.text = AsyncText(engine.input_processor)
+        self._ids: set[str] = set()  # of requests that have a reader
         self._listener = _Mailboxes(loop)
 
     async def find_adapter(self, given: LoRARequest) -> Adapter:
@@ -430,13 +431,13 @@ class _Running:
     async def stream(self, new: NewRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a prepared request. Raises RequestError if it is refused. Leaving the iteration aborts it."""
         request_id = new.request.request_id
-        mailboxes = self._listener.by_id
-        if request_id in mailboxes:
+        if request_id in self._ids:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        mailbox = mailboxes[request_id] = Mailbox(new.kind)
+        self._ids.add(request_id)
+        mailbox = Mailbox(new.kind)
         is_running = True
         try:
-            for error in (await self.call(self.thread.adding(self._listener, [new]))).values():
+            for error in (await self.call(self._listener.adding(self.thread, new, mailbox))).values():
                 is_running = False
                 raise error
             while is_running:
@@ -444,33 +445,55 @@ class _Running:
                 is_running = not output.finished
                 yield output
         finally:
-            del mailboxes[request_id]
+            self._ids.remove(request_id)
             if is_running:
                 self.thread.abort([request_id])
 
 
 class _Mailboxes:
-    """A Listener that fills the mailboxes of requests on an event loop.   by_id: of all that have a reader."""
+    """A Listener that fills the mailboxes of requests on an event loop.
+
+    by_id: of the requests in the engine. Only the engine's thread uses it, in the order of its commands: what it has
+    put out for a request that was left never reaches a later one with the same id.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.by_id: dict[str, Mailbox] = {}
         self._loop = loop
 
+    def adding(
+        self, thread: EngineThread, new: NewRequest, mailbox: Mailbox
+    ) -> Callable[[LLMEngine], dict[str, Exception]]:
+        """Return a command that queues a request, whose outputs go to `mailbox`; its result as EngineThread.adding."""
+        add = thread.adding(self, [new])
+
+        def run(engine: LLMEngine) -> dict[str, Exception]:
+            refused = add(engine)
+            if not refused:
+                self.by_id[new.request.request_id] = mailbox
+            return refused
+
+        return run
+
     def deliver(self, outputs: list[RequestOutput]) -> None:
-        _call_on(self._loop, self._put, outputs)
+        mail: list[tuple[Mailbox, RequestOutput]] = []
+        for output in outputs:
+            request_id = output.request_id
+            mail.append((self.by_id.pop(request_id) if output.finished else self.by_id[request_id], output))
+        _call_on(self._loop, _put, mail)
 
     def end(self, error: PagodaError) -> None:
-        _call_on(self._loop, self._fail, error)
+        _call_on(self._loop, _fail, list(self.by_id.values()), error)
 
-    def _put(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            mailbox = self.by_id.get(output.request_id)
-            if mailbox is not None:
-                mailbox.put(output)
 
-    def _fail(self, error: PagodaError) -> None:
-        for mailbox in self.by_id.values():
-            mailbox.fail(error)
+def _put(mail: list[tuple[Mailbox, RequestOutput]]) -> None:
+    for mailbox, output in mail:
+        mailbox.put(output)
+
+
+def _fail(mailboxes: list[Mailbox], error: PagodaError) -> None:
+    for mailbox in mailboxes:
+        mailbox.fail(error)
 
 
 async def _load(build: Callable[[], LLMEngine]) -> _Running:

@@ -1,6 +1,7 @@
 """AsyncLLM: loading, whole outputs and deltas, closing, and what it has in common with LLM."""
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import itertools
@@ -122,6 +123,28 @@ def test_closing_ends_what_is_in_flight_and_refuses_the_rest() -> None:
         await llm.close()
 
     run(test, step_s=0.005)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_request_that_follows_an_aborted_one_of_the_same_id_gets_its_own_output(reads: bool) -> None:
+    expected = whole("second").outputs[0].token_ids
+
+    async def test(llm: AsyncLLM) -> None:
+        for attempt in range(10):
+            with contextlib.suppress(TimeoutError):
+                async with (
+                    asyncio.timeout(0.02 + 0.001 * attempt),  # at different times of a step
+                    contextlib.aclosing(llm.generate("first", LONG, "r")) as first,
+                ):
+                    async for _ in first:
+                        if not reads:
+                            await asyncio.sleep(10)
+            outputs = [output.outputs[0] async for output in llm.generate("second", SHORT, "r")]
+            assert (outputs[-1].token_ids, outputs[-1].finish_reason) == (expected, "length")
+            assert all(output.token_ids == expected[: len(output.token_ids)] for output in outputs)
+        assert (await llm.stats()).num_running == 0
+
+    run(test, step_s=0.002)
 
 
 def test_a_dropped_one_ends_its_thread() -> None:

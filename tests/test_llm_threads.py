@@ -228,6 +228,27 @@ def test_a_signal_handler_between_two_deltas_may_generate(llm: LLM) -> None:
     assert found == [expected]
 
 
+def test_a_signal_handler_cannot_end_a_stream_by_reading_it(llm: LLM, executor: SlowExecutor) -> None:
+    expected = tokens(llm.generate("outer", MEDIUM)[0])
+    stream = llm.stream("outer", MEDIUM)
+    errors: list[str] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            next(stream)
+        except UsageError as error:
+            errors.append(str(error))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    signal_at(executor, executor.num_steps + 5, signal.SIGUSR1)
+    try:
+        llm.generate("inner", LONG)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(errors) == 1
+    assert [token for delta in stream for token in delta.outputs[0].token_ids] == expected
+
+
 def signal_at(executor: SlowExecutor, step: int, number: int) -> None:
     """Send a signal to this process when the engine begins a step, which is in progress when the handler runs."""
 

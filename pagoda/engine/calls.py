@@ -75,12 +75,12 @@ class OutputStream(Iterator[RequestOutput]):
         Raises RequestError if the engine ends the request before its first token, UsageError if the LLM was closed
         meanwhile, WorkerDied if its engine died.
         """
-        try:
-            with self._thread.entered():
+        with self._thread.entered():  # if it refuses, as in a signal handler, the interrupted call goes on
+            try:
                 outputs = self._call.next_outputs()
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
         if not outputs:
             raise StopIteration
         (output,) = outputs
