@@ -82,7 +82,7 @@ def _commit_plain(
         handles, indices, counts = table.handle[at], table.index[at], np.ones(len(at), np.int32)
         limits = table.length_limit[at]
     ends = table.append_each(at, tokens)
-    state.counters.generation_tokens += len(at)
+    state.stats.generation_tokens += len(at)
     may_end = state.stops.among(tokens) | (ends >= limits)
     clients = table.client[at] if running.client is None else None
     outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
@@ -146,7 +146,7 @@ def _commit_any(
         finish = finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
         finishes.append((spec.client_index, finish))
         pooled.setdefault(spec.client_index, {})[spec.handle] = vector
-    state.counters.generation_tokens += int(num_kept.sum())
+    state.stats.generation_tokens += int(num_kept.sum())
     outputs = _kept_outputs(table, rows, result, num_kept)
     by_client = _by_client(state, outputs, clients[num_kept > 0], None, finishes, first)
     for client, by_handle in prompt_logprobs.items():
@@ -212,7 +212,7 @@ def _add_beams(
     for client, outputs in added.items():
         own = [part for of, part in zip(beams.clients, beams.outputs, strict=True) if of == client]
         by_client[client] = join_outputs([*([by_client[client]] if client in by_client else []), *own, outputs])
-    state.counters.generation_tokens += sum(len(part.token_ids) for part in beams.outputs)
+    state.stats.generation_tokens += sum(len(part.token_ids) for part in beams.outputs)
     return by_client
 
 
@@ -255,7 +255,7 @@ def _by_client(
         by_client = {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
     for request in first:
         spec = request.spec
-        state.counters.prompt_tokens += spec.num_prompt_tokens
+        state.stats.prompt_tokens += spec.num_prompt_tokens
         one = by_client.get(spec.client_index, NOTHING)  # a first token that failed leaves only an end to report
         by_client[spec.client_index] = replace(
             one,

@@ -7,7 +7,7 @@ import numpy as np
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_state import Sequence
 from pagoda.core.request_table import RequestTable, readonly
-from pagoda.core.stats import Counters
+from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
 
 
@@ -17,12 +17,12 @@ class Drafts:
     num_offered: int32 [rows], read-only.   offered: row -> int32 [k], k > 0.
     """
 
-    def __init__(self, table: RequestTable, counters: Counters) -> None:
+    def __init__(self, table: RequestTable, stats: SchedulerStats) -> None:
         self.offered: dict[int, np.ndarray] = {}
         self._num_offered = np.zeros(table.max_rows, np.int32)
         self.num_offered = readonly(self._num_offered)
         self._table = table
-        self._counters = counters
+        self._stats = stats
 
     def offer(self, row: int, tokens: abc.Sequence[int] | np.ndarray) -> None:
         """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
@@ -74,4 +74,4 @@ class Drafts:
             self._table.roll_back(sequence, num_drafts - num_accepted)
         sequence.request.num_draft_tokens += num_drafts
         sequence.request.num_accepted_tokens += num_accepted
-        self._counters.count_draft(num_drafts, num_accepted)
+        self._stats.count_draft(num_drafts, num_accepted)

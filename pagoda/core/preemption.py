@@ -29,7 +29,7 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
     swap = _swaps(state, victim, rows, lost)
     if swap:
         park(state, victim)
-        state.counters.swap_outs += 1
+        state.stats.swap_outs += 1
     else:
         requeue(state, victim)
     _count(state, victim)
@@ -57,7 +57,7 @@ def _num_blocks(state: SchedulerState, rows: list[int]) -> int:
 
 def _count(state: SchedulerState, victim: RequestState) -> None:
     victim.num_preemptions += 1
-    state.counters.preemptions += 1
+    state.stats.preemptions += 1
     state.outbox.post_preempted(victim)
 
 

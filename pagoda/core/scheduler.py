@@ -204,16 +204,15 @@ class Scheduler:
     def make_stats(self) -> SchedulerStats:
         """Return gauges and totals."""
         loras = [request.spec.lora for request in self._state.batch.requests.values()]
-        return SchedulerStats.of(
-            self._state.counters,
+        return self._state.stats.snapshot(
             num_running=len(self._state.batch.requests),
             num_waiting=len(self._state.waiting),
             num_swapped=len(self._state.swapped),
             num_blocks=self._state.kv.num_blocks,
             num_free_blocks=self._state.kv.num_free_blocks,
             num_free_host_blocks=self._state.kv.num_free_host_blocks,
-            running_adapters={lora.name for lora in loras if lora is not None},
-            waiting_adapters=self._state.waiting.adapter_names() | self._state.swapped.adapter_names(),
+            running_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
+            waiting_adapters=tuple(sorted(self._state.waiting.adapter_names() | self._state.swapped.adapter_names())),
         )
 
     @property

@@ -16,7 +16,7 @@ from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.stats import Counters
+from pagoda.core.stats import SchedulerStats
 from pagoda.core.stops import StopTokens
 
 
@@ -55,7 +55,7 @@ class SchedulerState:
         self.waiting, self.swapped = RequestQueue(), RequestQueue()
         self.policy: Policy = POLICIES[config.scheduling_policy]()
         self.stops = StopTokens()
-        self.counters = Counters()
+        self.stats = SchedulerStats()
         self.log = DecisionLog(config.decision_log_steps)
         self.table = RequestTable(
             config.max_rows,
@@ -63,8 +63,8 @@ class SchedulerState:
             track_in_flight=has_windows or config.encoder_budget > 0,
             expect_tokens=is_async,
         )
-        self.kv = KVCacheManager(self.table, sizing, num_blocks, num_host_blocks, cache, config, self.counters)
-        self.drafts = Drafts(self.table, self.counters)
+        self.kv = KVCacheManager(self.table, sizing, num_blocks, num_host_blocks, cache, config, self.stats)
+        self.drafts = Drafts(self.table, self.stats)
         self.encoder = EncoderInputs(
             self.table,
             config.encoder_cache_tokens,

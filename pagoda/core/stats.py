@@ -1,12 +1,20 @@
 """SchedulerStats: gauges and totals of one scheduler, for metrics."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
+class SchedulerStats:
+    """Totals since the start, and gauges at the moment of a snapshot.
+
+    prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
+    prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
+    drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
+    many positions as the longest draft had.
+
+    num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
+    running_adapters, waiting_adapters: names of the LoRA adapters of these requests; swapped ones wait.
+    """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -20,6 +28,19 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_tokens_per_pos: list[int] = field(default_factory=list[int])
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_free_host_blocks: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+
+    @property
+    def kv_usage(self) -> float:
+        return 1.0 - self.num_free_blocks / self.num_blocks
 
     def count_lookup(self, num_tokens: int, num_cached: int, *, resumed: bool) -> None:
         """A request entered with `num_tokens` tokens, of which the prefix cache had `num_cached`."""
@@ -40,61 +61,14 @@ class Counters:
         for position in range(num_accepted):
             per_pos[position] += 1
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges at this moment, and totals since the start.
-
-    num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
-    prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
-    prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
-    running_adapters, waiting_adapters: names of the LoRA adapters of these requests; swapped ones wait.
-    drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
-    many positions as the longest draft had.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    num_blocks: int
-    num_free_blocks: int
-    num_free_host_blocks: int
-    kv_usage: float
-    prefix_queries: int
-    prefix_hits: int
-    prefix_queries_resumed: int
-    prefix_hits_resumed: int
-    preemptions: int
-    swap_outs: int
-    prompt_tokens: int
-    generation_tokens: int
-    drafts: int
-    drafted_tokens: int
-    accepted_tokens: int
-    accepted_tokens_per_pos: tuple[int, ...]
-    running_adapters: tuple[str, ...] = ()
-    waiting_adapters: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        counters: Counters,
-        *,
-        num_blocks: int,
-        num_free_blocks: int,
-        running_adapters: Iterable[str] = (),
-        waiting_adapters: Iterable[str] = (),
-        **gauges: int,
+    def snapshot(
+        self, *, running_adapters: tuple[str, ...], waiting_adapters: tuple[str, ...], **gauges: int
     ) -> "SchedulerStats":
-        totals = {one.name: getattr(counters, one.name) for one in fields(counters)}
-        totals.pop("accepted_tokens_per_pos")
-        return cls(
-            num_blocks=num_blocks,
-            num_free_blocks=num_free_blocks,
-            kv_usage=1.0 - num_free_blocks / num_blocks,
+        """Return a copy of the totals, with these gauges."""
+        return replace(
+            self,
+            accepted_tokens_per_pos=self.accepted_tokens_per_pos.copy(),
+            running_adapters=running_adapters,
+            waiting_adapters=waiting_adapters,
             **gauges,
-            **totals,
-            accepted_tokens_per_pos=tuple(counters.accepted_tokens_per_pos),
-            running_adapters=tuple(sorted(running_adapters)),
-            waiting_adapters=tuple(sorted(waiting_adapters)),
         )

@@ -109,7 +109,7 @@ class EngineStats(msgspec.Struct, frozen=True):
             num_drafts=stats.drafts,
             num_draft_tokens=stats.drafted_tokens,
             num_accepted_tokens=stats.accepted_tokens,
-            accepted_tokens_per_pos=stats.accepted_tokens_per_pos,
+            accepted_tokens_per_pos=tuple(stats.accepted_tokens_per_pos),
             running_adapters=stats.running_adapters,
             waiting_adapters=stats.waiting_adapters,
         )

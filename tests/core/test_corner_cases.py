@@ -140,11 +140,11 @@ def test_first_output_is_reported_of_a_request_that_was_parked_before_it(late: b
     assert outputs is not None
     assert outputs.token_ids.tolist() == [FILL]
     assert list(outputs.num_cached_tokens) == list(outputs.queue_s) == [1]
-    assert rig.scheduler._state.counters.prompt_tokens == (8 if late else 12)
+    assert rig.scheduler._state.stats.prompt_tokens == (8 if late else 12)
     again = deliver(rig, rig.plan())
     assert again is not None
     assert not again.num_cached_tokens
-    assert rig.scheduler._state.counters.prompt_tokens == (8 if late else 12)
+    assert rig.scheduler._state.stats.prompt_tokens == (8 if late else 12)
 
 
 def test_skipped_requests_leave_no_trace_in_the_queue() -> None:

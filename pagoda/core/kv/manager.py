@@ -14,7 +14,7 @@ from pagoda.core.kv.sizing import KVSizing, blocks_for
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.stats import Counters
+from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
 
 
@@ -34,14 +34,14 @@ class KVCacheManager:
         num_host_blocks: int,
         cache: CacheConfig,
         options: SchedulerOptions,
-        counters: Counters,
+        stats: SchedulerStats,
     ) -> None:
         self.sizing = sizing
         self.block_size = sizing.block_size
         self.num_blocks = num_blocks
         self._watermark_blocks = int(cache.watermark * (num_blocks + 1))  # free when a request enters next to others
         self._admit_whole_prompt = options.admit_whole_prompt
-        self._counters = counters
+        self._stats = stats
         self._table = table
         max_blocks = blocks_for(sizing.max_model_len, sizing.block_size)
         entries = [np.zeros((table.max_rows, max_blocks if group.grows else 0), np.int32) for group in sizing.groups]
@@ -159,7 +159,7 @@ class KVCacheManager:
         self._prefix_cache.start_row(row, prefix.num_tokens // self.block_size)
         self._prefix_cache.cache_blocks(row, end)
         if self._prefix_cache.enabled:
-            self._counters.count_lookup(int(self._table.num_tokens[row]), prefix.num_tokens, resumed=resumed)
+            self._stats.count_lookup(int(self._table.num_tokens[row]), prefix.num_tokens, resumed=resumed)
 
     # A row continues
 
