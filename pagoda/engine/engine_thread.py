@@ -80,7 +80,10 @@ class EngineThread:
         self._thread = threading.Thread(
             target=self._runner.run, args=(build, on_ready), name="pagoda-engine", daemon=True
         )
-        weakref.finalize(self, _stop, self._runner.commands, self._thread)
+        weakref.finalize(self, self._runner.commands.put, None)
+        # A finalizer of its own, because the thread may still release the engine when this object is gone. Python runs
+        # it at the program's end, for as long as the thread lives.
+        weakref.finalize(self._thread, _await_end, weakref.ref(self._thread), self._runner.commands, self._pid)
         self._thread.start()
 
     @classmethod
@@ -271,11 +274,14 @@ class _Runner:
         return WorkerDied(f"a step of this {self._name} failed: {type(error).__name__}: {error}; make a new one")
 
 
-def _stop(commands: "queue.SimpleQueue[_Command | None]", thread: threading.Thread) -> None:
-    """End an engine that nothing refers to. At the program's end, wait: a thread in native code must not outlive it."""
-    commands.put(None)
-    if not threading.main_thread().is_alive():
-        thread.join(_EXIT_WAIT_S)
+def _await_end(
+    thread: "weakref.ref[threading.Thread]", commands: "queue.SimpleQueue[_Command | None]", pid: int
+) -> None:
+    """End the engine at the program's end and wait: a thread in native code must not outlive the interpreter."""
+    running = thread()
+    if running is not None and os.getpid() == pid:
+        commands.put(None)
+        running.join(_EXIT_WAIT_S)
 
 
 def _result(done: tuple[T, BaseException | None]) -> T:

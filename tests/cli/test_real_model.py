@@ -39,6 +39,13 @@ def test_generate_streams_and_prints_its_figures(capsys: pytest.CaptureFixture[s
     assert "ready after" in err
 
 
+def test_a_program_ends_in_silence_while_its_dropped_engine_is_released() -> None:
+    command = [sys.executable, "-m", "pagoda", "generate", "--quiet", "Hi", "--max-tokens", "2"]
+    for _ in range(2):  # it was a race of the engine's thread with the end of the interpreter
+        ended = subprocess.run(command, capture_output=True, timeout=120, check=False)
+        assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_generate_through_the_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, "generate", "--chat", "--quiet", "Say hello.", "--max-tokens", "8", *SMALL)
     assert out.strip()
