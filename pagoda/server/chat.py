@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: conversations, whose answers may have reasoning (<think> ... </think>) and tool calls."""
 
-import asyncio
 import dataclasses
 import uuid
 from collections.abc import Iterable, Sequence
@@ -140,7 +139,9 @@ class ChatApi:
         top = (body.top_logprobs or 0) if body.logprobs else None
         plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
         tokenizer = state.generator.llm.input_processor.tokenizer
-        params = await asyncio.to_thread(use.constrain, body, plain, tokenizer)  # tools may have large schemas
+        params = plain
+        if use.has_grammar(body, plain):  # tools may have large schemas
+            params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
         if params.structured_outputs is not None and template_reasons(template) and opens_reasoning(prompt.text):
             end: str | int | None = special_token(tokenizer, REASONING_END)
             form = dataclasses.replace(params.structured_outputs, reasoning_end=REASONING_END if end is None else end)

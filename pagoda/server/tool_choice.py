@@ -47,17 +47,21 @@ class ToolUse:
             )
         return cls(tools, parser, is_generic, is_forced)
 
+    def has_grammar(self, body: ChatCompletionRequest, params: SamplingParams) -> bool:
+        """Whether a grammar holds the calls: if one is forced, if a tool is `strict`, and for the generic format."""
+        is_strict = any(tool.function.strict for tool in body.tools or [])
+        is_held = self.is_forced or ((is_strict or self.is_generic) and params.structured_outputs is None)
+        return bool(self.tools) and self.parser is not None and self.parser in CALL_FORMATS and is_held
+
     def constrain(self, body: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """Return params, with the grammar of the calls if there is one.
 
-        There is one if a call is forced, if a tool is `strict`, and for the generic format. Raises RequestError for a
-        tool's schema that is not supported.
+        Raises RequestError for a tool's schema that is not supported.
         """
+        if self.parser is None or not self.has_grammar(body, params):
+            return params
         given = body.tools or []
         strict = [tool.function.name for tool in given if tool.function.strict]
-        has_grammar = self.is_forced or ((strict or self.is_generic) and params.structured_outputs is None)
-        if not self.tools or self.parser is None or self.parser not in CALL_FORMATS or not has_grammar:
-            return params
         tools = [
             Tool(tool.function.name, tool.function.parameters, f"tools[{i}].function.parameters")
             for i, tool in enumerate(given)

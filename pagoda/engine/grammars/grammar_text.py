@@ -11,7 +11,7 @@ from typing import Any
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.grammars.json_schema import parse_schema, rewrite_schema
+from pagoda.engine.grammars.json_schema import Schema, parse_schema, rewrite_schema
 
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
@@ -74,7 +74,11 @@ def literal(text: str) -> str:
 def json_rule(schema: Any, field_name: str, style: JsonStyle | None = None) -> str:
     """Return `%json {...}` for a parsed schema: a rule's body. Raises RequestError for an unsupported schema."""
     style = style or JsonStyle()
-    inner = rewrite_schema(schema, field_name, style.closed)
+    return rewritten_rule(rewrite_schema(schema, field_name, style.closed), field_name, style)
+
+
+def rewritten_rule(inner: Schema, field_name: str, style: JsonStyle) -> str:
+    """As `json_rule`, for a schema as json_schema.py rewrites it."""
     if isinstance(inner, bool):
         inner = {} if inner else {"enum": []}
     spacing = {"whitespace_pattern": style.whitespace} if style.whitespace else {"whitespace_flexible": False}

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from pagoda.base.errors import RequestError
-from pagoda.engine.grammars.schema_size import MAX_PARTS, SchemaSize, iter_values
+from pagoda.engine.grammars.schema_size import MAX_PARTS, TOO_LARGE, SchemaSize, iter_values
 
 Schema = dict[str, Any] | bool
 
@@ -41,6 +41,8 @@ _NO_BASE = "http://schema.invalid/"
 """The URI of a document without one."""
 _INSTANCES = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are not schemas."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+"""Keywords whose values are schemas by names, which may be any: also those of keywords."""
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
     | {"idn-email", "idn-hostname", "iri", "iri-reference", "regex"}
@@ -92,11 +94,21 @@ def rewrite_schema(schema: Any, field_name: str, close_objects: bool = False) ->
     return _Rewriter(schema, field_name, close_objects).run()
 
 
-class _Rewriter:
-    """Rewrites one document."""
+def rewrite_properties(schema: dict[str, Any], field_name: str) -> dict[str, Schema]:
+    """Return the properties of a parsed schema, each as the library takes it on its own: with the `$defs` it needs.
 
-    def __init__(self, root: Any, field_name: str, close_objects: bool) -> None:
+    Raises RequestError like `rewrite_schema`, and if the properties are too large together: what several refer to
+    counts for each of them.
+    """
+    return _Rewriter(schema, field_name, False, names_root=True).run_on_properties()
+
+
+class _Rewriter:
+    """Rewrites one document.   names_root: references to the whole document become references into `$defs`, too."""
+
+    def __init__(self, root: Any, field_name: str, close_objects: bool, names_root: bool = False) -> None:
         self._root = root
+        self._names_root = names_root
         self._field = field_name
         self._closes = close_objects
         self._refs = SchemaRefs(root)
@@ -106,6 +118,26 @@ class _Rewriter:
         self._num_schemas = 0
 
     def run(self) -> Schema:
+        schema, defs = self._rewrite_all()
+        return {**schema, "$defs": defs} if defs and isinstance(schema, dict) else schema
+
+    def run_on_properties(self) -> dict[str, Schema]:
+        schema, defs = self._rewrite_all()
+        names = {name: _names_in(one) for name, one in defs.items()}
+        found: dict[str, Schema] = {}
+        num_parts = 0
+        for name, one in schema.get("properties", {}).items() if isinstance(schema, dict) else ():
+            used = {of: defs[of] for of in _reachable(_names_in(one), names)}
+            size = SchemaSize(one, used)
+            reason = size.excess()
+            num_parts += size.num_parts
+            if reason or num_parts > MAX_PARTS:
+                raise self._refuse((), reason or f"{TOO_LARGE}, and what properties refer to counts for each of them")
+            found[name] = {**one, "$defs": used} if used and isinstance(one, dict) else one
+        return found
+
+    def _rewrite_all(self) -> tuple[Schema, dict[str, Schema]]:
+        """Return the document and what it refers to, by name."""
         schema = self._rewrite(self._root, ())
         defs: dict[str, Schema] = {}
         while self._todo:
@@ -116,7 +148,7 @@ class _Rewriter:
         reason = SchemaSize(schema, defs).excess()
         if reason:
             raise self._refuse((), reason)
-        return {**schema, "$defs": defs} if defs and isinstance(schema, dict) else schema
+        return schema, defs
 
     def _refuse(self, at: tuple[str, ...], why: str) -> RequestError:
         pointer = "/" + "/".join(str(step).replace("~", "~0").replace("/", "~1") for step in at)
@@ -170,7 +202,7 @@ class _Rewriter:
         except KeyError:
             why = f"{reference!r:.100} is not in this document; external schemas are not fetched"
             raise self._refuse(at, why) from None
-        if target is self._root:
+        if target is self._root and not self._names_root:
             return "#"
         if id(target) not in self._names:
             self._names[id(target)] = f"d{len(self._names)}"
@@ -281,6 +313,24 @@ def _has_ring(defs: dict[str, Schema]) -> bool:
     return False
 
 
+def _names_in(schema: Schema) -> set[str]:
+    """Return the names in `$defs` that a rewritten schema refers to, and perhaps other texts."""
+    objects = (one for one in iter_values(schema) if isinstance(one, dict))
+    return {str(one["$ref"]).removeprefix("#/$defs/") for one in objects if "$ref" in one}
+
+
+def _reachable(first: set[str], names: dict[str, set[str]]) -> list[str]:
+    """Return which of `names` those of `first` lead to.   names: in `$defs` -> those that it refers to."""
+    found: dict[str, None] = {}
+    todo = list(first)
+    while todo:
+        name = todo.pop()
+        if name in names and name not in found:
+            found[name] = None
+            todo += names[name]
+    return sorted(found)
+
+
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
@@ -306,15 +356,17 @@ class SchemaRefs:
         """root: the parsed document."""
         self._base_of: dict[int, str] = {}  # id of an object in the document -> the URI that its references start from
         self._named: dict[str, Any] = {_NO_BASE: root}  # URI -> what has it as `$id` or `$anchor`
-        todo = [(root, _NO_BASE)]
+        todo = [(root, _NO_BASE, False)]
         while todo:
-            value, base = todo.pop()
+            value, base, has_names = todo.pop()
             if isinstance(value, dict):
-                base = self._add_names(value, base)
+                base = base if has_names else self._add_names(value, base)
                 self._base_of[id(value)] = base
-                todo += [(child, base) for name, child in value.items() if name not in _INSTANCES]
+                for name, child in value.items():
+                    if has_names or name not in _INSTANCES:
+                        todo.append((child, base, not has_names and name in _NAMED))
             elif isinstance(value, list):
-                todo += [(child, base) for child in value]
+                todo += [(child, base, False) for child in value]
 
     def find(self, reference: str, place: dict[str, Any]) -> Any:
         """Return what `reference`, a keyword of the schema `place`, names. Raises KeyError if it is not here."""

@@ -6,7 +6,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 
 import llguidance
 import numpy as np
@@ -226,7 +225,7 @@ def _library_error(error: BaseException) -> str:
 class LlguidanceBackend:
     """See core.grammar.GrammarBackend. The tokenizer is loaded with the first grammar, on the thread that compiles it.
 
-    Keeps the grammars that are pinned, and of the others those used last, MAX_GRAMMARS together.
+    Keeps the grammars that are pinned, and of the others the MAX_GRAMMARS that were used last.
 
     load_tokenizer: returns the model's tokenizer.   vocab_size: of the model's logits.
     threads: that fill masks.
@@ -351,11 +350,15 @@ class LlguidanceBackend:
         return compiled
 
     def _evict(self) -> None:
-        """Drop those used least recently, with the lock held."""
-        excess = len(self._compiled) - MAX_GRAMMARS
-        if excess > 0:
-            unused = (one for one in self._compiled if one not in self._pins and one != self._last_ready)
-            for grammar in list(islice(unused, excess)):
+        """Drop, of those that are not pinned, those used least recently, with the lock held.
+
+        The pinned ones do not count: with as many rows as grammars, a new one would be dropped before its row begins.
+        """
+        if len(self._compiled) <= MAX_GRAMMARS:
+            return
+        unpinned = [one for one in self._compiled if one not in self._pins]
+        for grammar in unpinned[: max(0, len(unpinned) - MAX_GRAMMARS)]:
+            if grammar != self._last_ready:
                 del self._compiled[grammar]
 
     def _library_tokenizer(self) -> LLTokenizer:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PARTS = 4096
+TOO_LARGE = f"the schema is too large: more than {MAX_PARTS} schemas and values, counted as often as they apply"
 MAX_PATTERNS = 8
 MAX_REFERENCE_DEPTH = 200
 MAX_PATTERN_CHARS = 4096
@@ -42,12 +43,15 @@ class SchemaSize:
     The library merges schemas that apply to the same value, and copies what `$ref` names where it is merged; a few
     references may so become millions of copies. Strings that must match several patterns take time that is exponential
     in their number.
+
+    num_parts: schemas and values, as often as the library copies them; known after `excess`.
     """
 
     def __init__(self, root: Any, defs: dict[str, Any]) -> None:
         """root, defs: as json_schema.py writes them. A reference is `#` or `#/$defs/NAME`."""
         self._root = root
         self._defs = defs
+        self.num_parts = 0
         self._known: dict[tuple[int, bool], _Work] = {}
         self._longest_pattern = 0
         self._open: set[int] = set()  # schemas with additionalProperties, merged with others
@@ -59,8 +63,9 @@ class SchemaSize:
             works = [self._measure(one, False, 0) for one in (self._root, *self._defs.values())]
         except RecursionError:
             return f"references are nested more than {MAX_REFERENCE_DEPTH} deep"
-        if sum(work.parts for work in works) > MAX_PARTS:
-            return f"the schema is too large: more than {MAX_PARTS} schemas and values, counted as often as they apply"
+        self.num_parts = sum(work.parts for work in works)
+        if self.num_parts > MAX_PARTS:
+            return TOO_LARGE
         if max(work.patterns for work in works) > MAX_PATTERNS:
             return f"more than {MAX_PATTERNS} patterns for one string are not supported"
         if self._longest_pattern > MAX_PATTERN_CHARS:

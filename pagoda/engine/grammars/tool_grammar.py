@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import Registry
-from pagoda.engine.grammars.grammar_text import JsonStyle, json_rule, literal
+from pagoda.engine.grammars.grammar_text import JsonStyle, json_rule, literal, rewritten_rule
+from pagoda.engine.grammars.json_schema import Schema, rewrite_properties
 
 MAX_CALLS = 16
 """Calls of one answer that must consist of calls: a weak model might never stop."""
@@ -118,6 +119,9 @@ _ASSERTING = frozenset(("type", "properties", "required", "additionalProperties"
 _DESCRIBING = frozenset(("$defs", "definitions", "$schema", "$id", "$comment", "title", "description"))
 _IGNORED = _ASSERTING | _DESCRIBING | {"default", "examples", "strict", "deprecated"}
 """Keywords of the arguments' object that a call by names keeps to, or that say nothing about it."""
+_WORDS = {"boolean": '"True" | "False"', "null": '"None"'}
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "const", "enum"})
+"""Keywords that restrict a boolean or null."""
 _ANY_VALUE = [
     'python_value: PYTHON_STRING | PYTHON_NUMBER | "True" | "False" | "None" | python_list | python_dict',
     'python_list: "[" (python_value (", " python_value)*)? "]"',
@@ -143,7 +147,6 @@ class PythonCall:
             own = [re.sub(r"python_\w+|PYTHON_\w+", rf"\g<0>{i}", rule) for rule in _ANY_VALUE]
             pair = f'PYTHON_NAME{i} "=" python_value{i}'
             return [f'tool{i}: {literal(tool.name + "(")} ({pair} (", " {pair})*)? ")"', *own]
-        tool.arguments_rule(False)  # raises with the place in the whole schema
         properties = _properties(tool)
         required = tool.schema.get("required", [])
         rules: list[str] = []
@@ -152,7 +155,7 @@ class PythonCall:
         for k, (name, schema) in enumerate(properties.items()):
             _check_name(name, tool)
             rest = f" rest{i}x{k + 1}" if k + 1 < len(properties) else ""
-            rules.append(f"argument{i}x{k}: {literal(name + '=')} {_value(schema, tool)}")
+            rules.append(f"argument{i}x{k}: {literal(name + '=')} {_value(schema, tool.field)}")
             rules.append(f'rest{i}x{k}: (", " argument{i}x{k}){"" if name in required else "?"}{rest}')
             if may_begin:
                 firsts.append(f"argument{i}x{k}{rest}")
@@ -169,8 +172,8 @@ def _check_name(name: str, tool: Tool) -> None:
         )
 
 
-def _properties(tool: Tool) -> dict[str, Any]:
-    """Return the schemas of all arguments. Raises RequestError if they are not a plain list of properties."""
+def _properties(tool: Tool) -> dict[str, Schema]:
+    """Return the rewritten schemas of all arguments. Raises RequestError if they are not a plain list of properties."""
     schema = tool.schema
     properties = dict(schema.get("properties", {}))
     for name in schema.get("required", []):
@@ -186,18 +189,21 @@ def _properties(tool: Tool) -> dict[str, Any]:
                 "calls are; list them in properties",
                 tool.field,
             )
-    return properties
+    return rewrite_properties({**schema, "properties": properties}, tool.field)
 
 
-def _value(schema: Any, tool: Tool) -> str:
-    """Return the body of a rule for one argument."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    kinds = {"boolean": '("True" | "False")', "null": '"None"'}
-    if (kind := schema.get("type")) in kinds and not set(schema) - {"type", "description", "title", "default"}:
-        return kinds[kind]
-    shared = {name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}
-    return json_rule({**shared, **schema}, tool.field, JsonStyle())
+def _value(schema: Schema, field: str) -> str:
+    """Return the body of a rule for one argument.   schema: rewritten."""
+    if not isinstance(schema, dict) or _COMBINING & schema.keys():
+        return rewritten_rule(schema, field, JsonStyle())
+    named = schema.get("type")
+    kinds = named if isinstance(named, list) else [named]
+    words = [_WORDS[kind] for kind in kinds if isinstance(kind, str) and kind in _WORDS]
+    others = [kind for kind in kinds if not isinstance(kind, str) or kind not in _WORDS]
+    if not words:
+        return rewritten_rule(schema, field, JsonStyle())
+    rest = [rewritten_rule({**schema, "type": others}, field, JsonStyle())] if others else []
+    return f"({' | '.join([*words, *rest])})"
 
 
 # ---- one call and the text around it: a model's format

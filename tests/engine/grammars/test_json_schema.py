@@ -61,6 +61,13 @@ EQUIVALENT: dict[str, dict[str, Any]] = {
         "discriminator": {"propertyName": "a"},
     },
     "names like keywords": {"properties": {"a": {"const": {"$ref": "#/nowhere"}}, "not": {"type": "null"}}},
+    "names like those of keywords with instances": {
+        "properties": {"a": {"$ref": "#/$defs/examples"}, "default": True},
+        "$defs": {
+            "examples": {"type": "object", "properties": {"enum": {"$ref": "#/$defs/const"}}, "required": ["a"]},
+            "const": {"type": "null"},
+        },
+    },
     "a definition elsewhere": {"x": {"y": [{"type": "null"}]}, "properties": {"a": {"$ref": "#/x/y/0"}}},
 }
 VALUES = ["x", "", 1, 3, 1.5, True, None, [], ["x", 1], ["x"], [1], {}, {"a": {}}, {"$ref": "#/nowhere"}]

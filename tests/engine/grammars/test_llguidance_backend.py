@@ -296,6 +296,17 @@ def test_pinned_grammars_stay_compiled(backend: LlguidanceBackend, monkeypatch: 
     assert not backend.is_ready(kept)
 
 
+def test_a_grammar_finds_a_place_next_to_any_number_of_pinned_ones(backend: LlguidanceBackend) -> None:
+    for i in range(MAX_GRAMMARS):
+        running = text_of(choice=[f"running {i}"])
+        ready(backend, running)
+        backend.pin(running)
+    waiting = [text_of(choice=[f"waiting {i}"]) for i in range(2)]
+    for one in waiting:
+        backend._compile(one)  # as on another thread
+    assert [backend.is_ready(one) for one in waiting] == [True, True]
+
+
 def test_a_tokenizer_that_cannot_be_loaded_fails_its_grammars() -> None:
     def load() -> Tokenizer:
         raise RequestError("no tokenizer here")

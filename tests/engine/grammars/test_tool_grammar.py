@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.grammars import json_schema
 from pagoda.engine.grammars.grammar_text import grammar_text
+from pagoda.engine.grammars.json_schema import SchemaRefs
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
+from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
-from tests.engine.grammars.matching import accepts, allowed, ready
+from tests.engine.grammars.matching import VOCAB, accepts, allowed, ready
 
 CITY = {
     "type": "object",
@@ -290,6 +294,53 @@ def test_python_arguments_obey_their_schema(backend: LlguidanceBackend) -> None:
 )
 def test_schemas_that_python_calls_cannot_obey(tool: Tool, said: str) -> None:
     with pytest.raises(RequestError, match=said):
+        CALL_FORMATS["pythonic"].forced([tool], 1)
+
+
+def test_python_arguments_of_several_types_and_references(backend: LlguidanceBackend) -> None:
+    tool = Tool(
+        "f",
+        {
+            "properties": {
+                "a": {"type": ["string", "null"], "maxLength": 2},
+                "b": {"type": ["null", "boolean"]},
+                "c": {"$ref": "#"},
+                "d": {"type": "array", "items": {"$ref": "#/properties/b"}},
+            }
+        },
+    )
+    grammar = text_of(CALL_FORMATS["pythonic"].forced([tool], 1))
+    good = ["a=None", 'a="xy"', "b=None", "b=True", 'c={"a": "x"}', 'c={"c": {"b": null}}', "d=[null, true]", ""]
+    bad = ["a=1", 'a="xyz"', "b=1", 'c={"a": 1}', "c=[]", "d=[1]"]
+    assert [one for one in good if not accepts(backend, ByteTokenizer(), grammar, f"[f({one})]")] == []
+    assert [one for one in bad if accepts(backend, ByteTokenizer(), grammar, f"[f({one})]")] == []
+
+
+@pytest.mark.parametrize("given", [[], [5, "null"], [["null"], "boolean"], {"null": 1}, 5])
+def test_types_that_are_no_types_are_not_an_error_of_the_server(given: Any) -> None:
+    preparer = GrammarPreparer(ByteTokenizer(), VOCAB, RequestLimits())
+    grammar = CALL_FORMATS["pythonic"].forced([Tool("f", {"properties": {"a": {"type": given}}, "required": ["a"]})], 1)
+    with pytest.raises(RequestError, match="tools: "):
+        preparer.prepare(StructuredOutputsParams(grammar=grammar, source="tools"))
+
+
+def test_what_many_python_arguments_refer_to_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+
+    class Counted(SchemaRefs):
+        def __init__(self, root: Any) -> None:
+            read.append(root)
+            super().__init__(root)
+
+    monkeypatch.setattr(json_schema, "SchemaRefs", Counted)
+    properties = {f"a{i}": {"$ref": "#/$defs/used"} for i in range(100)}
+    used, large = ({"enum": [f"x{i}" for i in range(count)]} for count in (20, 2000))
+    defs = {"used": used, **{f"unused{i}": used for i in range(200)}}
+    grammar = CALL_FORMATS["pythonic"].forced([Tool("f", {"properties": properties, "$defs": defs})], 1)
+    assert len(read) == 1
+    assert len(grammar) < 100 * 1000
+    tool = Tool("f", {"properties": properties, "$defs": {"used": large}})
+    with pytest.raises(RequestError, match="tools: at /: the schema is too large"):
         CALL_FORMATS["pythonic"].forced([tool], 1)
 
 
