@@ -57,6 +57,12 @@ class RowConstraints:
         """Return whether they depend on the tokens of the output, and not on their number alone."""
         return self.has_penalty or self.bad_words is not None
 
+    def names(self, num_output: int) -> list[str]:
+        """Return which parameters of the request may forbid the token after `num_output` tokens of output."""
+        found = ["allowed_token_ids"] if self.allowed is not None else []
+        found += ["bad_words"] if self.bad_words is not None else []
+        return [*found, f"min_tokens={self.min_tokens}"] if num_output < self.min_tokens else found
+
     def forbidden(self, output_token_ids: np.ndarray) -> np.ndarray:
         """Return the ids (int32) that must not follow this output: early end tokens and last tokens of bad words."""
         banned = self.bad_words.after(output_token_ids) if self.bad_words is not None else []

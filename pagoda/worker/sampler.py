@@ -31,10 +31,12 @@ class Sampled:
 
     tokens: int64 [n].   logprobs: one row per draw, zeros where not requested; None if no draw requested them.
     finite: bool [n], False if the logits were not finite or all tokens were forbidden (ignore the token then).
+    forbidden: bool [n], True if all tokens were.
     """
 
     tokens: np.ndarray
     finite: np.ndarray
+    forbidden: np.ndarray
     logprobs: LogprobColumns | None
 
 
@@ -42,11 +44,12 @@ class Sampled:
 class Drawn:
     """Sampled, where it was computed: not on the host yet.
 
+    best: float32 [n], the largest logit, -inf if all tokens are forbidden.
     logprobs: of the draws `reported` (int64) only; None for all.   is_masked: a grammar has forbidden tokens.
     """
 
     tokens: torch.Tensor
-    finite: torch.Tensor
+    best: torch.Tensor
     logprobs: LogprobTensors | None
     reported: np.ndarray | None
     is_masked: bool
@@ -55,21 +58,22 @@ class Drawn:
     def tensors(self) -> list[torch.Tensor]:
         """Return what `on_host` needs copies of."""
         columns = self.logprobs
-        return [self.tokens, self.finite] + (
+        return [self.tokens, self.best] + (
             [] if columns is None else [columns.token_ids, columns.logprobs, columns.ranks]
         )
 
     def on_host(self, arrays: list[np.ndarray]) -> Sampled:
         """Return the result.   arrays: `tensors`, on the host."""
-        tokens, finite, *columns = arrays
+        tokens, best, *columns = arrays
+        finite, forbidden = np.isfinite(best), np.isneginf(best)
         if not columns:
-            return Sampled(tokens, finite, None)
+            return Sampled(tokens, finite, forbidden, None)
         found = LogprobColumns(*columns)
         if self.reported is not None:
             found = _spread(found, self.reported, tokens)
         if self.is_masked:
             found.logprobs[np.isneginf(found.logprobs)] = MASKED_LOGPROB
-        return Sampled(tokens, finite, found)
+        return Sampled(tokens, finite, forbidden, found)
 
 
 class Sampler:
@@ -114,7 +118,7 @@ class Sampler:
                 if is_some:
                     logits, chosen = logits.index_select(0, index[1]), tokens.index_select(0, index[1])
             columns = self.top_logprobs(logits, chosen, int(table.num_logprobs[rows].max()))
-        return Drawn(tokens, best[0].isfinite(), columns, wanted if is_some else None, masks is not None)
+        return Drawn(tokens, best[0], columns, wanted if is_some else None, masks is not None)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
         """See SamplingOps.top_logprobs."""

@@ -23,7 +23,7 @@ logger = logging.getLogger("pagoda")
 
 _NO_TOKENS = np.empty((0, 1), np.int32)
 _NO_COUNTS = np.empty(0, np.int32)
-_NOT_FINITE = "the model's logits are not finite, or all tokens are forbidden"
+_NOT_FINITE = "the model's logits are not finite"
 
 
 class StepTimes:
@@ -162,12 +162,14 @@ class StepsInFlight:
         self.times.resume()
         output, inputs, failed = step.output, step.inputs, step.failed
         sampled, num_sampled, logprobs = _NO_TOKENS, _NO_COUNTS, None
+        refused: frozenset[int] = frozenset()
         masks = step.masks.result() if step.masks is not None else None
         if step.drawn is not None:
             assert inputs is not None
             num_arrays = len(step.drawn.tensors)
             drawn, arrays = step.drawn.on_host(arrays[:num_arrays]), arrays[num_arrays:]
-            failed = _failed_draws(inputs, drawn, masks) | failed
+            without_token, refused = _failed_draws(inputs, drawn, masks, self._table)
+            failed = without_token | failed
             accepted = _accepted_draws(inputs, drawn, output)
             self._record_tokens(inputs, step.owners, drawn, accepted)
             sampled, num_sampled = _tokens_by_sample(inputs.num_draws, drawn.tokens, accepted)
@@ -192,7 +194,7 @@ class StepsInFlight:
             prompt_logprobs=prompt_logprob_columns(step.prompt_logprobs, arrays),
             pooled=step.pooled,
             failed=failed,
-            refused=masks.refused if masks is not None else frozenset(),
+            refused=refused,
             duration_s=duration_s,
             swap_s=step.swap_s,
             drafts=drafts,
@@ -212,15 +214,42 @@ class StepsInFlight:
         self._table.record_tokens(rows[accepted], positions[accepted], drawn.tokens[accepted])
 
 
-def _failed_draws(inputs: StepInputs, drawn: Sampled, masks: GrammarMasks | None) -> dict[int, str]:
-    """Return the rows that get no token, with the reason; mark the draws of rows whose grammar has failed."""
+def _failed_draws(
+    inputs: StepInputs, drawn: Sampled, masks: GrammarMasks | None, table: TableMirror
+) -> tuple[dict[int, str], frozenset[int]]:
+    """Return the rows that get no token, with the reason, and those of them whose request is at fault.
+
+    Marks the draws of rows whose grammar has failed.
+    """
     if masks is not None and masks.failed:
         drawn.finite[np.isin(inputs.draw_rows, list(masks.failed))] = False
     if drawn.finite.all():
-        return {}
+        return {}, frozenset()
     first = np.cumsum(inputs.num_draws) - inputs.num_draws
-    failed = dict.fromkeys(inputs.draw_rows[first[~drawn.finite[first]]].tolist(), _NOT_FINITE)
-    return failed | (masks.failed if masks is not None else {})
+    failed: dict[int, str] = {}
+    refused: set[int] = set()
+    for draw in first[~drawn.finite[first]].tolist():
+        row = int(inputs.draw_rows[draw])
+        num_output = int(inputs.draw_positions[draw] - table.num_prompt[row])
+        causes = _what_forbids(draw, row, num_output, masks, table) if drawn.forbidden[draw] else []
+        failed[row] = _NOT_FINITE
+        if causes:
+            refused.add(row)
+            together = " and ".join(causes)
+            failed[row] = (
+                f"no token may follow {num_output} tokens of output: {together} forbid all; change one of them"
+            )
+    if masks is not None:
+        failed |= masks.failed
+        refused = (refused - masks.failed.keys()) | masks.refused
+    return failed, frozenset(refused)
+
+
+def _what_forbids(draw: int, row: int, num_output: int, masks: GrammarMasks | None, table: TableMirror) -> list[str]:
+    """Return what in the row's request may forbid the token of a draw."""
+    constraints = table.constraints[row]
+    causes = [] if constraints is None else constraints.names(num_output)
+    return ["the structured output", *causes] if masks is not None and draw in masks.draws else causes
 
 
 def _accepted_draws(inputs: StepInputs, drawn: Sampled, output: SchedulerOutput) -> np.ndarray:

@@ -303,6 +303,35 @@ def test_output_that_its_grammar_forbids_ends_with_an_error(model: Path, engine:
     assert answers.finishes["r1", 0].status is RequestStatus.FINISHED_STOPPED
 
 
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (
+            constrained(SamplingParams(temperature=0, min_tokens=20, max_tokens=30), choice=["yes", "no"]),
+            r"no token may follow \d tokens of output: the structured output and min_tokens=20 forbid all",
+        ),
+        (
+            SamplingParams(temperature=0, min_tokens=1, max_tokens=3, allowed_token_ids=(EOS,)),
+            "no token may follow 0 tokens of output: allowed_token_ids and min_tokens=1 forbid all",
+        ),
+        (
+            SamplingParams(temperature=0, max_tokens=3, allowed_token_ids=(7,), bad_words_token_ids=((7, 7),)),
+            "no token may follow 1 tokens of output: allowed_token_ids and bad_words forbid all",
+        ),
+    ],
+)
+def test_parameters_that_forbid_all_tokens_together_are_the_callers_fault(
+    model: Path, engine: Engines, params: SamplingParams, said: str
+) -> None:
+    core = engine(model)
+    answers = drive(core, [request(0, [5, 6], params, eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=3))])
+    core.shutdown()
+    end = answers.finishes["r0", 0]
+    assert end.status is RequestStatus.FINISHED_IGNORED
+    assert re.match(said, str(end.message))
+    assert len(answers.tokens["r1", 0]) == 3
+
+
 def test_a_grammar_that_does_not_compile_ends_its_request_only(model: Path, engine: Engines) -> None:
     core = engine(model)
     broken = SamplingParams(max_tokens=4).with_grammar("start: nothing")

@@ -121,10 +121,12 @@ def test_drafts_do_not_change_seeded_tokens(on: DeviceUnderTest) -> None:
 
 def test_a_row_that_is_not_finite_is_reported_alone(on: DeviceUnderTest) -> None:
     run = runner(on, broken_token=66)
+    late = SamplingParams(temperature=0, min_tokens=3)
     out = run.run(
-        step(1, [(0, 0, 2), (1, 0, 2)], admitted=(row_init(0, [5, 66], [1]), row_init(1, [5, 6], [2]))),
+        step(1, [(0, 0, 2), (1, 0, 2)], admitted=(row_init(0, [5, 66], [1], late, eos=(3,)), row_init(1, [5, 6], [2]))),
     )
     assert list(out.failed) == [0]
+    assert not out.refused
     assert out.num_sampled.tolist() == [0, 1]
     assert out.sampled[:, 0].tolist() == [-1, expected_next([5, 6])]
 

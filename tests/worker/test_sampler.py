@@ -263,6 +263,7 @@ def test_rows_that_are_not_finite_fail_alone(on: DeviceUnderTest) -> None:
     logits[4, 9] = torch.inf
     got = draw(make_table(params, [[1, 2, 3]] * 6), logits, on)
     assert got.finite.tolist() == [True, False, True, False, False, False]
+    assert got.forbidden.tolist() == [False] * 5 + [True]
     assert got.tokens[[0, 2]].tolist() == healthy.tokens[[0, 2]].tolist()
 
 

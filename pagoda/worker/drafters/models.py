@@ -110,10 +110,10 @@ class _RolledOut:
     def collect(self) -> None:
         """Wait for the tokens, and write them to the tables."""
         for active, drawn in self._pending:
-            tokens, finite = (tensor.cpu().numpy() for tensor in (drawn.tokens, drawn.finite))
+            tokens, best = (tensor.cpu().numpy() for tensor in (drawn.tokens, drawn.best))
             self._tokens[active, self._number] = tokens
             self._num_finite[active] = np.where(
-                finite, self._num_finite[active], np.minimum(self._num_finite[active], self._number)
+                np.isfinite(best), self._num_finite[active], np.minimum(self._num_finite[active], self._number)
             )
             for table in self._tables:
                 table.token_ids[self._rows[active], self._ends[active] + self._number] = tokens

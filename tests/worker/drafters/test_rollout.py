@@ -46,7 +46,7 @@ class Late(Sampler):
                 late.read_after.append(late.num_drawn)
                 return self.as_subclass(torch.Tensor)
 
-        return dataclasses.replace(drawn, finite=drawn.finite.as_subclass(Noted))
+        return dataclasses.replace(drawn, best=drawn.best.as_subclass(Noted))
 
 
 def admitted(params: SamplingParams) -> dict[str, Any]:
