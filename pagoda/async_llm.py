@@ -322,7 +322,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         instruction: str | None = None,
     ) -> PoolingRequestOutput[ScoringOutput]:
-        """Return how well two texts match; see LLM.score."""
+        """Return how well two texts match; see LLM.score, whose errors it raises."""
         text = (await self._running()).text
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
         scoring = await text.plan_scores(
@@ -332,11 +332,14 @@ class AsyncLLM:
             ("data_1", "data_2"),
             options=PairOptions(chat_template, instruction),
         )
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._final(prompt, _Asked(params, lora_request=lora_request)))
-                for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
-            ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._final(prompt, _Asked(params, lora_request=lora_request)))
+                    for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         outputs = [task.result() for task in tasks]
         return scoring_outputs(scoring, outputs)[0]
 

@@ -147,6 +147,41 @@ def test_a_request_that_follows_an_aborted_one_of_the_same_id_gets_its_own_outpu
     run(test, step_s=0.002)
 
 
+def test_closing_while_conversations_wait_for_a_thread_raises_usage_errors() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        running = await llm._running()
+        may_end, has_begun = threading.Event(), asyncio.Event()
+        loop, render = asyncio.get_running_loop(), running.inputs.chats.render
+
+        def held(*args: Any, **options: Any) -> Any:
+            loop.call_soon_threadsafe(has_begun.set)
+            may_end.wait(20)
+            return render(*args, **options)
+
+        running.inputs.chats.render = held  # type: ignore[method-assign]
+        asks = [asyncio.create_task(collect(llm.chat(HI, SHORT))) for _ in range(12)]
+        await has_begun.wait()
+        await llm.close()
+        may_end.set()
+        errors = await asyncio.gather(*asks, return_exceptions=True)
+        assert all(isinstance(error, UsageError) for error in errors), errors
+
+    run(test)
+
+
+def test_what_a_score_raises_is_no_group() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        with pytest.raises(RequestError, match="tokens"):
+            await llm.score("x" * 300, "y")
+        scoring = asyncio.create_task(llm.score("x", "y"))
+        await asyncio.sleep(0)
+        await llm.close()
+        with pytest.raises(UsageError, match="closed"):
+            await scoring
+
+    run(test, step_s=0.05)
+
+
 def test_a_dropped_one_ends_its_thread() -> None:
     async def main() -> None:
         llm = AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs()))

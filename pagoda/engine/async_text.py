@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pagoda.base.allocator import return_freed_memory
-from pagoda.base.errors import RequestError
+from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
@@ -33,18 +33,22 @@ class AsyncText:
     """Short texts are handled at once; long ones, and all chat templates, on a few threads; grammars on threads of
     their own, because compiling one may take seconds.
 
-    Cancelling a call drops it while it waits for a thread; once it has begun, it runs to its end.
+    Cancelling a call drops it while it waits for a thread; once it has begun, it runs to its end. What waits for a
+    thread when this is closed, or needs one afterwards, raises UsageError.
     """
 
     def __init__(self, inputs: InputProcessor) -> None:
         self._inputs = inputs
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "pagoda-text")
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
+        self._is_closed = False
 
     def close(self) -> None:
-        """Cancel the calls that wait for a thread, and end the threads after their current ones. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        """End the threads after the calls that they are in. Idempotent."""
+        self._is_closed = True
+        # Cancelling what waits would look to its callers as if they had been cancelled: each raises instead.
+        self._threads.shutdown(wait=False)
+        self._compilers.shutdown(wait=False)
 
     async def prepare_params(self, params: Params) -> PreparedParams:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
@@ -57,7 +61,7 @@ class AsyncText:
 
         structure = params.structured_outputs
         if structure is not None and self._inputs.grammars.known(structure) is None:
-            return await asyncio.get_running_loop().run_in_executor(self._compilers, prepare)
+            return await self._run_in(self._compilers, prepare)
         if params.bad_words:
             return await self._run(prepare)
         return prepare()
@@ -194,7 +198,19 @@ class AsyncText:
                 if size >= _VERY_LONG_CHARS:
                     return_freed_memory()  # tokenising takes a hundred times the text's size, which malloc would keep
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        return await self._run_in(self._threads, run)
+
+    async def _run_in(self, threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        def run() -> T:
+            self._check_open()
+            return function()
+
+        self._check_open()
+        return await asyncio.get_running_loop().run_in_executor(threads, run)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("the engine was closed before it had read this request")
 
     def _decode_known(self, token_ids: Sequence[int]) -> str:
         # A model's vocabulary may be padded beyond its tokenizer's; a tokenizer may have tokens its model lacks.

@@ -5,6 +5,9 @@ import threading
 
 import pytest
 
+from pagoda.base.errors import UsageError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
@@ -59,7 +62,7 @@ def test_queued_texts_whose_callers_have_left_are_not_tokenised() -> None:
     asyncio.run(run())
 
 
-def test_closing_cancels_queued_texts() -> None:
+def test_closing_ends_queued_texts_and_refuses_new_ones() -> None:
     async def run() -> None:
         text, tokenizer = make_text()
         tasks = await start(text, tokenizer, 12)
@@ -67,7 +70,12 @@ def test_closing_cancels_queued_texts() -> None:
         text.close()
         tokenizer.may_end.set()
         ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), _WAIT_S)
-        assert sum(isinstance(one, asyncio.CancelledError) for one in ended) == 12 - num_begun
+        assert sum(isinstance(one, UsageError) for one in ended) == 12 - num_begun
+        assert len(tokenizer.texts) == num_begun
+        with pytest.raises(UsageError, match="closed"):
+            await text.encode(LONG)
+        with pytest.raises(UsageError, match="closed"):
+            await text.prepare_params(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
 
     asyncio.run(run())
 
