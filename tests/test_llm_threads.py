@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -399,6 +400,24 @@ class DyingExecutor(SlowExecutor):
         if len(output.rows) == 3:
             self.shutdown()
         return super().submit(output)
+
+
+def test_each_call_of_an_engine_that_died_raises_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One instance would keep the frames of all callers in a traceback that grows with each call."""
+    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+
+        def die() -> None:
+            raise WorkerDied("gone")
+
+        monkeypatch.setattr(llm.engine.core, "step", die)
+        errors: list[BaseException] = []
+        for _ in range(4):
+            with pytest.raises(WorkerDied, match="gone") as raised:
+                llm.generate("p", SHORT)
+            errors.append(raised.value)
+        depths = [len(traceback.extract_tb(error.__traceback__)) for error in errors]
+        assert len(set(map(id, errors))) == 4
+        assert len(set(depths[1:])) == 1
 
 
 def engine_threads() -> list[threading.Thread]:

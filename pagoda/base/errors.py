@@ -1,5 +1,9 @@
 """The exceptions that pagoda raises."""
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class PagodaError(Exception):
     """Base class of pagoda's exceptions."""
@@ -38,3 +42,13 @@ class WorkerDied(PagodaError):
 
 class InvariantBroken(PagodaError, AssertionError):
     """An invariant of the scheduler or the KV cache is violated: a bug in pagoda, not in its input."""
+
+
+def fresh(error: E) -> E:
+    """Return a copy of an error that several callers get, to be raised once.
+
+    Each raise of one instance makes its traceback longer, which keeps the frames of all its callers.
+    """
+    copied = type(error).__new__(type(error), *error.args)  # copy.copy needs arguments that __init__ accepts
+    copied.__dict__.update(error.__dict__)
+    return copied

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from pagoda.base.clock import Clock, SystemClock
-from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ class EngineCoreClient(Protocol):
 
 
 class AsyncEngine:
-    """Prompts in, texts out, for one event loop. The server and AsyncLLM are built on it."""
+    """Prompts in, texts out, for one event loop. The server is built on it."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a prepared request. Close the iterator (or leave it under contextlib.aclosing) to abort it."""
         if self._died is not None:
-            raise self._died
+            raise fresh(self._died)
         request_id = request.request_id
         self._check_is_new(request_id)
         if request.lora is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from pagoda.base.errors import CapacityError, PagodaError, RequestError
+from pagoda.base.errors import CapacityError, PagodaError, RequestError, fresh
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.pooling import PoolingParams
@@ -45,7 +45,7 @@ class Call:
         if outputs is None or isinstance(outputs, PagodaError):
             self._mail.put(outputs)  # another thread may wait for the same stream
             if outputs is not None:
-                raise outputs
+                raise fresh(outputs)
             return []
         self.live.difference_update(output.request_id for output in outputs if output.finished)
         if not self.live:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied
+from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied, fresh
 from pagoda.base.outputs import RequestOutput
 from pagoda.core.request import Request
 from pagoda.engine.llm_engine import LLMEngine
@@ -105,7 +105,7 @@ class EngineThread:
         if self._is_stopped:
             raise UsageError(f"this {self._name} is closed")
         if self._runner.error is not None:
-            raise self._runner.error
+            raise fresh(self._runner.error)
 
     @contextlib.contextmanager
     def entered(self) -> Generator[None]:
@@ -256,8 +256,8 @@ class _Runner:
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self.commands.get_nowait()
-                if command is not None:
-                    command.reply(None, self.error)
+                if command is not None and self.error is not None:
+                    command.reply(None, fresh(self.error))
 
     def _end(self, error: PagodaError) -> None:
         self.error = error  # before the queue is emptied: see `post`
@@ -269,7 +269,7 @@ class _Runner:
     def _reason(self, error: Exception) -> PagodaError:
         """Return what callers are told of an error that ended the engine."""
         if isinstance(error, PagodaError) and not isinstance(error, InvariantBroken):
-            return error
+            return fresh(error)  # without the engine's frames, which hold its memory
         logger.exception("the engine failed", exc_info=error)
         return WorkerDied(f"a step of this {self._name} failed: {type(error).__name__}: {error}; make a new one")
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from dataclasses import dataclass
 
+from pagoda.base.errors import fresh
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.engine.outputs.output_processor import OutputKind
 
@@ -48,7 +49,7 @@ class Mailbox:
         unread, self._unread = self._unread, {}
         if output is None:
             assert self._error is not None
-            raise self._error
+            raise fresh(self._error)
         if self._error is not None:
             self._filled.set()
         if unread:
