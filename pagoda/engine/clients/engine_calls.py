@@ -100,7 +100,9 @@ class AdapterCalls:
         self._send(wire.UnloadAdapter(lora))
 
     def begin(self) -> None:
-        """An engine has become ready: load what the last one had, and what has waited for it."""
+        """An engine is ready for loads: load what the last one had, and what has waited. Idempotent, until `end`."""
+        if self._is_up:
+            return
         self._is_up = True
         waiting, self._waiting = self._waiting, []
         for load in (*map(_Load, self._loaded.values()), *waiting):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import WorkerDied
+from pagoda.base.errors import WorkerDied, fresh
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
@@ -87,14 +87,14 @@ class ProcessClient:
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Return False if blocks are in use. Return True while the engine is down: its cache is gone."""
         if self.died is not None:
-            raise self.died
+            raise fresh(self.died)
         if not self.is_up:
             return True
         return await self._resets.reset(preempt_running)
 
     async def load_adapter(self, lora: LoraRef) -> None:
         if self.died is not None:
-            raise self.died
+            raise fresh(self.died)
         await self._adapters.load(lora)
 
     def unload_adapter(self, lora: LoraRef) -> None:
@@ -141,7 +141,6 @@ class ProcessClient:
 
     def on_ready(self) -> None:
         """Replay all running requests to an engine that has become ready, suspects one at a time."""
-        self._adapters.begin()
         self._journal.forget_aliases()
         for entry in self._suspects.begin(self._supervisor.process_number):
             self._enter(entry)
@@ -235,6 +234,8 @@ class ProcessClient:
         while self.is_up and (entries := self._suspects.next()):
             for entry in entries:
                 self._enter(entry)
+        if self.is_up and not self._suspects.is_probing:  # a load that kills an engine must not look like a suspect
+            self._adapters.begin()
 
     def _note_steps(self, step_tokens: tuple[int, ...], stats: wire.EngineStats | None) -> None:
         for count in step_tokens:

@@ -2,8 +2,8 @@
 
 One rule. A SIGKILL from outside blames no request. After any other death the requests of the last step are suspects:
 the next engine gets them one at a time, each after the previous one has emitted two tokens per sequence, and nothing
-else until all have. A suspect that kills an engine which was sent nothing else is rejected, and so is a request in the
-last steps of MAX_DEATHS engines. All others continue.
+else until all have: no other request, and no adapter to load. A suspect that kills an engine which was sent nothing
+else is rejected, and so is a request in the last steps of MAX_DEATHS engines. All others continue.
 """
 
 import logging

@@ -5,18 +5,23 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.lora import LoRARequest
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import LoraRef
+from pagoda.core.request import LoraRef, Request
+from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.engine_calls import AdapterCalls
 from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.flight_recorder import FlightRecord
 from tests.engine.byte_llama import write_byte_llama
 from tests.engine.clients.engine_in_process import Work, run_engine
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
@@ -120,6 +125,47 @@ def test_an_adapter_that_kills_engines_is_not_loaded_again() -> None:
         calls.give_up(WorkerDied("no engine any more"))
         with pytest.raises(WorkerDied, match="no engine any more"):
             await last
+
+    asyncio.run(work())
+
+
+def test_adapters_are_loaded_after_the_probes_of_suspects() -> None:
+    """A load that kills engines must not make an innocent request look as if it had killed one alone."""
+    lora = LoraRef("one", "/one", "one")
+
+    async def work() -> None:
+        sent: list[object] = []
+        client = ProcessClient(EngineConfig.from_options(distributed_executor_backend="fake"), 60.0)
+        link: Any = SimpleNamespace(is_up=True, send=sent.append, send_bytes=sent.append)
+
+        def begin(process_number: int) -> list[bool]:
+            sent.clear()
+            client._supervisor.link, client._supervisor.process_number = link, process_number
+            client.on_ready()
+            return [isinstance(message, wire.LoadAdapter) for message in sent]
+
+        def die() -> None:
+            client._supervisor.link = None
+            client.on_lost()
+            client.on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=False)
+
+        assert begin(1) == []
+        client.add_request(Request("innocent", np.arange(4, dtype=np.int32), SamplingParams(), handle=1))
+        loading = asyncio.create_task(client.load_adapter(lora))
+        await asyncio.sleep(0)
+        die()
+        assert begin(2) == [False]
+        late = asyncio.create_task(client.load_adapter(lora))
+        await asyncio.sleep(0)
+        assert len(sent) == 1
+        one = np.ones(1, np.int32)
+        two_tokens = EngineCoreOutputs(one.astype(np.int64), one * 0, one * 2, np.ones(2, np.int32))
+        client.on_message(wire.StepOutputs(two_tokens, (2,), None))
+        assert [type(message) for message in sent[1:]] == [wire.LoadAdapter] * 2
+        die()
+        assert "innocent" in client._journal
+        for task in (loading, late):
+            task.cancel()
 
     asyncio.run(work())
 
