@@ -187,10 +187,12 @@ def _fail_rows(
     finishes: list[tuple[int, Finish]] = []
     for row, message in result.failed.items():
         sequence = state.table.sequence_of[row]
-        if sequence is None or sequence.is_finished:
+        if sequence is None:
             continue
         if not raised:
             state.kv.uncache(sequence)  # its numbers may have been wrong before they showed in the logits
+        if sequence.is_finished:
+            continue
         status = RequestStatus.FINISHED_IGNORED if row in result.refused else RequestStatus.FINISHED_ERROR
         client = sequence.request.spec.client_index
         finishes += [(client, finish) for finish in finish_one(state, sequence, status, message=message)]

@@ -76,6 +76,17 @@ def test_blocks_of_a_row_that_fails_alone_are_not_found_whichever_step_filled_th
 
 
 @pytest.mark.parametrize("raised", [True, False], ids=["step", "row"])
+def test_blocks_of_an_ended_row_that_fails_alone_are_not_found_whichever_step_filled_them(raised: bool) -> None:
+    rig = overlapping(max_num_batched_tokens=4, max_num_seqs=4)
+    rig.add("a", PROMPT)
+    first, second = rig.plan(), rig.plan()
+    rig.deliver(first)
+    rig.abort("a")
+    assert fail(rig, second, *([] if raised else second.output.rows.tolist())) == {}
+    assert cached_tokens(rig, PROMPT) == (4 if raised else 0)
+
+
+@pytest.mark.parametrize("raised", [True, False], ids=["step", "row"])
 def test_a_request_that_found_a_failed_prefix_in_a_later_step_is_computed_again(raised: bool) -> None:
     rig = overlapping()
     rig.add("a", PROMPT)

@@ -630,9 +630,9 @@ class TwinScheduler:
             waiting = set(step.encoded)
         spoiled, bad = self._spoiled_by(failed, waiting)
         for entry in failed:
+            if not raised and entry.epoch >= entry.state.drop_before:
+                self._forget_all(entry)
             if self._counts(entry):
-                if not raised:
-                    self._forget_all(entry)
                 self._fail_sequence(entry.state, entry.sequence)
         touched = {entry.state for entry in bad if self._counts(entry)}
         touched |= {self.requests[request_id] for request_id in waiting if request_id in self.requests}
@@ -687,7 +687,7 @@ class TwinScheduler:
             return
         sequence = entry.sequence
         numbers = {number for table in sequence.tables for number in table if number != NULL}
-        if not sequence.started:
+        if sequence.finished or not sequence.started:
             numbers = self.memory.equal_blocks(entry.state.request, sequence.tokens)
         self.pool.forget_blocks(numbers)
 

@@ -313,6 +313,8 @@ class PrefixCache:
             hashes = self.hash_tokens(sequence).hashes
             for group in self._groups:
                 self.uncache_blocks(np.array(self.blocks_with(group.index, hashes), np.int32))
+            if sequence.is_finished:
+                self.remove_hashes(sequence)
 
     def uncache_blocks(self, blocks: np.ndarray) -> None:
         """Remove `blocks` from the cache. 0 is the null block."""
