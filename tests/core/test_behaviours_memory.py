@@ -67,6 +67,19 @@ def test_a_swapped_in_request_may_copy_on_write_too() -> None:
     assert step.output.swap_in[0, 1] == step.output.copies[0, 0]
 
 
+def test_siblings_come_back_if_all_but_the_last_can_copy_their_shared_tail() -> None:
+    rig = Rig(num_blocks=3, num_host_blocks=2)
+    rig.add("a", 2)
+    rig.add("b", 7, max_tokens=2, n=2)
+    assert rig.step().samples == ["a", "b/0", "b/1"]
+    rig.step()
+    assert rig.swapped == ["b"]
+    rig.abort("a")
+    step = rig.step()
+    assert (step.finished, len(step.output.copies)) == ({"b/0": "length", "b/1": "length"}, 1)
+    assert (rig.free, rig.scheduler.num_free_host_blocks) == (3, 2)
+
+
 def test_the_last_sequence_on_a_shared_tail_needs_no_block() -> None:
     """Two free blocks serve three sequences on one shared tail: the last writes in place."""
     rig = Rig(num_blocks=3)

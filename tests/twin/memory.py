@@ -1,5 +1,6 @@
 """The twin's memory rules: which blocks a sequence needs, which it may free, and which of its prompt are cached."""
 
+from collections import Counter
 from collections.abc import Hashable
 
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
@@ -249,6 +250,7 @@ class Memory:
     def return_need(self, sequences: list[TwinSequence], uptos: list[int], host: Pool) -> int:
         """Device blocks that bring the sequences back, with slots for `uptos` tokens and copies of shared tails."""
         distinct: set[int] = set()
+        writers: Counter[int] = Counter()
         need = 0
         for sequence, upto in zip(sequences, uptos, strict=True):
             assert sequence.on_host is not None
@@ -257,10 +259,11 @@ class Memory:
                 if spec.kind is KVGroupKind.CROSS:
                     continue
                 need += max(blocks_for(upto, self.block_size) - len(table), 0)
-                partly = sequence.computed % self.block_size
-                if partly and table[-1] != NULL and host.blocks[table[-1]].references > 1:
-                    need += 1
-        return need + len(distinct)
+                if sequence.computed % self.block_size and table[-1] != NULL:
+                    writers[table[-1]] += 1
+        # Each writer of a shared tail copies it, except one that is left alone with it.
+        copies = sum(min(count, host.blocks[block].references - 1) for block, count in writers.items())
+        return need + copies + len(distinct)
 
     def swap_in(self, sequences: list[TwinSequence], host: Pool) -> None:
         moved: dict[int, int] = {}

@@ -74,8 +74,14 @@ class HostTier:
             slots = self._sizing.slots_up_to(end)
             grown = blocks_for(slots, block_size) - blocks_for(sequence.num_computed, block_size)
             need += max(grown, 0) * num_growing
-            need += num_growing if self._has_shared_tail(sequence) else 0
-        return need
+        return need + self._num_tail_copies(sequences)
+
+    def _num_tail_copies(self, sequences: list[Sequence]) -> int:
+        """Copies of shared tails that `sequences` need: the last one with a reference writes to the block itself."""
+        partly = [self._parked[one] for one in sequences if one.num_computed % self._sizing.block_size]
+        tails = [parked[group.index][1][-1] for parked in partly for group in self._tables.growing]
+        blocks, num_writers = np.unique(np.array(tails, np.int32), return_counts=True)
+        return int(np.minimum(num_writers, self.pool.ref_count[blocks] - 1).sum())
 
     def _host_blocks(self, sequences: list[Sequence]) -> np.ndarray:
         return np.concatenate([blocks for sequence in sequences for _, blocks in self._parked[sequence]])
