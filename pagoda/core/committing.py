@@ -185,6 +185,7 @@ def _fail_rows(
     rows, blocks = find_spoiled(result.failed, dependent, output, state.in_flight.outputs, state.kv)
     sequences = [state.table.sequence_of[row] for row in rows]
     finishes: list[tuple[int, Finish]] = []
+    spoiled: set[RequestState] = set()
     for row, message in result.failed.items():
         sequence = state.table.sequence_of[row]
         if sequence is None:
@@ -193,10 +194,14 @@ def _fail_rows(
             state.kv.uncache(sequence)  # its numbers may have been wrong before they showed in the logits
         if sequence.is_finished:
             continue
+        request = sequence.request
+        if row in state.batch.leaders and len(request.unfinished) > 1 and not request.spec.is_beam_search:
+            spoiled.add(request)  # its siblings, which wait for the row, start again in their turn
+            state.batch.release_siblings(row)
         status = RequestStatus.FINISHED_IGNORED if row in result.refused else RequestStatus.FINISHED_ERROR
-        client = sequence.request.spec.client_index
+        client = request.spec.client_index
         finishes += [(client, finish) for finish in finish_one(state, sequence, status, message=message)]
-    spoiled = {one.request for one in sequences if one is not None and not one.is_finished}
+    spoiled.update(one.request for one in sequences if one is not None and not one.is_finished)
     requests = state.requests
     spoiled.update(requests[request_id] for request_id in waiting if request_id in requests)
     for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order

@@ -136,6 +136,19 @@ def test_siblings_that_copied_a_block_of_a_failed_chunk_in_flight_are_computed_a
     assert rig.run() == {"a/1": [FILL] * 8}
 
 
+def test_siblings_of_a_failed_leader_keep_their_place_before_a_newer_request_that_is_computed_again() -> None:
+    rig = overlapping(long_prefill_token_threshold=8)
+    rig.add("a", [*PROMPT[:8], 1, 2, 3], n=2)
+    rig.add("b", PROMPT)
+    step = rig.plan()
+    assert (step.scheduled, step.cached) == ({"a/0": 8, "b": 1}, {"a/0": 0, "b": 8})
+    assert fail(rig, step, 0) == {"a/0": RequestStatus.FINISHED_ERROR}
+    assert rig.waiting == ["a", "b"]
+    assert rig.scheduler.make_stats().preemptions == 2
+    assert rig.step().output.preempted_ids == ("b", "a")
+    assert set(rig.run()) == {"a/1", "b"}
+
+
 def test_siblings_of_a_row_that_fails_alone_continue() -> None:
     rig = overlapping()
     rig.add("a", 6, n=2)

@@ -629,12 +629,14 @@ class TwinScheduler:
         if raised and self.encoder_decoder:
             waiting = set(step.encoded)
         spoiled, bad = self._spoiled_by(failed, waiting)
+        touched: set[TwinRequest] = set()
         for entry in failed:
             if not raised and entry.epoch >= entry.state.drop_before:
                 self._forget_all(entry)
             if self._counts(entry):
-                self._fail_sequence(entry.state, entry.sequence)
-        touched = {entry.state for entry in bad if self._counts(entry)}
+                if self._fail_sequence(entry.state, entry.sequence):
+                    touched.add(entry.state)
+        touched |= {entry.state for entry in bad if self._counts(entry)}
         touched |= {self.requests[request_id] for request_id in waiting if request_id in self.requests}
         for state in sorted(touched, key=lambda one: -one.admission):
             if state.status == "running":
@@ -691,15 +693,14 @@ class TwinScheduler:
             numbers = self.memory.equal_blocks(entry.state.request, sequence.tokens)
         self.pool.forget_blocks(numbers)
 
-    def _fail_sequence(self, state: TwinRequest, sequence: TwinSequence) -> None:
-        """It ends. If siblings wait for it, they start again without it."""
+    def _fail_sequence(self, state: TwinRequest, sequence: TwinSequence) -> bool:
+        """It ends. Return whether siblings wait for it: they start again without it."""
         if len(state.alive) == 1:
             self._end(state)
-            return
-        if state.status == "running" and not all(one.started for one in state.alive):
-            self._preempt(state, may_swap=False)
-            self.preempted.remove(state.id)
+            return False
+        restarts = state.status == "running" and not all(one.started for one in state.alive)
         self._end_sequence(sequence)
+        return restarts
 
     def _with_deferred(self, record: Record) -> Record:
         record["finished"] |= self.deferred
