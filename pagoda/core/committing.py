@@ -181,8 +181,8 @@ def _fail_rows(
     """
     lost_runs = output.encoder_runs if raised else ()
     waiting = state.encoder.waiting_for(lost_runs)
-    dependent = state.table.rows_of(waiting)
-    rows, blocks = find_spoiled(result.failed, dependent, output, state.in_flight.outputs, state.kv)
+    readers = state.encoder.readers_of(lost_runs, state.in_flight.outputs)
+    rows, blocks = find_spoiled(result.failed, readers, output, state.in_flight.outputs, state.kv)
     sequences = [state.table.sequence_of[row] for row in rows]
     finishes: list[tuple[int, Finish]] = []
     spoiled: set[RequestState] = set()

@@ -1,14 +1,14 @@
 """EncoderInputs: which media must be encoded in a step, and where a chunk must end because one cannot be."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
-from pagoda.core.scheduler_output import EncoderRun
+from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
 from pagoda.core.step_plan import StepPlan
 
 
@@ -268,6 +268,27 @@ class EncoderInputs:
     def waiting_for(self, runs: Iterable[EncoderRun]) -> set[str]:
         """Return ids of the requests that hold the outputs of these runs."""
         return {request_id for run in runs for request_id in self._cache.holders_of(run.content_hash)}
+
+    def readers_of(self, runs: Collection[EncoderRun], steps: Iterable[SchedulerOutput]) -> dict[int, set[int]]:
+        """Return, by step, rows whose chunks read outputs of these runs, also rows that their sequences have left."""
+        if not runs:
+            return {}
+        hashes, holders = {run.content_hash for run in runs}, self.waiting_for(runs)
+        readers: dict[int, set[int]] = {}
+        for step in steps:
+            ends = step.start + step.num_new
+            for row, start, end in zip(step.rows.tolist(), step.start.tolist(), ends.tolist(), strict=True):
+                sequence = self._table.sequence_of[row]
+                if sequence is None:
+                    continue
+                if self.encoder_decoder:
+                    reads = sequence.request.request_id in holders
+                else:
+                    items = [item for item in sequence.request.spec.media if item.content_hash in hashes]
+                    reads = any(item.offset < end and start < item.offset + item.length for item in items)
+                if reads:
+                    readers.setdefault(step.step, set()).add(row)
+        return readers
 
     def drop_outputs(self, runs: Iterable[EncoderRun]) -> None:
         """These runs failed: their outputs, which no request holds any more, are not there."""

@@ -5,7 +5,7 @@ blocks in the prefix cache, sequences have forked from its rows. Steps complete 
 been used yet.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -26,14 +26,14 @@ def failed_result(output: SchedulerOutput, message: str) -> ModelRunnerOutput:
 
 def find_spoiled(
     failed: Collection[int],
-    dependent: set[int],
+    readers: Mapping[int, set[int]],
     output: SchedulerOutput,
     later: Iterable[SchedulerOutput],
     kv: KVCacheManager,
 ) -> tuple[set[int], set[int]]:
     """Return the rows and the blocks with KV that depends on what the `failed` rows of a step should have computed.
 
-    dependent: rows whose chunks after this step cannot be right for another reason (they need an encoder output of it).
+    readers: by step, rows whose chunks cannot be right for another reason (they read an encoder output of this step).
     output: the failed step.   later: the steps planned after it, oldest first; none of them is complete.
     Rows that their sequences have left are among them: such a row is not given out again while a step names it.
     """
@@ -48,7 +48,7 @@ def find_spoiled(
         ends = step.start + step.num_new
         placed = zip(step.rows.tolist(), step.start.tolist(), ends.tolist(), strict=True)
         written = {row: (start, end) for row, start, end in placed}
-        rows |= dependent & written.keys()
+        rows |= readers.get(step.step, set())
         for row in rows & written.keys():
             blocks |= _written_blocks(row, *written[row], after, kv)
         for init in step.admitted:  # in the order of admission: one may have found blocks of those before it

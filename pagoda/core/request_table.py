@@ -4,7 +4,7 @@ One row is one sequence of a running request. A sequence that waits, was preempt
 tokens and its computed count are kept in the Sequence until it runs again.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
 
 import numpy as np
@@ -253,13 +253,6 @@ class RequestTable:
         """int64 [n]: rows of running sequences, in running order."""
         rows = (self._state == RowState.ACTIVE).nonzero()[0]
         return rows[np.argsort(self._order[rows], kind="stable")]
-
-    def rows_of(self, request_ids: Collection[str]) -> set[int]:
-        """Return the rows of these requests, also those that their sequences have left."""
-        if not request_ids:
-            return set()
-        owners = enumerate(self.sequence_of)
-        return {row for row, one in owners if one is not None and one.request.request_id in request_ids}
 
     def owner(self, row: int) -> Sequence:
         """Return the sequence of a row that has one."""

@@ -213,6 +213,21 @@ def test_the_output_of_an_encoder_run_in_a_failed_step_is_computed_again() -> No
     assert rig.deliver(again).emitted == {"b": [FILL]}
 
 
+def test_blocks_of_a_row_that_left_after_it_read_an_encoder_output_of_a_failed_step_are_not_found() -> None:
+    image = MediaItem("image", 2, 4)
+    rig = overlapping(encoder_budget=8, encoder_cache_tokens=8)
+    rig.add("a", PROMPT, media=(image,))
+    first = rig.plan()
+    rig.add("b", [1, *PROMPT], media=(image,))
+    second = rig.plan()
+    rig.abort("b")
+    assert fail(rig, first) == {"a": RequestStatus.FINISHED_ERROR}
+    rig.deliver(second)
+    rig.add("c", [1, *PROMPT], media=(image,))
+    step = rig.step()
+    assert (step.cached, len(step.output.encoder_runs)) == ({"c": 0}, 1)
+
+
 def test_a_row_that_outgrows_the_pool_ends_after_its_token_in_flight_with_the_same_output() -> None:
     outputs: list[dict[str, list[int]]] = []
     for depth in (1, 2, 3):

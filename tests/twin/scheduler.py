@@ -628,14 +628,13 @@ class TwinScheduler:
         waiting = {request_id for item in lost for request_id in self.encoder.cache.holders.get(item, ())}
         if raised and self.encoder_decoder:
             waiting = set(step.encoded)
-        spoiled, bad = self._spoiled_by(failed, waiting)
+        spoiled, bad = self._spoiled_by(failed, lost, waiting)
         touched: set[TwinRequest] = set()
         for entry in failed:
             if not raised and entry.epoch >= entry.state.drop_before:
                 self._forget_all(entry)
-            if self._counts(entry):
-                if self._fail_sequence(entry.state, entry.sequence):
-                    touched.add(entry.state)
+            if self._counts(entry) and self._fail_sequence(entry.state, entry.sequence):
+                touched.add(entry.state)
         touched |= {entry.state for entry in bad if self._counts(entry)}
         touched |= {self.requests[request_id] for request_id in waiting if request_id in self.requests}
         for state in sorted(touched, key=lambda one: -one.admission):
@@ -667,7 +666,9 @@ class TwinScheduler:
             media[request_id][place].content_hash for request_id, places in step.encoded.items() for place in places
         }
 
-    def _spoiled_by(self, failed: list[Planned], waiting: set[str]) -> tuple[set[tuple[int, int]], list[Planned]]:
+    def _spoiled_by(
+        self, failed: list[Planned], lost: set[str], waiting: set[str]
+    ) -> tuple[set[tuple[int, int]], list[Planned]]:
         """The blocks that do not hold what they should, and the other entries that read one."""
         spoiled = {stamp for entry in failed for stamp in entry.writes}
         bad: list[Planned] = []
@@ -676,12 +677,24 @@ class TwinScheduler:
                 spoiled |= {target for source, target in step.copied if source in spoiled}
             left = [entry for entry in [*step.planned, *step.sampling, *step.joined] if entry not in failed]
             while found := [
-                entry for entry in left if entry.reads & spoiled or (number and entry.state.id in waiting and entry.new)
+                entry
+                for entry in left
+                if entry.reads & spoiled or (number and entry.new and self._reads_lost(entry, lost, waiting))
             ]:
                 bad += found
                 spoiled |= {stamp for entry in found for stamp in entry.writes}
                 left = [entry for entry in left if entry not in found]
         return spoiled, bad
+
+    def _reads_lost(self, entry: Planned, lost: set[str], waiting: set[str]) -> bool:
+        """Whether it reads an encoder output that was not computed. waiting: ids that do, of an encoder-decoder."""
+        if entry.epoch < entry.state.drop_before:
+            return False
+        if self.encoder_decoder:
+            return entry.state.id in waiting
+        end = entry.start + entry.new
+        media = [item for item in entry.state.request.media if item.content_hash in lost]
+        return any(item.offset < end and entry.start < item.offset + item.length for item in media)
 
     def _forget_all(self, entry: Planned) -> None:
         """Nothing that the sequence has computed may be found."""
