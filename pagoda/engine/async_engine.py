@@ -1,7 +1,6 @@
 """AsyncEngine: run requests as async iterators over an engine core in any process or thread."""
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import uuid
@@ -13,14 +12,13 @@ from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
-from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.inputs.adapters import Adapter, AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
-from pagoda.engine.inputs.prompts import Prompt, text_of
+from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
 from pagoda.engine.wire import EngineFacts, EngineStats
@@ -110,29 +108,6 @@ class AsyncEngine:
 
     # ---- requests
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        kind: OutputKind = OutputKind.CUMULATIVE,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: Adapter | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the request's output as it grows; the last one has `finished` set.
-
-        Raises RequestError before anything runs, WorkerDied if the engine cannot be restarted. If the engine ends the
-        request with an error, the last output has `error` set. Leaving the iteration aborts the request.
-        """
-        request = await self.prepare(
-            prompt, sampling_params or SamplingParams(), request_id, priority=priority, cache_salt=cache_salt, lora=lora
-        )
-        async with contextlib.aclosing(self.stream(request, kind, text_of(prompt))) as outputs:
-            async for output in outputs:
-                yield output
-
     async def prepare(
         self,
         prompt: Prompt,
@@ -165,7 +140,11 @@ class AsyncEngine:
     async def stream(
         self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a prepared request. Close the iterator (or leave it under contextlib.aclosing) to abort it."""
+        """Yield a prepared request's output as it grows; the last one has `finished` set.
+
+        Close the iterator (or leave it under contextlib.aclosing) to abort the request. Raises WorkerDied if the engine
+        cannot be restarted. If the engine ends the request with an error, the last output has `error` set.
+        """
         if self._died is not None:
             raise fresh(self._died)
         request_id = request.request_id

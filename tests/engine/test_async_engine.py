@@ -21,6 +21,7 @@ from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
+from tests.generate import generate
 from tests.inline_client import InlineClient
 
 SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
@@ -40,7 +41,7 @@ def run(test: Callable[[AsyncEngine], Awaitable[None]], executor: Executor | Non
 
 
 async def collect(llm: AsyncEngine, prompt: str, params: SamplingParams = SHORT, **more: Any) -> list[RequestOutput]:
-    return [output async for output in llm.generate(prompt, params, **more)]
+    return [output async for output in generate(llm, prompt, params, **more)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -98,7 +99,7 @@ def test_a_stop_string_frees_the_engine() -> None:
 
 def test_leaving_the_iteration_aborts_the_request() -> None:
     async def test(llm: AsyncEngine) -> None:
-        async with contextlib.aclosing(llm.generate("p", LONG)) as outputs:
+        async with contextlib.aclosing(generate(llm, "p", LONG)) as outputs:
             async for _ in outputs:
                 break
         await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)

@@ -15,6 +15,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.server.app import create_app
 from pagoda.server.middleware import Drain
 from tests.fake_engine import byte_inputs, fake_core
+from tests.generate import generate
 from tests.inline_client import InlineClient
 
 
@@ -35,11 +36,11 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
             transport = httpx.ASGITransport(create_app(state, ServerConfig()))
             http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test"))
 
-            async def generate() -> None:
-                async for _ in llm.generate("a", SamplingParams(max_tokens=3)):
+            async def ask() -> None:
+                async for _ in generate(llm, "a", SamplingParams(max_tokens=3)):
                     pass
 
-            await generate()
+            await ask()
             assert (await http.get("/health")).status_code == 200
 
             def broken(*args: object) -> None:
@@ -47,7 +48,7 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
 
             monkeypatch.setattr(llm._outputs, "process", broken)
             with pytest.raises(WorkerDied):
-                await generate()
+                await ask()
             for path in ("/health", "/ping"):
                 answer = await http.get(path)
                 assert (answer.status_code, "a defect" in answer.json()["error"]["message"]) == (503, True)

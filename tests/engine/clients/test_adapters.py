@@ -25,6 +25,7 @@ from pagoda.engine.flight_recorder import FlightRecord
 from tests.engine.byte_llama import write_byte_llama
 from tests.engine.clients.engine_in_process import Work, run_engine
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
+from tests.generate import generate
 
 OPTIONS: dict[str, object] = {
     "dtype": "float32",
@@ -48,7 +49,7 @@ def run(model: Path, work: Work) -> None:
 
 async def collect(llm: AsyncEngine, name: str, lora: LoraRef | None, max_tokens: int = 24) -> list[list[int]]:
     params = SamplingParams(n=2, max_tokens=max_tokens, seed=7, ignore_eos=True)
-    outputs = [output async for output in llm.generate(PROMPT, params, name, lora=lora)]
+    outputs = [output async for output in generate(llm, PROMPT, params, name, lora=lora)]
     assert outputs[-1].error is None
     return [one.token_ids for one in outputs[-1].outputs]
 

@@ -26,6 +26,7 @@ from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.outputs.output_processor import OutputKind
 from tests.engine.clients.engine_in_process import Work, run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
+from tests.generate import generate
 
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
 
@@ -33,7 +34,7 @@ OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model
 async def collect(llm: AsyncEngine, name: str, n: int = 1, max_tokens: int = 60) -> list[RequestOutput]:
     params = SamplingParams(n=n, max_tokens=max_tokens, seed=7, ignore_eos=True)
     prompt = [10 + (len(name) * 7 + i) % 90 for i in range(20)]
-    return [output async for output in llm.generate(prompt, params, name, kind=OutputKind.DELTA)]
+    return [output async for output in generate(llm, prompt, params, name, kind=OutputKind.DELTA)]
 
 
 def tokens(outputs: list[RequestOutput]) -> dict[int, list[int]]:
@@ -79,7 +80,7 @@ def test_a_grammar_continues_after_kills_where_it_was() -> None:
     async def constrained(llm: AsyncEngine, name: str) -> str:
         params = SamplingParams(n=2, max_tokens=60, seed=7, structured_outputs=StructuredOutputsParams(regex=pattern))
         prompt = list(range(10, 30))
-        outputs = [one async for one in llm.generate(prompt, params, name, kind=OutputKind.CUMULATIVE)]
+        outputs = [one async for one in generate(llm, prompt, params, name, kind=OutputKind.CUMULATIVE)]
         assert outputs[-1].error is None
         assert [one.finish_reason for one in outputs[-1].outputs] == ["stop"] * 2
         return " ".join(one.text for one in outputs[-1].outputs)
@@ -267,7 +268,7 @@ def test_aborts_reach_every_restarted_engine() -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         async def leave(name: str) -> None:
             params = SamplingParams(n=2, max_tokens=400, ignore_eos=True)
-            stream = llm.generate([5] * 40, params, name, kind=OutputKind.DELTA)
+            stream = generate(llm, [5] * 40, params, name, kind=OutputKind.DELTA)
             async for _ in stream:
                 break
             await stream.aclose()

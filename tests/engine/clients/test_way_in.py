@@ -25,6 +25,7 @@ from pagoda.llm import LLM
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 from tests.engine.clients.test_process_client import collect, run, tokens
 from tests.fake_engine import byte_inputs, fake_core
+from tests.generate import generate
 from tests.inline_client import InlineClient
 
 MODULE = "tests.engine.faulty_engine"
@@ -234,13 +235,13 @@ def test_output_that_cannot_be_read_ends_its_request_only() -> None:
         params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
         async with AsyncEngine(client, inputs) as llm:
 
-            async def generate(prompt: list[int]) -> RequestOutput:
-                return [output async for output in llm.generate(prompt, params)][-1]
+            async def last_of(prompt: list[int]) -> RequestOutput:
+                return [output async for output in generate(llm, prompt, params)][-1]
 
-            good, bad = await generate([1] * 9), await generate([2] * 9)
+            good, bad = await last_of([1] * 9), await last_of([2] * 9)
             only_bad = set(bad.outputs[0].token_ids) - set(good.outputs[0].token_ids)
             faulty.bad = min(only_bad)  # a byte: special tokens are left out unread
-            again, failed = await asyncio.gather(generate([1] * 9), generate([2] * 9))
+            again, failed = await asyncio.gather(last_of([1] * 9), last_of([2] * 9))
             assert again.outputs[0].text == good.outputs[0].text
             assert failed.error is not None
             assert "injected" in failed.error
