@@ -179,7 +179,8 @@ def test_what_a_grammar_lets_through_conforms_to_the_schema(first: int, count: i
             output = random_output(matcher.deep_copy(), rng)
             if output is not None:
                 num_outputs += 1
-                assert validator.is_valid(json.loads(output)), (seed, schema, output)
+                with contextlib.suppress(OverflowError):  # the validator's, of 1e999: it reads numbers as floats
+                    assert validator.is_valid(json.loads(output)), (seed, schema, output)
     assert num_outputs > count
 
 
