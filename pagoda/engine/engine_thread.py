@@ -267,7 +267,7 @@ class _Runner:
         self._owners.clear()
 
     def _reason(self, error: Exception) -> PagodaError:
-        """Return what callers are told of an error that ended the engine."""
+        """Return the error that callers get after `error` ended the engine."""
         if isinstance(error, PagodaError) and not isinstance(error, InvariantBroken):
             return fresh(error)  # without the engine's frames, which hold its memory
         logger.exception("the engine failed", exc_info=error)

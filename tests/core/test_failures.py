@@ -1,4 +1,4 @@
-"""Failed steps and rows: nothing that they should have computed is found or used, whoever planned on top of it."""
+"""Failed steps and rows: what they should have computed is neither found nor used by any other request."""
 
 import numpy as np
 import pytest

@@ -112,7 +112,7 @@ FAILURES = st.tuples(st.sampled_from([*[""] * 6, "step", "row", "rows"]), st.int
 
 
 def failure_of(kind: str, which: int) -> Callable[[SchedulerOutput], Failure | None]:
-    """What becomes of the step that will be planned: it raises, or one row or every second row of it fails alone."""
+    """How the next planned step ends: it raises, or one row or every second row of it fails alone."""
 
     def choose(output: SchedulerOutput) -> Failure | None:
         rows = sorted({*output.rows.tolist(), *output.sample_rows.tolist()})

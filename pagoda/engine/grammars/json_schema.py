@@ -402,4 +402,4 @@ def _join(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference)
     except ValueError:
-        return reference  # what is not a URI stands for itself
+        return reference  # not a URI: leave it as it is

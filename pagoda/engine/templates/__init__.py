@@ -4,7 +4,7 @@ what goes in    chat_values.py: messages and tools, checked, in the form that te
                 tools as text, for a template that does not support them
 rendering       chat_template.py: ChatTemplate renders, and refuses what the template would silently drop;
                 environment.py: its sandbox, with the functions that templates of Hugging Face expect
-special tokens  special_marks.py: a mark that callers cannot guess stands for each special token that the template
+special tokens  special_marks.py: a mark that callers cannot guess replaces each special token that the template
                 writes, and callers' text cannot become one, whatever the template cuts or joins
 
 A template is trusted like the model's weights: it has no limit on time or memory. Callers' values are not trusted.

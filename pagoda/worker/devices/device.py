@@ -78,7 +78,7 @@ class Device:
         return dtype
 
     def chosen_kernels(self, name: str) -> str:
-        """Return which kernels the setting `name` stands for here, if they can be had."""
+        """Return the kernels that the setting `name` means on this device, if they are available."""
         return self.kernels[0] if name == "auto" else name
 
     def summary(self) -> str:
