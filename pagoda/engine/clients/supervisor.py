@@ -19,7 +19,7 @@ from pagoda.engine.flight_recorder import FlightRecord
 logger = logging.getLogger("pagoda.engine")
 
 MAX_FAILED_STARTS = 3
-MAX_FAILED_SPAWNS = 7  # processes that the system refused to start: about a minute of pauses
+MAX_FAILED_SPAWNS = 7  # processes that the system refused to start: about half a minute of pauses
 START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
 
 
