@@ -9,7 +9,7 @@ from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_without_effect import settings_without_effect
-from pagoda.base.errors import CapacityError
+from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.grammar import GrammarBackend
@@ -165,7 +165,7 @@ def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exceptio
 def _make_executor(
     setup: EngineSetup, capacity: KVCapacity, max_rows: int, grammars: GrammarBackend | None, pin_threads: bool
 ) -> FakeExecutor | InProcessExecutor:
-    if setup.config.debug.distributed_executor_backend == "fake":
+    if setup.config.parallel.executor == "fake":
         return FakeExecutor(
             max_rows,
             setup.num_positions,
@@ -174,6 +174,13 @@ def _make_executor(
             vocab_size=setup.spec.vocab_size,
             grammars=grammars,
             speculator=_lookup_speculator(setup, max_rows),
+        )
+    if setup.config.parallel.executor != "in_process":
+        parallel = setup.config.parallel
+        raise ConfigError(
+            f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
+            f"{parallel.pipeline_parallel_size}, distributed_executor_backend={parallel.executor!r}: there is no "
+            "executor for several workers yet; leave them out"
         )
     # Imported here because torch takes a second to import, and planning and resolving do not need it.
     from pagoda.worker.adapters import AdapterLimits

@@ -206,7 +206,7 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
         scheduler_options(setup.config, setup.drafting),
         config.debug,
     )
-    if config.debug.distributed_executor_backend != "fake":
+    if config.parallel.executor != "fake":
         if not is_on_host:
             taken_by = "the weights" if free_bytes is None else "the weights and the largest step"
             require_device_memory(capacity, config.cache, free, taken_by)
@@ -220,7 +220,7 @@ def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
 def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
     """Raise CapacityError, with the quantizations that fit, if the weights are larger than what a GPU has for them."""
     weights, model = weights_in_memory(setup), setup.config.model
-    if weights < free_bytes or setup.config.debug.distributed_executor_backend == "fake":
+    if weights < free_bytes or setup.config.parallel.executor == "fake":
         return
     fits: list[str] = []
     if resolve_quantization(setup.files, model.quantization) is None:

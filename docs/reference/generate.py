@@ -71,7 +71,6 @@ def _commands() -> Iterator[tuple[str, Any, Any]]:
 def settings_page() -> str:
     """Every setting of EngineConfig's parts, from its declaration."""
     from pagoda.base.config import PARTS
-    from pagoda.base.flat_options import PLANNED
     from pagoda.base.setting import describe_settings
     from pagoda.cli.options import PANELS
 
@@ -94,10 +93,6 @@ def settings_page() -> str:
         "works too.\nThe fields of `request_limits` are in [limits.md](limits.md); `--max-logprobs` is one of them."
     )
     debug = f"## {PANELS[PARTS['debug']]}\n\nNot needed in production.\n\n"
-    planned = [
-        (f"`{name}`", f"`{_flags(flags[name])[0]}`", f"{only}", f"{why}.") for name, (only, why) in PLANNED.items()
-    ]
-    later = "## Planned\n\nOnly the value that has no effect is accepted.\n\n"
     intro = (
         "A setting has one name everywhere: `max_num_seqs` is the keyword argument `LLM(max_num_seqs=64)` and the flag "
         "`--max-num-seqs 64`.\nSettings under *Server* apply only to `pagoda serve`. An unknown name is an error that "
@@ -110,7 +105,6 @@ def settings_page() -> str:
         grouped,
         *groups,
         debug + _settings_table(PARTS["debug"], flags),
-        later + _table(("setting", "flag", "accepted", "why"), planned),
     )
 
 
@@ -159,9 +153,8 @@ def _default(item: Any) -> str:
 def cli_page() -> str:
     """Every command with its own flags; the settings' flags are on their own page."""
     from pagoda.base.config import PARTS
-    from pagoda.base.flat_options import PLANNED
 
-    settings = {field.name for kind in PARTS.values() for field in dataclasses.fields(kind)} | set(PLANNED)
+    settings = {field.name for kind in PARTS.values() for field in dataclasses.fields(kind)}
     parts: list[str] = []
     for name, command, context in _commands():
         text = inspect.cleandoc(command.help or "")

@@ -208,6 +208,33 @@ class ParallelConfig:
         bool,
         Setting("Give a request the same bits in any batch on a GPU too, at some cost; on a CPU it always has them."),
     ] = False
+    tensor_parallel_size: Annotated[
+        int, Setting("Number of workers that share each layer of the model.", at_least=1)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Setting("Number of stages that the model's layers are divided into, each on workers of its own.", at_least=1),
+    ] = 1
+    distributed_executor_backend: Annotated[
+        str,
+        Setting(
+            "Where the workers run; auto: in_process for one, else mp, a process for each; ray: on a Ray cluster; "
+            "fake: no model (for tests).",
+            words=("auto", "in_process", "mp", "ray", "fake"),
+        ),
+    ] = "auto"
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of workers."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor(self) -> str:
+        """Return the executor to use: distributed_executor_backend, decided where that is auto."""
+        if self.distributed_executor_backend != "auto":
+            return self.distributed_executor_backend
+        return "in_process" if self.world_size == 1 else "mp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +257,6 @@ class DebugConfig:
         ),
     ] = None
     num_lookahead_slots: Annotated[int, Setting("KV slots reserved ahead of each sequence.", at_least=0)] = 0
-    distributed_executor_backend: Annotated[
-        str,
-        Setting("Where the workers run; fake: no model (for tests).", words=("in_process", "fake")),
-    ] = "in_process"
     check_invariants: Annotated[bool, Setting("Check the scheduler's invariants after each step (slow).")] = False
     decision_log_steps: Annotated[
         int, Setting("Number of steps whose scheduling decisions are kept for explain (0: none).", at_least=0)

@@ -49,7 +49,7 @@ def fit_defaults(config: EngineConfig, max_model_len: int, is_host: bool) -> tup
     changes: dict[str, Any] = {}
     if scheduler.async_scheduling is None:
         # On a CPU, the cores that would schedule the next step are those that compute the current one.
-        changes["async_scheduling"] = not is_host
+        changes["async_scheduling"] = not is_host and config.parallel.world_size == 1
     if not is_host and "gpu_memory_utilization" not in given:
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, gpu_memory_utilization=_OF_A_GPU))
     budget = scheduler.max_num_batched_tokens

@@ -31,12 +31,34 @@ def check_settings(config: EngineConfig) -> None:
             f"batch_invariant does not go with kernels={config.parallel.kernels!r}, whose results depend on the batch; "
             "take kernels='auto', or leave batch_invariant out"
         )
+    _check_ranks(config)
     config.model.lora.check()
     for name in ("lora_modules", "lora_dir"):
         if getattr(server.lora_sources, name) and not config.model.lora.enable_lora:
             raise ConfigError(f"{name} needs enable_lora: set that too, or leave {name} out")
     if server.port > 65535:
         raise ConfigError(f"port={server.port} must be in 0 .. 65535 (0: any free port)")
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    """Check what does not go with several workers."""
+    parallel, scheduler = config.parallel, config.scheduler
+    if parallel.world_size == 1:
+        return
+    size = next(
+        f"{name}={value}"
+        for name in ("tensor_parallel_size", "pipeline_parallel_size")
+        if (value := getattr(parallel, name)) > 1
+    )
+    if parallel.executor == "in_process":
+        raise ConfigError(f"{size} does not go with distributed_executor_backend='in_process'; take 'mp'")
+    if scheduler.async_scheduling:
+        raise ConfigError(f"{size} does not go with async_scheduling yet; leave async_scheduling out")
+    if scheduler.speculative_config.method == "layer_skip":
+        raise ConfigError(
+            f"{size} does not go with speculative_config.method='layer_skip', whose drafts run layers of the model "
+            "itself; take 'ngram', 'suffix' or 'draft_model'"
+        )
 
 
 def _check_fields(settings: object, group: str = "") -> None:

@@ -27,12 +27,6 @@ RETIRED: Mapping[str, str] = {
 }
 """Options of earlier versions that are gone, and why."""
 
-PLANNED: Mapping[str, tuple[int, str]] = {
-    "tensor_parallel_size": (1, "one device computes the whole model"),
-    "pipeline_parallel_size": (1, "one device computes the whole model"),
-}
-"""Options of the public interface that are not settings yet: the only value accepted, and why."""
-
 
 def read_options(
     parts: Mapping[str, type[Any]], options: Mapping[str, Any]
@@ -48,9 +42,6 @@ def read_options(
     given: set[str] = set()
     for name, value in options.items():
         check_encodable(name, value)
-        if name in PLANNED:
-            _check_planned(name, value)
-            continue
         if name not in known:
             raise ConfigError(_unknown_option(name, list(known)))
         part, item, group = known[name]
@@ -76,13 +67,6 @@ def option_names(kind: type[Any]) -> dict[str, tuple[DescribedSetting, Described
             if field_.setting.flat:
                 names[field_.name] = (field_, item)
     return names
-
-
-def _check_planned(name: str, value: object) -> None:
-    """Accept only the value that changes nothing, of an option that is not available yet. Raises ConfigError."""
-    only, why = PLANNED[name]
-    if value is not None and (value != only or isinstance(value, bool)):
-        raise ConfigError(f"{name}={abbreviate(value)}: {why}; leave it out")
 
 
 def _set_in_group(group: DescribedSetting, whole: Any, given: object, name: str, value: object) -> Any:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 
 _NOTHING_TO_COMPILE = "CUDA graphs are captured when they are first needed, and nothing is compiled; leave it out"
-_ONE_PROCESS = "one process computes the whole model; leave it out"
 _NO_MEDIA = "models that read images, audio or video are not supported yet"
 _DETECTED = "it is recognised from the model's files; leave it out"
 _TASKS = "what a model can do follows from its files, and requests of all its tasks run in one engine; leave it out"
@@ -46,7 +45,7 @@ VLLM_ANSWERS = {
     "enable_lora_bias": "the biases of adapters that have them are always applied; leave it out",
     "lora_dtype": "adapters are held in the compute type: use {dtype}",
     "lora_extra_vocab_size": "adapters cannot add tokens to the vocabulary; leave it out",
-    "fully_sharded_loras": _ONE_PROCESS,
+    "fully_sharded_loras": "both matrices of an adapter are divided as the layer is; leave it out",
     # Memory and KV cache
     "cpu_offload_gb": "weights are not offloaded; {quantization}=int8 halves them",
     "kv_cache_memory_bytes": "use {kv_cache_memory}",
@@ -64,10 +63,10 @@ VLLM_ANSWERS = {
     "cuda_graph_sizes": _NOTHING_TO_COMPILE,
     "max_seq_len_to_capture": _NOTHING_TO_COMPILE,
     "data_parallel_size": "start one `pagoda serve` per replica behind a load balancer",
-    "enable_expert_parallel": _ONE_PROCESS,
-    "disable_custom_all_reduce": _ONE_PROCESS,
-    "max_parallel_loading_workers": _ONE_PROCESS,
-    "worker_use_ray": _ONE_PROCESS,
+    "enable_expert_parallel": "each worker has a share of every expert: use {tensor_parallel_size}",
+    "disable_custom_all_reduce": "there is only one all-reduce, which sums in the order of the ranks; leave it out",
+    "max_parallel_loading_workers": "each worker reads only its share of the weights; leave it out",
+    "worker_use_ray": "use {distributed_executor_backend}=ray",
     "max_long_partial_prefills": "use {max_num_partial_prefills}",
     "num_scheduler_steps": "each step is scheduled on its own; leave it out",
     "multi_step_stream_outputs": "each step is scheduled on its own; leave it out",

@@ -21,7 +21,6 @@ from pagoda.base.config import (
     SchedulerConfig,
 )
 from pagoda.base.config_values import dashed, parse_size
-from pagoda.base.flat_options import PLANNED
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.setting import DescribedSetting, describe_settings, show_default
@@ -31,7 +30,7 @@ PANELS: dict[type, str] = {
     ModelConfig: "Model",
     CacheConfig: "KV cache",
     SchedulerConfig: "Scheduler",
-    ParallelConfig: "Devices and threads",
+    ParallelConfig: "Devices, workers and threads",
     ServerConfig: "Server",
     DebugConfig: "Testing and debugging",
     SamplingParams: "Sampling",
@@ -52,17 +51,15 @@ MOST_USED_FIELDS = (
     "seed",
 )
 """Ten settings of an engine and a server that people set most, with the two names a server needs."""
-PLANNED_PANEL = "Planned, not available yet"
 PANEL_ORDER = (
     "Sampling",
     MOST_USED,
     "Model",
     "KV cache",
     "Scheduler",
-    "Devices and threads",
+    "Devices, workers and threads",
     "Server",
     "Testing and debugging",
-    PLANNED_PANEL,
 )
 CLI_SAMPLING: dict[str, object] = {"temperature": 0.7, "top_p": 0.95}
 """How `generate` and `chat` sample unless flags say otherwise."""
@@ -151,20 +148,6 @@ def _fields_of_group(item: DescribedSetting) -> str:
 _MOST_LISTED_FIELDS = 12
 
 
-def _planned_parameter(name: str) -> inspect.Parameter:
-    """Return a flag that is accepted only with the value that changes nothing."""
-    only, why = PLANNED[name]
-    option = typer.Option(
-        flag_of(name),
-        help=f"Only {only} is accepted: {why}.",
-        rich_help_panel=PLANNED_PANEL,
-        show_default=False,
-    )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[int | None, option]
-    )
-
-
 def _engine_parameters(parts: tuple[type, ...]) -> list[inspect.Parameter]:
     settings = [(part, item) for part in parts for item in describe_settings(part)]
     order = {name: index for index, name in enumerate(MOST_USED_FIELDS)}
@@ -173,7 +156,7 @@ def _engine_parameters(parts: tuple[type, ...]) -> list[inspect.Parameter]:
     for part, item in settings:
         flags.append(_parameter(part, item, show_default(item)))
         flags += [_parameter(part, field, show_default(field), group=item.name) for field in item.fields]
-    return flags + [_planned_parameter(name) for name in PLANNED]
+    return flags
 
 
 def _sampling_parameters(defaults: dict[str, object]) -> list[inspect.Parameter]:

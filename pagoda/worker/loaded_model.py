@@ -8,6 +8,7 @@ import torch
 
 from pagoda.base.config import ParallelConfig
 from pagoda.base.pooling import PoolingPlan
+from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.core.grammar import GrammarBackend
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
@@ -44,6 +45,7 @@ class WorkerConfig:
     max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
     grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
     pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
+    place: of this rank.
     """
 
     files: ModelFiles
@@ -63,6 +65,7 @@ class WorkerConfig:
     adapters: AdapterLimits | None = None
     pooling: PoolingPlan | None = None
     takes_embeds: bool = False
+    place: RankPlace = WHOLE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from pagoda.base.config import PrefillConfig
 from pagoda.base.server_config import ServerLimits, ServerTimeouts
 from pagoda.base.setting import describe_settings, show_default
 from pagoda.cli import main as cli_main
-from pagoda.cli.options import MOST_USED, MOST_USED_FIELDS, PLANNED_PANEL, SAMPLING_FIELDS
+from pagoda.cli.options import MOST_USED, MOST_USED_FIELDS, SAMPLING_FIELDS
 
 COMMANDS = ("generate", "chat", "serve", "plan", "bench throughput", "bench latency", "bench startup", "bench serve")
 
@@ -73,9 +73,8 @@ def test_the_most_used_flags_come_first(capsys: pytest.CaptureFixture[str]) -> N
         "Model",
         "KV cache",
         "Scheduler",
-        "Devices and threads",
+        "Devices, workers and threads",
         "Testing and debugging",
-        PLANNED_PANEL,
     ]
     sampling = printed[printed.index("Sampling:") : printed.index(f"{MOST_USED}:")]
     assert all(f"--{name.replace('_', '-')} " in sampling for name in SAMPLING_FIELDS)

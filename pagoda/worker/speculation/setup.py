@@ -49,7 +49,7 @@ def resolve_drafting(
     if speculative is None:
         return None
     runs_model = speculative.method in ("layer_skip", "draft_model", "forced")
-    if runs_model and config.debug.distributed_executor_backend == "fake":
+    if runs_model and config.parallel.executor == "fake":
         raise ConfigError(
             f"speculative_config.method={speculative.method} needs an executor with a model; take ngram or suffix"
         )
