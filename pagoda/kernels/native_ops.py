@@ -12,7 +12,7 @@ from pagoda.kernels.constraints.native import NativeConstraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.low_rank.packed import PackedLowRank
-from pagoda.kernels.native.abi import NO_CACHE, Bad, Shared
+from pagoda.kernels.native.abi import KERNEL_OPS, NO_CACHE, Bad, Shared
 from pagoda.kernels.native.arguments import Call, new_group, prepare_call, torch_facts
 from pagoda.kernels.native.checks import bad_group, bad_index
 from pagoda.kernels.native.dtypes import TORCH_DTYPES
@@ -49,7 +49,7 @@ class NativeOps:
         self.mask_logits = sampling.mask_logits
         for op in OP_TABLE.values():
             # Views need no kernel: torch's are the same tensors.
-            setattr(self, op.name, partial(self._run, op) if op.slices is None else reference_of(op))
+            setattr(self, op.name, partial(self._run, op) if op in KERNEL_OPS else reference_of(op))
 
     def _run(self, op: Op, *args: object, **kwargs: object) -> object:
         """Call an op's kernel; return its result: a tensor, a tuple of tensors, or None."""

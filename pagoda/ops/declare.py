@@ -121,11 +121,16 @@ class Group:
     cache: str | None = None
 
 
-Argument: TypeAlias = Rows | Table | Packed | Experts | LowRank | Cache | Group | Scalar
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A RankGroup: the ranks that compute the op together. Every one of them must call it, in the same order."""
+
+
+Argument: TypeAlias = Rows | Table | Packed | Experts | LowRank | Cache | Group | Ranks | Scalar
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shapes by argument: a LinearWeight's is (out, in), that of ExpertWeights (experts, out, in), that of a LowRankTable
-(slots, out, in)."""
+(slots, out, in), that of an integer n (n,)."""
 
 
 @dataclass(frozen=True, slots=True)

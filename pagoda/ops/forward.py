@@ -19,6 +19,7 @@ from pagoda.ops.declare import (
     LowRank,
     Out,
     Packed,
+    Ranks,
     Rows,
     Scalar,
     Slots,
@@ -29,6 +30,7 @@ from pagoda.ops.declare import (
     view,
 )
 from pagoda.ops.shape_rules import (
+    check_all_gather,
     check_cache_heads,
     check_gate_up,
     check_heads,
@@ -43,7 +45,7 @@ from pagoda.ops.shape_rules import (
     half_of_weight,
     qkv_slices,
 )
-from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, RankGroup, Tensor
 
 F32, I32, I64 = DType.F32, DType.I32, DType.I64
 
@@ -374,6 +376,23 @@ class ForwardOps(Protocol):
     @op("activation", x=Rows(contiguous=True), cap=Scalar.F32, out=like("x"))
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
+        ...
+
+    @op("collectives", x=Rows(contiguous=True), ranks=Ranks(), out=like("x"))
+    def all_reduce(self, x: Tensor, ranks: RankGroup) -> Tensor:
+        """Sum the ranks' x [T, ...] in float32, in the order of the ranks; rounded once to x's dtype."""
+        ...
+
+    @op(
+        "collectives",
+        check_all_gather,
+        x=Rows(contiguous=True),
+        width=Scalar.I32,
+        ranks=Ranks(),
+        out=Out("x", lambda s: s["width"]),
+    )
+    def all_gather(self, x: Tensor, width: int, ranks: RankGroup) -> Tensor:
+        """Concatenate the ranks' x [T, columns of this rank] in the order of the ranks -> [T, width]."""
         ...
 
 

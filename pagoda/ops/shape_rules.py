@@ -69,6 +69,11 @@ def check_put_rows(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"rows {shapes['rows']} do not fit x {shapes['x']}")
 
 
+def check_all_gather(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if len(shapes["x"]) != 2 or shapes["x"][1:] > shapes["width"]:
+        raise ValueError(f"x {shapes['x']} is not a rank's columns of {shapes['width'][0]}")
+
+
 def check_layer_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     if not shapes["weight"] == shapes["bias"] == shapes["x"][1:]:
         raise ValueError(f"weight {shapes['weight']} and bias {shapes['bias']} do not fit x {shapes['x']}")

@@ -50,3 +50,13 @@ class ExpertWeights(Protocol):
 
     @property
     def in_features(self) -> int: ...
+
+
+class RankGroup(Protocol):
+    """The ranks that compute a model's layers together; `kernels/collectives` has them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...

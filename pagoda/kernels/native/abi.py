@@ -11,7 +11,21 @@ from enum import IntEnum
 from typing import Any
 
 from pagoda.kernels.linear.forms import Offset
-from pagoda.ops.declare import Argument, Cache, Domain, DType, Experts, Group, LowRank, Op, Packed, Rows, Scalar, Table
+from pagoda.ops.declare import (
+    Argument,
+    Cache,
+    Domain,
+    DType,
+    Experts,
+    Group,
+    LowRank,
+    Op,
+    Packed,
+    Ranks,
+    Rows,
+    Scalar,
+    Table,
+)
 from pagoda.ops.forward import OP_TABLE
 
 NO_CACHE = -1
@@ -191,6 +205,8 @@ def _field_type(argument: Argument) -> str:
             return "KVPages"
         case Group():
             return "const RowGroup*"
+        case Ranks():
+            return "void*"
         case Scalar():
             return _SCALAR_TYPES[argument]
 
@@ -201,7 +217,7 @@ def _args_struct(op: Op) -> type[Shared]:
     return struct(op.struct_name, f"Arguments of {op.name}, then its results.", **fields)
 
 
-KERNEL_OPS = [op for op in OP_TABLE.values() if op.slices is None]
+KERNEL_OPS = [op for op in OP_TABLE.values() if op.slices is None and op.folder != "collectives"]
 """The ops that have a kernel; an op's index is its code in a recorded program."""
 
 ARGS = {op.name: _args_struct(op) for op in KERNEL_OPS}

@@ -1,0 +1,23 @@
+"""The definition of the ops that ranks compute together. Every rank must call them in the same order."""
+
+import torch
+
+from pagoda.base.errors import WorkerDied
+from pagoda.kernels.collectives.group import RankGroup
+
+
+def all_reduce(x: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+    """Sum the ranks' x [T, ...] in float32, in the order of the ranks; rounded once to its dtype."""
+    first, *others = ranks.exchange(x)
+    total = first.float()
+    for part in others:
+        total = total + part.float()
+    return total.to(x.dtype)
+
+
+def all_gather(x: torch.Tensor, width: int, ranks: RankGroup) -> torch.Tensor:
+    """Concatenate the ranks' x [T, width of this rank] in their order -> [T, width]."""
+    whole = torch.cat(ranks.exchange(x), dim=1)
+    if whole.shape[1] != width:
+        raise WorkerDied(f"all_gather: the ranks' parts have {whole.shape[1]} columns together, not {width}")
+    return whole
