@@ -5,25 +5,23 @@ It blocks while there is no work, handles messages between steps, and exits when
 
 import contextlib
 import logging
-import os
 import sys
-import threading
 import time
 import traceback
-from typing import BinaryIO
 
 import msgspec
 import zmq
 
 from pagoda.assemble import build_engine_core
 from pagoda.base.allocator import keep_objects, return_freed_memory
+from pagoda.base.child_process import RendezvousDir, end_with_parent, read_start
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
-from pagoda.engine.clients.engine_link import RECORDER_ROWS, RendezvousDir
+from pagoda.engine.clients.engine_link import RECORDER, RECORDER_ROWS, SOCKET
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder, RecordedExecutor
 
@@ -132,13 +130,13 @@ def main() -> None:
     logging.getLogger("pagoda").setLevel(logging.INFO)
     place = RendezvousDir(sys.argv[1])
     stdin = sys.stdin.buffer
-    size = int.from_bytes(stdin.read(8), "little")
-    data = stdin.read(size)
-    if not data or len(data) < size:  # the parent died mid-write
-        _end_with_parent(stdin, place)
-    threading.Thread(target=_end_with_parent, args=(stdin, place), daemon=True).start()
+    data = read_start(stdin)
+    if data is None:
+        place.remove()
+        return
+    end_with_parent(stdin, place.remove)
     socket = zmq.Context().socket(zmq.PAIR)
-    socket.connect(place.address)
+    socket.connect(place.address(SOCKET))
     codec = wire.Codec(wire.ToEngine)
     began_s = time.monotonic()
     try:
@@ -158,7 +156,7 @@ def main() -> None:
 
 
 def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, RecordedExecutor]:
-    recorder = FlightRecorder(place.recorder, RECORDER_ROWS)
+    recorder = FlightRecorder(place.path(RECORDER), RECORDER_ROWS)
     recorded: list[RecordedExecutor] = []
 
     def record(executor: Executor, max_rows: int) -> Executor:
@@ -167,13 +165,6 @@ def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, Reco
 
     # The process runs no other threads, so pinning is safe.
     return build_engine_core(config, wrap_executor=record, pin_threads=True), recorded[0]
-
-
-def _end_with_parent(stdin: BinaryIO, place: RendezvousDir) -> None:
-    """Exit when the parent closes our standard input or dies, removing the rendezvous folder if it is still there."""
-    stdin.read()
-    place.remove()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,14 @@
 """EngineLink: one engine process, the messages to and from it, and whether it makes progress."""
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from pagoda.base.child_signals import signals_blocked
+from pagoda.base.child_process import RendezvousDir, children_of, cpu_s_of, end_child, start_child
 from pagoda.base.config import EngineConfig
 from pagoda.engine import wire
 from pagoda.engine.flight_recorder import FlightRecorder
@@ -30,21 +23,9 @@ COMPUTING_TIMEOUTS = 10  # as many step timeouts may a step take that uses the p
 # More rows than any scheduler has. Too few would only mean missing suspects after a crash.
 RECORDER_ROWS = 65536
 
-
-class RendezvousDir:
-    """The folder of the socket and the recorder, until both processes have opened them. Only their user has access."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.address = f"ipc://{folder}/engine"
-        self.recorder = Path(folder, "flight")
-
-    def remove(self) -> None:
-        """Delete the folder; open files and sockets stay usable. Idempotent, from either process."""
-        with contextlib.suppress(OSError):
-            for path in (self.recorder, Path(self.folder, "engine")):
-                path.unlink(missing_ok=True)
-            os.rmdir(self.folder)
+# In the rendezvous folder.
+SOCKET = "engine"
+RECORDER = "flight"
 
 
 class EngineProcess:
@@ -52,46 +33,32 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, module: str, context: zmq.asyncio.Context) -> None:
         """Raises OSError if no process can be started, for lack of memory, say."""
-        self.place = RendezvousDir(tempfile.mkdtemp(prefix="pagoda-"))
-        self.recorder = FlightRecorder(self.place.recorder, RECORDER_ROWS, create=True)
+        self.place = RendezvousDir()
+        self.recorder = FlightRecorder(self.place.path(RECORDER), RECORDER_ROWS, create=True)
         self.socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
         try:
-            self.socket.bind(self.place.address)
-            with signals_blocked(signal.SIGINT, signal.SIGTERM):  # the parent handles them
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", module, self.place.folder], stdin=subprocess.PIPE
-                )
+            self.socket.bind(self.place.address(SOCKET))
+            self.process = start_child(module, [self.place.folder], msgspec.msgpack.encode(config, enc_hook=str))
         except OSError:
             self._release()
             raise
-        assert self.process.stdin is not None
-        data = msgspec.msgpack.encode(config, enc_hook=str)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is found out later
-            self.process.stdin.write(len(data).to_bytes(8, "little") + data)
-            self.process.stdin.flush()  # left open: the engine exits when it is closed
+        self._ranks: list[int] = []
+
+    def note_ranks(self) -> None:
+        """Count the processor time of the processes that the engine has started as its own, from now on."""
+        self._ranks = children_of(self.process.pid)
 
     def cpu_s(self) -> float:
-        """Return the seconds of processor time that the process has used; 0 where the system does not say."""
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Return the seconds of processor time that the engine has used; 0 where the system does not say."""
+        return sum(map(cpu_s_of, (self.process.pid, *self._ranks)))
 
     def close(self, grace_s: float = 0.0) -> int | None:
         """End the process, killing it after `grace_s`; free its socket and recorder; return its exit code."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-        try:
-            self.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
+        code = end_child(self.process, grace_s)
         self._release()
-        return self.process.returncode
+        return code
 
     def _release(self) -> None:
         self.socket.close()
@@ -121,6 +88,7 @@ class EngineLink:
     def open(self) -> None:
         """Send messages from now on: the engine is ready."""
         self._is_open = True
+        self.process.note_ranks()
         self.process.place.remove()  # both processes have its files open, so nothing stays on disk if one is killed
 
     def close(self) -> None:
